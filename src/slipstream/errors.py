@@ -1,0 +1,73 @@
+"""Every error that Slipstream raises on purpose.
+
+    SlipstreamError
+    ├── ConfigError            a setting or argument is wrong, or wrong for this model or machine
+    ├── ModelError             a model cannot be run
+    │   ├── UnsupportedModelError   its description holds something we do not implement
+    │   └── CheckpointError         its files are missing, damaged or do not fit the description
+    ├── DownloadError          a model could not be fetched
+    ├── RequestError           one request is wrong (an HTTP 400); the engine is unharmed
+    │   └── ContextLengthError      prompt and answer do not fit in the context
+    └── EngineError            the engine cannot go on
+        ├── OutOfMemoryError        weights or KV cache do not fit
+        ├── EngineOverloadedError   the queue is full (an HTTP 429)
+        └── EngineDeadError         the engine process died; requests in flight are lost (an HTTP 503)
+
+Every message names the field at fault and says what to do. `field` carries the name for machines
+(OpenAI's error `param`, for one).
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of all errors raised on purpose. `field` names the setting or input at fault, if one is."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """A setting is wrong, or cannot work with this model or machine."""
+
+
+class ModelError(SlipstreamError):
+    """A model cannot be run."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model's description holds a value that Slipstream does not implement."""
+
+
+class CheckpointError(ModelError):
+    """The checkpoint's files are missing, damaged, or do not fit the model's description."""
+
+
+class DownloadError(SlipstreamError):
+    """A model could not be fetched."""
+
+
+class RequestError(SlipstreamError, ValueError):
+    """One request is wrong. Nothing else is affected."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt with the answer asked for, is longer than the context."""
+
+
+class EngineError(SlipstreamError, RuntimeError):
+    """The engine cannot go on."""
+
+
+class OutOfMemoryError(EngineError):
+    """Weights or KV cache do not fit in the memory there is."""
+
+
+class EngineOverloadedError(EngineError):
+    """The waiting queue is full; try again later."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process died. Requests that were in flight are lost; new ones wait for the restart."""

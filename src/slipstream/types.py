@@ -1,0 +1,287 @@
+"""The values that cross boundaries: what a user asks for, what a step does, what comes back.
+
+All are frozen dataclasses of plain Python values: they pass through msgpack unchanged, and nobody can alter a
+request behind the scheduler's back. No torch here.
+
+    user ── SamplingParams ──> EngineRequest ──> Scheduler ── StepPlan ──> ModelRunner
+    user <── RequestOutput <── EngineOutput  <── Scheduler <── StepResult <──┘
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, TypedDict
+
+from slipstream.errors import RequestError
+
+MAX_LOGPROBS = 20
+"""The most alternatives a request may ask for at each token (OpenAI's limit for chat)."""
+
+MAX_CHOICES = 128
+"""The largest `n` (OpenAI's limit)."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is already tokenised."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt: TypeAlias = str | TokensPrompt
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # cancelled by the caller
+    DEADLINE = "deadline"  # its deadline passed before it was done
+    ERROR = "error"  # the engine failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when generation ends.
+
+    The order is the usual one: logit_bias, penalties, temperature, min_p, top_k, top_p, then one draw.
+    `temperature=0` is greedy. `top_k=0` and `top_p=1` switch those filters off.
+    `repetition_penalty` looks at prompt and answer (Keskar et al. 2019, CTRL); `presence_penalty` and
+    `frequency_penalty` at the answer only (OpenAI). `logprobs=k` returns the chosen token's log-probability and the k
+    best at each step, before temperature and filters; `prompt_logprobs=k` the same for the prompt.
+    With a `seed`, the draw at each position depends on the seed and the position alone.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # Callers pass what they know from other libraries: a string or list for stop, -1 for "no top_k".
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in (self.logit_bias or {}).items()})
+        self._check()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _check(self) -> None:
+        def require(ok: bool, name: str, need: str) -> None:
+            if not ok:
+                raise RequestError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
+
+        def finite(value: float) -> bool:
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+        def whole(value: object) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        require(whole(self.n) and 1 <= self.n <= MAX_CHOICES, "n", f"a whole number from 1 to {MAX_CHOICES}")
+        require(finite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
+        require(whole(self.top_k) and self.top_k >= 0, "top_k", "a whole number ≥ 1, or 0 or -1 for no limit")
+        require(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        require(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        require(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(finite(value) and -2 <= value <= 2, name, "between -2 and 2")
+        require(all(t >= 0 and finite(b) for t, b in self.logit_bias.items()), "logit_bias", "a map of token ids to finite numbers")
+        require(self.seed is None or whole(self.seed) and -(2**63) <= self.seed < 2**63, "seed", "a 64-bit whole number")
+        require(self.max_tokens is None or whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "a whole number ≥ 1")
+        require(whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a whole number ≥ 0")
+        if self.max_tokens is not None:
+            require(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})")
+        require(all(isinstance(s, str) and s for s in self.stop), "stop", "made of non-empty strings")
+        require(all(whole(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "made of token ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or whole(value) and 0 <= value <= MAX_LOGPROBS, name, f"from 0 to {MAX_LOGPROBS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence for the engine core. A request with n > 1 arrives as n of these: `fork_of` is the id of the first,
+    whose prompt blocks the others share. `eos_token_ids` is empty if the caller ignores end-of-sequence.
+    `deadline` and `arrival` are in seconds of time.monotonic() of the machine; lower `priority` goes first.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    max_tokens: int  # resolved: never beyond the end of the context
+    arrival: float = 0.0
+    priority: int = 0
+    deadline: float | None = None
+    fork_of: str | None = None
+    cache_salt: str = ""  # requests share cached prefixes only within one salt
+
+
+# --- A step ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that enters the worker, or comes back after preemption (then `token_ids` holds its answer so far)."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
+
+    `new_block_ids` are appended to the worker's block table for it, after `replaced_blocks` (index, block) were
+    put in place of shared ones (copy on write). `samples` says whether the last position's logits are sampled: false
+    while a prompt is not yet complete.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    samples: bool
+    new_block_ids: tuple[int, ...] = ()
+    replaced_blocks: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the worker does in one step, as a difference to what it knows.
+
+    Order of effect: `released` rows are dropped, `new` rows made, `block_copies` (source, target) carried out, tables
+    extended, then every sequence in `scheduled` computed. Sequences with num_tokens == 1 stand first.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    new: tuple[NewSequence, ...] = ()
+    released: tuple[str, ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token that stands there (rank 1 is the most likely), and of the best."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a StepPlan: for each scheduled sequence that samples, in plan order, its new tokens."""
+
+    step_id: int
+    request_ids: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """For sequences in prefill that asked: one entry a position computed in this step, for the token that *follows* it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """News of one sequence after a step, from the engine core to whoever turns tokens into text."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that ended it, if one did
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    num_preemptions: int = 0
+    error: str | None = None
+
+
+# --- What a user gets ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One alternative at one position, decoded."""
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int | None = None
+    token_bytes: bytes = b""  # what the token stands for, also where it is part of a character
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token at one position and its best alternatives."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one did."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When things happened, in seconds of time.monotonic(); None for what has not."""
+
+    arrival: float
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` each one is what is *new*."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
+    num_cached_tokens: int = 0
+    times: RequestTimes | None = None
