@@ -1,0 +1,211 @@
+"""The op set: what a model is computed with, and the one place that chooses an implementation.
+
+`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the torch ops that are fast
+on a CPU, `triton/` the GPU's. The decoder is handed an `OpSet` and never asks which. Shapes: T tokens in the step,
+S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F feed-forward size.
+
+A step is *ragged*: the tokens of all sequences stand one after another, sequence i at
+query_start_loc[i] : query_start_loc[i + 1]. Its keys and values are written to the cache first, then attention reads
+everything from the cache: prefill, chunked prefill and decode are one op.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.model.spec import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it."""
+
+    k: Tensor  # [B, K, block_size, D]
+    v: Tensor  # [B, K, block_size, D]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """Where this step's tokens stand. Tensors are on the model's device; the ints are known on the host.
+
+    The first `num_decodes` sequences have exactly one token each (their queries are tokens 0 … num_decodes − 1).
+    Inside a captured graph the ints are upper bounds and padded sequences have seq_len 0 and write to slot 0
+    (in the null block).
+    """
+
+    query_start_loc: Tensor  # int32 [S + 1]
+    seq_lens: Tensor  # int32 [S]: tokens in the cache after this step's are written
+    block_table: Tensor  # int32 [S, max_blocks]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]: block · block_size + offset
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Later schemes are subclasses."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingTensors:
+    """How to sample S rows of logits. Flags let an op skip what no row asks for.
+
+    `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them, of which the first
+    prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r], history_lens[r]) and its logits.
+    """
+
+    temperature: Tensor  # float32 [S], 0 is greedy
+    top_k: Tensor  # int32 [S], 0 is off
+    top_p: Tensor  # float32 [S]
+    min_p: Tensor  # float32 [S]
+    seeds: Tensor  # int64 [S]
+    history_lens: Tensor  # int32 [S]
+    prompt_lens: Tensor | None = None  # int32 [S], with penalties
+    history: Tensor | None = None  # int32 [S, L], with penalties
+    repetition_penalty: Tensor | None = None  # float32 [S]
+    presence_penalty: Tensor | None = None  # float32 [S]
+    frequency_penalty: Tensor | None = None  # float32 [S]
+    bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values (−inf forbids a token)
+    bias_tokens: Tensor | None = None  # int64 [N]
+    bias_values: Tensor | None = None  # float32 [N]
+    all_greedy: bool = False
+    any_top_k: bool = False
+    any_top_p: bool = False
+    any_min_p: bool = False
+
+
+class OpSet(ABC):
+    """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
+
+    name: str
+
+    @abstractmethod
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Lay a dense weight [out, in] out as this op set's `linear` reads it best. May return the weight as it is."""
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
+        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32."""
+
+    @abstractmethod
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """[T, E] → (normed [T, E], sum [T, E]).
+
+        With `residual`, x + residual is normed and returned as the second value (it may reuse residual's memory); without,
+        the second value is x. The norm is computed in float32; weight_offset is added to the weight in float32.
+        """
+
+    @abstractmethod
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Like `rms_norm`, with the mean taken off and a bias added."""
+
+    @abstractmethod
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cos_sin: Tensor | None,
+        interleaved: bool = False,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
+    ) -> Tensor:
+        """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache.
+
+        q and k of each head are RMS-normed first if q_norm, k_norm [D] are given, then rotated by `cos_sin`
+        float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second, read at
+        `meta.positions`; dimensions beyond rotary_dim pass. `cos_sin=None`: no rotation. Computed in float32.
+        """
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, D] → [T, H, D]: causal attention of each token over its own sequence's cache.
+
+        Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
+        max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. Rows of padded
+        sequences (seq_len 0) are unspecified but finite. Softmax in float32.
+        """
+
+    @abstractmethod
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """[T, 2F] → [T, F]: act(first half) · second half."""
+
+    @abstractmethod
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """[T, F] → [T, F]."""
+
+    @abstractmethod
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature, min_p, top_k, top_p, draw.
+
+        `logits` may be overwritten. The draw inverts the cumulative distribution at one uniform number
+        u = uniform(seed, history_len) per row (see `reference.uniform`), so it needs no state and is the same in any batch.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
+
+
+def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
+    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises."""
+    from slipstream.errors import ConfigError
+
+    if implementation == "auto":
+        implementation = "triton" if device.type == "cuda" else "cpu"
+    if implementation == "reference":
+        from slipstream.kernels.reference import ReferenceOps
+
+        return ReferenceOps()
+    if implementation == "cpu" and device.type == "cpu":
+        from slipstream.kernels.cpu import CpuOps
+
+        return CpuOps()
+    if implementation == "triton" and device.type == "cuda":
+        from slipstream.kernels.triton import TritonOps
+
+        return TritonOps()
+    raise ConfigError(
+        f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
+    )
