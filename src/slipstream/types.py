@@ -285,3 +285,24 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine's state at a moment, and totals since it started. Token counts; `_s` are seconds."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    kv_allocated_tokens: int = 0
+    kv_wasted_tokens: int = 0
+    num_steps: int = 0
+    last_step_age_s: float = 0.0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    uptime_s: float = 0.0

@@ -1,0 +1,313 @@
+"""Every setting of an engine, in one place, resolved once.
+
+`EngineArgs` is what a user wrote (None: not set). `resolve(args, model, device)` is a pure function that checks it against
+the model and the device and returns a frozen `EngineConfig`, which records for each setting who chose it and why. Nothing
+is changed afterwards, save by `with_memory_limits`, which returns a new config and says what it lowered. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from slipstream.errors import ConfigError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from slipstream.model.description import ModelDescription
+
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What a device is and has, as the worker found it (`worker.device.detect`)."""
+
+    device: str  # "cpu" or "cuda:0"
+    name: str
+    memory_bytes: int  # in all
+    free_bytes: int
+    best_dtype: DType  # the fastest 16- or 32-bit type, measured on a CPU
+    num_threads: int = 1
+    compute_capability: tuple[int, int] | None = None
+    dtype_reason: str = ""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """What `LLM(...)` and the command line take. The names are those that vLLM's users know."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    speculative_model: str | None = None
+    num_speculative_tokens: int | None = None
+    download_dir: str | None = None
+    seed: int = 0
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    scheduling_policy: str = "inflight"
+    batch_window_s: float = 0.05
+    max_queue: int | None = None
+    kernels: str = "auto"
+    num_threads: int | None = None
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> EngineArgs:
+        """Settings by name; an unknown one raises, naming it and the nearest known."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in raw:
+            if name not in known:
+                import difflib
+
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; the settings are {', '.join(sorted(known))}"
+                raise ConfigError(f"{name!r} is not a setting of the engine{hint}", field=name)
+        return cls(**raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who set a value (user, model, device, default) and why."""
+
+    value: Any
+    source: Literal["user", "model", "device", "default", "memory"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str
+    path: Path
+    tokenizer: str | None
+    dtype: DType
+    max_model_len: int
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"]
+    seed: int
+    skip_tokenizer_init: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    dtype: DType
+    block_size: int
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    policy: Literal["inflight", "dynamic", "static"]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    batch_window_s: float
+    max_queue: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    facts: DeviceFacts
+    kernels: Literal["auto", "reference", "cpu", "triton"]
+    enforce_eager: bool
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduling: SchedulingConfig
+    device: DeviceConfig
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.model.max_model_len // self.cache.block_size)
+
+    def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
+        """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lowered if it was left on auto, else an error."""
+        capacity = num_blocks * self.cache.block_size
+        wanted = self.model.max_model_len
+        if capacity >= wanted:
+            return self
+        need = self.max_blocks_per_seq * block_bytes
+        have = num_blocks * block_bytes
+        if self.origins["max_model_len"].source == "user":
+            raise OutOfMemoryError(
+                f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
+                f"{have / 2**30:.2f} GiB ({capacity} tokens); lower max_model_len or give the cache more memory "
+                "(gpu_memory_utilization, kv_cache_bytes)",
+                field="max_model_len",
+            )
+        if capacity < self.cache.block_size:
+            raise OutOfMemoryError(
+                "no memory is left for the KV cache; use a smaller model or dtype, or raise gpu_memory_utilization or "
+                "kv_cache_bytes",
+                field="kv_cache_bytes",
+            )
+        origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens")
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, max_model_len=capacity),
+            origins={**self.origins, "max_model_len": origin},
+        )
+
+
+def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> EngineConfig:
+    """Check `args` against the model and the device and fill in what was left open. Pure."""
+    origins: dict[str, Origin] = {}
+
+    def choose(name: str, auto: Any, source: Literal["model", "device", "default"], reason: str) -> Any:
+        given = getattr(args, name)
+        if given is None or given == "auto":
+            origins[name] = Origin(auto, source, reason)
+            return auto
+        origins[name] = Origin(given, "user")
+        return given
+
+    _reject_unsupported(args, device)
+    spec = model.spec
+
+    dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
+    dtype = choose("dtype", dtype_auto, "device", dtype_why)
+    _one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
+    if dtype == "float16" and not device.is_cuda:
+        raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
+
+    max_model_len = choose("max_model_len", spec.max_position, "model", "the context the model was made for")
+    _positive("max_model_len", max_model_len)
+    if spec.learned_positions and max_model_len > spec.learned_positions.num_positions:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is beyond the model's table of {spec.learned_positions.num_positions} learned "
+            "positions; lower it",
+            field="max_model_len",
+        )
+    block_size = choose("block_size", 16, "default", "16 tokens: little waste, long enough reads")
+    _positive("block_size", block_size)
+    if device.is_cuda and block_size not in (16, 32, 64, 128):
+        raise ConfigError(f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size")
+
+    seqs = choose("max_num_seqs", 1024 if device.is_cuda else 64, "device", "default for this kind of device")
+    _positive("max_num_seqs", seqs)
+    tokens_auto = max(8192, seqs) if device.is_cuda else max(512, seqs)
+    if not args.enable_chunked_prefill:
+        tokens_auto = max(tokens_auto, max_model_len)
+    tokens = choose("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
+    _positive("max_num_batched_tokens", tokens)
+    if tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: one decode step would not fit; raise it or "
+            "lower max_num_seqs",
+            field="max_num_batched_tokens",
+        )
+    if not args.enable_chunked_prefill and tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill max_num_batched_tokens={tokens} must hold a whole prompt (max_model_len="
+            f"{max_model_len}); raise it, lower max_model_len, or enable chunked prefill",
+            field="max_num_batched_tokens",
+        )
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
+    if args.batch_window_s < 0:
+        raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
+    for name in ("kv_cache_bytes", "max_queue", "num_threads"):
+        if getattr(args, name) is not None:
+            _positive(name, getattr(args, name))
+    _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
+    _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
+    _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "triton"))
+    threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
+
+    for f in dataclasses.fields(args):
+        origins.setdefault(f.name, Origin(getattr(args, f.name), "default" if getattr(args, f.name) == f.default else "user"))
+    return EngineConfig(
+        model=ModelConfig(
+            model=args.model,
+            path=model.path,
+            tokenizer=args.tokenizer,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            load_format=args.load_format,  # type: ignore[arg-type]
+            seed=args.seed,
+            skip_tokenizer_init=args.skip_tokenizer_init,
+        ),
+        cache=CacheConfig(
+            dtype=dtype,
+            block_size=block_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_bytes=args.kv_cache_bytes,
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduling=SchedulingConfig(
+            policy=args.scheduling_policy,  # type: ignore[arg-type]
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            batch_window_s=args.batch_window_s,
+            max_queue=args.max_queue,
+        ),
+        device=DeviceConfig(
+            facts=device,
+            kernels=args.kernels,  # type: ignore[arg-type]
+            enforce_eager=args.enforce_eager or not device.is_cuda,
+            num_threads=threads,
+        ),
+        origins=origins,
+    )
+
+
+def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
+    if device.is_cuda:
+        if trained == "float16":
+            return "float16", "the checkpoint's own"
+        if device.compute_capability is not None and device.compute_capability < (8, 0):
+            return "float16", "this GPU has no bfloat16"
+        return "bfloat16", "the GPU's fast type, with float32's range"
+    return device.best_dtype, device.dtype_reason or "the faster one on this CPU"
+
+
+def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
+    """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
+    for name, only, what in (
+        ("quantization", None, "quantised weights are"),
+        ("speculative_model", None, "speculative decoding is"),
+        ("num_speculative_tokens", None, "speculative decoding is"),
+        ("tensor_parallel_size", 1, "tensor parallelism is"),
+        ("pipeline_parallel_size", 1, "pipeline parallelism is"),
+        ("kv_cache_dtype", "auto", "a KV cache type other than the model's is"),
+    ):
+        if getattr(args, name) != only:
+            raise ConfigError(f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}", field=name)
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number above 0, got {value!r}", field=name)
