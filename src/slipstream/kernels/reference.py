@@ -1,0 +1,278 @@
+"""The oracle: every op in plain torch, written to be read and checked, not to be fast. Runs on any device.
+
+All arithmetic is in float32 whatever the dtype of the inputs, and results are rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, OpSet, SamplingTensors
+from slipstream.model.spec import Activation
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation functions by name. A new one is a line here and in `triton/activation.py`."""
+    match activation:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
+
+
+class ReferenceOps(OpSet):
+    name = "reference"
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Linear(weight=weight, bias=bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype)
+
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
+        y = x.float() @ w.weight.float().T
+        return (y if w.bias is None else y + w.bias.float()).to(x.dtype)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return _rms(total, weight, eps, weight_offset), total
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        h = total.float()
+        h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, unbiased=False, keepdim=True) + eps)
+        h = h * weight.float()
+        return (h if bias is None else h + bias.float()).to(x.dtype), total
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cos_sin: Tensor | None,
+        interleaved: bool = False,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
+    ) -> Tensor:
+        num_tokens = qkv.shape[0]
+        heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if q_norm is not None and k_norm is not None:
+            q = _rms(q, q_norm, norm_eps, norm_offset)
+            k = _rms(k, k_norm, norm_eps, norm_offset)
+        if cos_sin is not None:
+            table = cos_sin[meta.positions]
+            q, k = rotate(q, table, interleaved), rotate(k, table, interleaved)
+        block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
+        kv.k[block, :, offset] = k.to(kv.k.dtype)
+        kv.v[block, :, offset] = v.to(kv.v.dtype)
+        return q.contiguous()
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+        for i, length in enumerate(lens):
+            begin, end = starts[i], starts[i + 1]
+            if length == 0 or begin == end:
+                continue
+            keys, values = gather_sequence(kv, meta.block_table[i], length)
+            out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+        return out
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (activate(gate, activation) * up).to(gate_up.dtype)
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return activate(x.float(), activation).to(x.dtype)
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        logits = apply_bias_and_penalties(logits.float(), params)
+        greedy = logits.argmax(dim=-1)
+        if params.all_greedy:
+            return greedy
+        temperature = params.temperature[:, None]
+        probs = (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(dim=-1)
+        drawn = draw(filter_probs(probs, params), uniform(params.seeds, params.history_lens))
+        return torch.where(params.temperature > 0, drawn, greedy)
+
+    def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        kv.k[target] = kv.k[source]
+        kv.v[target] = kv.v[source]
+
+
+# --- Attention ------------------------------------------------------------------------------------------------------
+
+
+def gather_sequence(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """One sequence's keys and values, [K, length, D] each, copied out of its blocks."""
+    count = -(-length // kv.block_size)
+    index = blocks[:count].long()
+    keys, values = (t[index].transpose(0, 1).flatten(1, 2)[:, :length] for t in (kv.k, kv.v))
+    return keys, values
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """q [n, H, D] at the last n positions of keys, values [K, L, D] → [n, H, D]; causal, in float32."""
+    num_queries, num_heads, _ = q.shape
+    num_kv_heads, length, _ = keys.shape
+    group = num_heads // num_kv_heads
+    keys, values = (t.float().repeat_interleave(group, dim=0) for t in (keys, values))
+    scores = torch.einsum("nhd,hld->hnl", q.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(length - num_queries, length, device=q.device)[:, None]
+    distance = at - torch.arange(length, device=q.device)[None, :]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.float()[:, None, None] * distance
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
+
+
+def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
+    """Turn the first rotary_dim dimensions of x [T, heads, D] by `table` [T, rotary_dim] (cos, then sin)."""
+    rotary = table.shape[-1]
+    cos, sin = table[:, None].chunk(2, dim=-1)
+    turned = x[..., :rotary].float()
+    if interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., rotary:]), dim=-1)
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * (weight.float() + weight_offset)).to(x.dtype)
+
+
+# --- Sampling -------------------------------------------------------------------------------------------------------
+
+
+def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Logit bias, then repetition, frequency and presence penalties, in place on float32 [S, V].
+
+    No table of counts is made: the tokens so far are gathered, changed and scattered back. Where a token occurs twice,
+    both write the same value; only the frequency penalty adds up.
+    """
+    if params.bias_rows is not None and params.bias_tokens is not None and params.bias_values is not None:
+        logits.index_put_((params.bias_rows, params.bias_tokens), params.bias_values, accumulate=True)
+    if params.history is None:
+        return logits
+    assert params.prompt_lens is not None
+    assert params.repetition_penalty is not None
+    assert params.presence_penalty is not None
+    assert params.frequency_penalty is not None
+    # Places beyond a row's tokens point at the row's first token, with no penalty of their own.
+    at = torch.arange(params.history.shape[1], device=logits.device)[None, :]
+    known = at < params.history_lens[:, None]
+    answer = known & (at >= params.prompt_lens[:, None])
+    tokens = torch.where(known, params.history, params.history[:, :1]).long()
+    before = logits.gather(1, tokens)
+    penalty = params.repetition_penalty[:, None]
+    logits.scatter_(1, tokens, torch.where(before > 0, before / penalty, before * penalty))
+    logits.scatter_add_(1, tokens, -params.frequency_penalty[:, None] * answer)
+    present = torch.zeros_like(logits).scatter_reduce_(1, tokens, answer.to(logits.dtype), "amax")
+    return logits.sub_(params.presence_penalty[:, None] * present)
+
+
+def filter_probs(probs: Tensor, params: SamplingTensors) -> Tensor:
+    """[S, V] probabilities with the tokens that min_p, top_k or top_p drop set to 0; not normalised again.
+
+    Each filter keeps whole ties, so the kept set is all tokens at or above a threshold and no order of sorting matters.
+    """
+    if params.any_min_p:
+        probs = probs.where(probs >= params.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
+    if not (params.any_top_k or params.any_top_p):
+        return probs
+    ordered = probs.sort(dim=-1, descending=True).values
+    if params.any_top_k:
+        k = torch.where(params.top_k > 0, params.top_k, probs.shape[-1]).clamp(max=probs.shape[-1])
+        least = ordered.gather(1, k[:, None].long() - 1)
+        probs = probs.where(probs >= least, 0.0)
+        ordered = ordered.where(ordered >= least, 0.0)
+    if params.any_top_p:
+        mass = ordered.cumsum(-1)
+        wanted = params.top_p[:, None] * mass[:, -1:]
+        # A token is needed while the mass before it is short of top_p.
+        needed = ((mass - ordered) < wanted) & (ordered > 0)
+        needed |= params.top_p[:, None] >= 1.0
+        last = needed.sum(-1, keepdim=True).clamp(min=1) - 1
+        probs = probs.where(probs >= ordered.gather(1, last), 0.0)
+    return probs
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """For each row of weights [S, V] ≥ 0, the first token, in id order, at which the running sum exceeds u · total."""
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    chosen = torch.searchsorted(running, u.double()[:, None] * running[:, -1:], right=True)[:, 0]
+    # Rounding may point past the end: then it is the last token that was kept.
+    last = weights.shape[-1] - 1 - weights.flip(-1).ne(0).int().argmax(-1)
+    return torch.minimum(chosen, last)
+
+
+def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Numbers in (0, 1), float32 [S], that depend on (seed, counter) alone: the finaliser of SplitMix64
+    (Steele, Lea, Flood 2014) over both, its upper 24 bits. Wrapping int64 arithmetic: the same on every device."""
+    x = seeds.long() + counters.long() * _GOLDEN
+    x = _mix(_mix(x) + _GOLDEN)
+    return (_shift(x, 40).float() + 0.5) * (1.0 / 2**24)
+
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shift(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical right shift; torch's is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
