@@ -1,0 +1,65 @@
+"""The HTTP application: routes, and the layers around them.
+
+RequestLog (id, log line, count) > ApiKeys (401) > routes: strict body -> prompt tokens -> engine -> deltas
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slipstream import __version__
+from slipstream.errors import SlipstreamError
+from slipstream.server import chat, completions, openapi
+from slipstream.server.auth import ApiKeys
+from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
+from slipstream.server.generation import GenerationRoute
+from slipstream.server.health import Probes
+from slipstream.server.metrics import Metrics
+from slipstream.server.models import Models
+from slipstream.server.protocol import ChatRequest, CompletionRequest
+from slipstream.server.record import RequestLog
+from slipstream.server.state import Engine, ServerSettings, ServerState
+from slipstream.server.tokens import Tokens
+
+
+def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
+    """The app around a running engine. Its ServerState is at `app.state.server`."""
+    names = settings.served_model_names or (engine.model_name,)
+    state = ServerState(engine, settings, Metrics(names[0]))
+    probes, models, tokens = Probes(state), Models(state), Tokens(state)
+    description = msgspec.json.encode(openapi.document(__version__, has_keys=bool(settings.api_keys)))
+
+    async def describe(request: Request) -> Response:
+        return Response(description, media_type="application/json")
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", GenerationRoute(state, CompletionRequest, completions.prepare), methods=["POST"]),
+            Route("/v1/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]),
+            Route("/v1/models", models.list),
+            Route("/v1/models/{id:path}", models.get),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/live", probes.live),
+            Route("/ready", probes.ready),
+            Route("/health", probes.health),
+            Route("/metrics", probes.metrics),
+            Route("/openapi.json", describe),
+        ],
+        middleware=[
+            Middleware(RequestLog, metrics=state.metrics),
+            Middleware(ApiKeys, keys=settings.api_keys),
+        ],
+        exception_handlers=dict.fromkeys(
+            (ApiError, SlipstreamError, ClientDisconnected, HTTPException, Exception), answer_error
+        ),
+    )
+    app.router.redirect_slashes = False  # /v1/models/ is an unknown route, not a redirect that drops the body
+    app.state.server = state
+    return app

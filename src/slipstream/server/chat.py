@@ -1,0 +1,64 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.server.generation import Answer, encode
+from slipstream.server.protocol import ChatRequest
+from slipstream.server.record import RequestRecord
+from slipstream.server.state import ServerState
+from slipstream.server.tokens import chat_tokens
+from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, TokensPrompt
+
+_ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        """The role, once; what is new; and the finish reason in a chunk of its own."""
+        choice, events = self.choices[delta.index], []
+        index = b'{"index":%d,"delta":' % delta.index
+        if not choice.begun:
+            choice.begun = True
+            events.append(self.event(index, _ROLE))
+        if delta.text or delta.logprobs:
+            logprobs = b"null" if delta.logprobs is None else encode(_logprobs(delta.logprobs))
+            content = encode(delta.text)
+            events.append(
+                self.event(index, b'{"content":', content, b'},"logprobs":', logprobs, b',"finish_reason":null}')
+            )
+        if delta.finish_reason is not None:
+            events.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"))
+        return b"".join(events)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        choice = self.choices[index]
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": None if self.sampling.logprobs is None else _logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+
+def _logprobs(positions: list[PositionLogprobs]) -> dict[str, Any]:
+    content = [{**_entry(p.chosen), "top_logprobs": [_entry(token) for token in p.top]} for p in positions]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: Logprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.token_bytes)}
+
+
+async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) -> ChatAnswer:
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    sampling = body.sampling(
+        max_tokens=max_tokens,  # None: the rest of the context
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    tokens = await chat_tokens(state, body.messages)
+    return ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)

@@ -1,0 +1,121 @@
+"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+400 invalid_request_error   `param` names the field; code context_length_exceeded if the prompt is too long
+401 invalid_request_error   code invalid_api_key
+404, 405, 408, 413          an unknown route or model, a wrong method, a body too slow or too long
+429 rate_limit_error        the engine's queue or the server is full; Retry-After says when to come back
+503 service_unavailable     draining, or the engine process died
+500 server_error            a fault of ours; the message says nothing of the inside, the log does
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    SlipstreamError,
+)
+
+logger = logging.getLogger("slipstream.server")
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the server is full: a few steps of the engine, which is when places come free."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody reads this status; it stands in the log and the metrics for a client that went away."""
+
+
+class ApiError(Exception):
+    """An answer that is an error. `kind` is OpenAI's `type`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
+    """The client went away; there is nobody to answer."""
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def overloaded(message: str) -> ApiError:
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
+
+
+def shutting_down() -> ApiError:
+    return unavailable("the server is shutting down; send the request to another", "shutting_down")
+
+
+def as_api_error(exc: Exception) -> ApiError:
+    """What a client is told about `exc`."""
+    match exc:
+        case ApiError():
+            return exc
+        case ContextLengthError():
+            return bad_request(exc.message, exc.field, "context_length_exceeded")
+        case RequestError():
+            return bad_request(exc.message, exc.field)
+        case EngineOverloadedError():
+            return overloaded(exc.message)
+        case EngineDeadError():
+            return unavailable(exc.message, "engine_dead")
+        case HTTPException():
+            names = {404: "unknown route; see /openapi.json", 405: "wrong method for this route"}
+            message = names.get(exc.status_code, exc.detail)
+            return ApiError(exc.status_code, message, code=_CODES.get(exc.status_code), headers=exc.headers)
+        case SlipstreamError():
+            return ApiError(500, exc.message, kind="server_error", code="engine_error")
+        case _:
+            return ApiError(
+                500, "internal error; the server's log has the details", kind="server_error", code="internal"
+            )
+
+
+_CODES = {404: "unknown_route", 405: "method_not_allowed"}
+
+
+async def answer_error(request: Request, exc: Exception) -> Response:
+    """The exception handler of the whole app."""
+    if isinstance(exc, ClientDisconnected):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    error = as_api_error(exc)
+    if error.status == 500 and isinstance(exc, SlipstreamError):
+        logger.error("request failed: %s", exc)
+    request.scope["record"].error = error.code or error.kind
+    return error.response()

@@ -1,0 +1,55 @@
+"""The three probes and the metrics route.
+
+/live    200 while the event loop turns; restart the server when it does not answer
+/ready   200 when new requests are welcome; 503 while the server drains or the engine is down
+/health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.errors import EngineError
+from slipstream.server.errors import shutting_down, unavailable
+from slipstream.server.state import ServerState
+
+_STATS_TIMEOUT_S = 2.0  # a scrape must not hang with the engine
+
+
+class Probes:
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def live(self, request: Request) -> Response:
+        return _ok("alive")
+
+    async def ready(self, request: Request) -> Response:
+        if self.state.draining:
+            raise shutting_down()
+        self._require_health()
+        return _ok("ready")
+
+    async def health(self, request: Request) -> Response:
+        self._require_health()
+        return _ok("healthy")
+
+    async def metrics(self, request: Request) -> Response:
+        try:
+            stats = await asyncio.wait_for(self.state.engine.stats(), _STATS_TIMEOUT_S)
+        except (EngineError, TimeoutError):
+            stats = None
+        return Response(self.state.metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _require_health(self) -> None:
+        health = self.state.engine.health()
+        if not health.ok:
+            raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
+
+
+def _ok(status: str) -> Response:
+    return Response(msgspec.json.encode({"status": status}), media_type="application/json")

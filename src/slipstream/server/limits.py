@@ -1,0 +1,92 @@
+"""What keeps one client from hurting the rest: bodies of bounded size and time, a bounded number in flight, and an
+`Exchange` that frees the engine at once when a client goes away or the server gives up waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, overloaded, shutting_down
+from slipstream.server.state import ServerSettings, ServerState
+
+
+async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
+    """The whole body, or 413 as soon as it is known to be too long, or 408 if it does not come in time."""
+    limit = settings.max_body_bytes
+    too_long = ApiError(413, f"the body is longer than the {limit} bytes this server takes", code="request_too_large")
+    length = Headers(scope=scope).get("content-length", "0")
+    if not length.isdecimal():
+        raise bad_request("content-length is not a number")
+    if int(length) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_long
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, f"no whole body within {settings.body_timeout_s:g} s", code="request_timeout") from None
+
+
+class Exchange:
+    """One request in flight: the task that answers it, and why it was cancelled, if it was."""
+
+    __slots__ = ("over", "reason", "task")
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task = task
+        self.reason: Exception | None = None
+        self.over = False
+
+    def cancel(self, reason: Exception) -> None:
+        if not self.over and self.reason is None:
+            self.reason = reason
+            self.task.cancel()
+
+
+@asynccontextmanager
+async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]:
+    """The body runs while the client is there. Raises ClientDisconnected, or the reason given to `Exchange.cancel`.
+
+    A task of its own waits for the disconnect, so that watching costs nothing per token.
+    """
+    if state.draining:
+        raise shutting_down()
+    if len(state.in_flight) >= state.settings.max_concurrent_requests:
+        raise overloaded(
+            f"{len(state.in_flight)} requests are in flight, as many as this server takes; try again later"
+        )
+    task = asyncio.current_task()
+    assert task is not None
+    exchange = Exchange(task)
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.cancel(ClientDisconnected())
+
+    watcher = asyncio.create_task(watch())
+    state.in_flight.add(exchange)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if exchange.reason is None:
+            raise
+        task.uncancel()
+        raise exchange.reason from None
+    finally:
+        exchange.over = True
+        watcher.cancel()
+        state.in_flight.discard(exchange)

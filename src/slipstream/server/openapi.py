@@ -1,0 +1,70 @@
+"""/openapi.json, made from the structs that decode the bodies, so that it cannot disagree with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_BODIES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+_GETS = {
+    "/v1/models": "The models served",
+    "/v1/models/{id}": "One of them",
+    "/live": "200 while the server runs",
+    "/ready": "200 when new requests are welcome, else 503",
+    "/health": "200 when the engine works, else 503",
+    "/metrics": "Prometheus metrics",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def document(version: str, *, has_keys: bool) -> dict[str, Any]:
+    (_, components) = msgspec.json.schema_components(_BODIES.values(), ref_template="#/components/schemas/{name}")
+    answers = {
+        "200": {"description": "The answer"},
+        "default": {"description": "An error", "content": _json_content({"$ref": "#/components/schemas/Error"})},
+    }
+    paths: dict[str, Any] = {}
+    for path, kind in _BODIES.items():
+        content = _json_content({"$ref": f"#/components/schemas/{kind.__name__}"})
+        operation = {"requestBody": {"required": True, "content": content}, "responses": answers}
+        paths[path] = {"post": {"summary": kind.__doc__, **operation}}
+    for path, summary in _GETS.items():
+        parameters = (
+            [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}] if "{id}" in path else []
+        )
+        paths[path] = {"get": {"summary": summary, "parameters": parameters, "responses": answers}}
+    scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Slipstream", "version": version},
+        "paths": paths,
+        "components": {"schemas": {**components, "Error": _ERROR}, **scheme},
+        "security": [{"key": []}] if has_keys else [],
+    }
+
+
+def _json_content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

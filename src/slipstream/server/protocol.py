@@ -1,0 +1,279 @@
+"""The request bodies, as strict schemas: an unknown field or a wrong type is a 400 whose `param` names it.
+
+Three kinds of fields beyond OpenAI's usual ones: vLLM's extensions (top_k, min_p, ... priority), which work; fields
+that tell the provider about the caller and change no answer (user, metadata, store=false), which are accepted; and
+fields that are known but not supported, which are refused unless they hold the value that means "off". Nothing else
+is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from slipstream.server.errors import bad_request
+from slipstream.types import SamplingParams
+
+Text = Annotated[str, Meta(min_length=1)]
+Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
+_Off = msgspec.field(default_factory=Raw)  # the type of fields that must be off
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool = False
+
+
+class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Int | None = None
+    stop: Stop = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    # vLLM's extensions
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Int | None = None  # lower goes first
+    # About the caller; no effect on the answer, by OpenAI's definition
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    def check(self) -> None:
+        """Refuse what the schema cannot express."""
+        if self.store:
+            raise bad_request("store=true is not supported: answers are not kept; leave it false", "store")
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+
+    def param(self, field: str | None) -> str | None:
+        """This body's own name for a field that an error from the engine names."""
+        raise NotImplementedError
+
+    def sampling(self, **special: Any) -> SamplingParams:
+        """The fields that are named alike there and here, with `special` on top; None means the default."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _token_map(self.logit_bias)
+        return SamplingParams(**given, **special)
+
+
+_SAMPLING_FIELDS = tuple(
+    name
+    for name in SamplingParams.__dataclass_fields__
+    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens")
+)
+
+
+class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions"""
+
+    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    suffix: Raw = _Off
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}
+
+    def check(self) -> None:
+        super().check()
+        refuse_unless_off(self, self.off)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise bad_request(f"best_of={self.best_of} is supported only when it equals n", "best_of")
+
+    def param(self, field: str | None) -> str | None:
+        return {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs"}.get(field or "", field)
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        kinds = {type(part) for part in prompt}
+        if len(kinds) != 1:
+            what = "is an empty list" if not kinds else "mixes strings, token ids and lists"
+            raise bad_request(f"prompt {what}; give text, token ids, or a list of one of them", "prompt")
+        return [prompt] if kinds == {int} else prompt
+
+
+class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A chat message. The fields after `name` are what an assistant's answer carries when a client sends it back."""
+
+    role: str
+    content: str | list[dict[str, Raw]] | None = None
+    name: str | None = None
+    refusal: Raw = _Off
+    tool_calls: Raw = _Off
+    tool_call_id: Raw = _Off
+    function_call: Raw = _Off
+    audio: Raw = _Off
+    annotations: Raw = _Off
+
+
+class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: Raw = _Off
+    tools: Raw = _Off
+    tool_choice: Raw = _Off
+    parallel_tool_calls: Raw = _Off
+    functions: Raw = _Off
+    function_call: Raw = _Off
+    modalities: Raw = _Off
+    audio: Raw = _Off
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "response_format": (b"null", b'{"type":"text"}'),
+        "tools": (b"null", b"[]"),
+        "tool_choice": (b"null", b'"none"'),
+        "parallel_tool_calls": (b"null",),
+        "functions": (b"null", b"[]"),
+        "function_call": (b"null", b'"none"'),
+        "modalities": (b"null", b'["text"]'),
+        "audio": (b"null",),
+    }
+
+    def check(self) -> None:
+        super().check()
+        refuse_unless_off(self, self.off)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise bad_request("max_tokens and max_completion_tokens disagree; give one", "max_completion_tokens")
+
+    def param(self, field: str | None) -> str | None:
+        max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+        return {**names, "max_tokens": max_tokens}.get(field or "", field)
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a prompt, or messages through the chat template"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template has them
+    add_generation_prompt: bool | None = None  # for messages; default true
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+def message_dict(message: Message, path: str) -> dict[str, Any]:
+    """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know."""
+    roles = ("system", "developer", "user", "assistant")
+    if message.role not in roles:
+        raise bad_request(f"role {message.role!r} is not supported; use one of {', '.join(roles)}", f"{path}.role")
+    refuse_unless_off(message, _MESSAGE_OFF, path + ".")
+    if message.content is None:
+        raise bad_request("a message needs content", f"{path}.content")
+    parts = (
+        [message.content]
+        if isinstance(message.content, str)
+        else [_text_part(part, f"{path}.content[{i}]") for i, part in enumerate(message.content)]
+    )
+    content = {"role": "system" if message.role == "developer" else message.role, "content": "".join(parts)}
+    return content if message.name is None else {**content, "name": message.name}
+
+
+_MESSAGE_OFF = {
+    "refusal": (b"null",),
+    "tool_calls": (b"null", b"[]"),
+    "tool_call_id": (b"null",),
+    "function_call": (b"null",),
+    "audio": (b"null",),
+    "annotations": (b"null", b"[]"),
+}
+
+
+def _text_part(part: dict[str, Raw], path: str) -> str:
+    kind = bytes(part.get("type", b"null"))
+    if kind != b'"text"':
+        raise bad_request(f"content part of type {_shorten(kind)}: only text is supported", path)
+    return decode(TextPart, msgspec.json.encode(part), path + ".").text
+
+
+def refuse_unless_off(body: Struct, off: dict[str, tuple[bytes, ...]], path: str = "") -> None:
+    for name, allowed in off.items():
+        raw = bytes(getattr(body, name))
+        if raw and (len(raw) > 100 or msgspec.json.format(raw, indent=-1) not in allowed):
+            only = " or ".join(value.decode() for value in allowed)
+            raise bad_request(f"{name} is not supported yet; leave it out or {only}", path + name)
+
+
+def _shorten(raw: bytes) -> str:
+    text = raw.decode(errors="replace")
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def _token_map(biases: dict[str, float]) -> dict[int, float]:
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise bad_request(f"logit_bias: {_shorten(key.encode())!r} is not a token id", "logit_bias")
+        if not -100 <= bias <= 100:
+            raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+T = TypeVar("T", bound=Struct)
+_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, TextPart)
+}
+_AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
+_FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
+
+
+def decode(kind: type[T], body: bytes, path: str = "") -> T:
+    """The body as `kind`, or a 400 that names the field at fault."""
+    try:
+        value: T = _DECODERS[kind].decode(body)
+        return value
+    except msgspec.ValidationError as exc:
+        match = _AT.fullmatch(str(exc))
+        assert match is not None
+        message, where = match[1], match[2] or ""
+        named = _FIELD.fullmatch(message)
+        parts = [part for part in (where, named and named[1]) if part]
+        param = path + ".".join(parts) if parts else path.rstrip(".") or None
+        raise bad_request(f"{message} (in {param or 'the body'})", param, "invalid_field") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise bad_request(f"the body is not valid JSON: {exc}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None

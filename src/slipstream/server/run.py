@@ -1,0 +1,178 @@
+"""The server process: sockets, signals, and an orderly end.
+
+SIGTERM or SIGINT: /ready turns 503 and new requests are refused with 503, while those in flight have
+`drain_timeout_s` to end; then the rest get a 503 error, the engine stops, and the process ends with 0. A second
+signal ends the wait at once. The listening socket stays open until the end, so that load balancers see the 503 rather
+than a refused connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from slipstream.errors import ConfigError
+from slipstream.server.app import create_app
+from slipstream.server.errors import bad_request, shutting_down
+from slipstream.server.record import LogFormatter
+from slipstream.server.state import Engine, ServerSettings, ServerState
+
+logger = logging.getLogger("slipstream.server")
+
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 75.0  # longer than load balancers usually keep idle connections, so that they close first
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 parser, which by itself takes headers of any length and answers bad requests in plain text."""
+
+    _header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._bound(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._bound(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _bound(self, length: int) -> None:
+        self._header_bytes += length
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("headers too long")  # the parser turns it into `send_400_response`
+
+    def send_400_response(self, msg: str) -> None:
+        body = bad_request("not a valid HTTP request, or its headers are too long", code="invalid_http").body()
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal begins to drain instead of closing the door."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self.state = state
+        self._drain: asyncio.Task[None] | None = None
+        self._patience_ends = 0.0  # time.monotonic()
+
+    def stop(self) -> None:
+        """Begin to drain; called a second time, do not wait any longer."""
+        now = time.monotonic()
+        if self._drain is not None:
+            self._patience_ends = now
+            return
+        self._patience_ends = now + self.state.settings.drain_timeout_s
+        self.state.draining = True
+        self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        in_flight = self.state.in_flight
+        if in_flight:
+            logger.info("draining: %d requests in flight", len(in_flight))
+        while in_flight and time.monotonic() < self._patience_ends:
+            await asyncio.sleep(0.02)
+        for exchange in tuple(in_flight):
+            exchange.cancel(shutting_down())
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again at the end, and the process would not end with 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread hears signals; whoever runs the server in another calls `stop`
+            return
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """The listening socket; its port is known before the engine starts, and a busy one fails early."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except (OSError, UnicodeError) as exc:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host} port {settings.port}: {exc}; choose another --host or --port",
+            field="port",
+        ) from None
+    return listener
+
+
+def url(settings: ServerSettings, listener: socket.socket) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
+
+
+def make_server(engine: Engine, settings: ServerSettings) -> Server:
+    app = create_app(engine, settings)
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttp,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        timeout_graceful_shutdown=5,  # everything was drained before; this is for clients that do not read their answer
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    try:
+        config.load()
+    except OSError as exc:  # ssl.SSLError is one
+        raise ConfigError(f"the TLS certificate or key cannot be used: {exc}", field="ssl_certfile") from None
+    return Server(config, app.state.server)
+
+
+async def serve(
+    engine: Engine,
+    settings: ServerSettings,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until a signal; the engine is shut down at the end."""
+    try:
+        server = make_server(engine, settings)
+        on_ready()
+        await server.serve(sockets=[listener])
+    finally:
+        await engine.shutdown()
+
+
+def configure_logging(settings: ServerSettings) -> None:
+    """Log lines of the server to standard error; called by the command, never by the library."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter(json=settings.log_format == "json"))
+    for name, level in (("slipstream", logging.INFO), ("uvicorn", logging.WARNING)):
+        target = logging.getLogger(name)
+        target.handlers, target.propagate = [handler], False
+        target.setLevel(level)

@@ -1,0 +1,99 @@
+"""What the server shares between its parts: the engine it speaks to, its settings, and what is in flight.
+
+`Engine` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
+belongs to one app; nothing here is global. All of it lives on one event loop, so plain attributes need no locks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.server.limits import Exchange
+    from slipstream.server.metrics import Metrics
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+    def id_to_token(self, token_id: int) -> str: ...
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
+
+
+class Health(Protocol):
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class Engine(Protocol):
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def model_name(self) -> str: ...
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]: ...
+    async def stats(self) -> EngineStats: ...
+    def health(self) -> Health: ...
+    async def shutdown(self, drain_s: float = 0.0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Everything about the server that is not about the engine. Sizes are bytes, `_s` are seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: a free one
+    served_model_names: tuple[str, ...] = ()  # empty: the engine's own
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
+    max_choices_per_request: int = 1024  # prompts times n
+    max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 30.0  # for a client that sends its body slowly
+    drain_timeout_s: float = 30.0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    log_format: Literal["text", "json"] = "text"
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, need: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} must be {need}, got {getattr(self, name)!r}", field=name)
+
+        require(0 <= self.port <= 65535, "port", "from 0 (any free one) to 65535")
+        for name in ("max_concurrent_requests", "max_choices_per_request", "max_body_bytes", "body_timeout_s"):
+            require(getattr(self, name) > 0, name, "above 0")
+        require(self.drain_timeout_s >= 0, "drain_timeout_s", "0 or more")
+        require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
+        require(all(self.served_model_names), "served_model_names", "made of non-empty names")
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ConfigError("an API key must be printable ASCII without spaces", field="api_keys")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("ssl_keyfile is set without ssl_certfile; give both", field="ssl_certfile")
+
+
+@dataclass(slots=True)
+class ServerState:
+    engine: Engine
+    settings: ServerSettings
+    metrics: Metrics
+    draining: bool = False
+    in_flight: set[Exchange] = field(default_factory=set)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.settings.served_model_names or (self.engine.model_name,)

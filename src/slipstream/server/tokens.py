@@ -1,0 +1,95 @@
+"""POST /tokenize and /detokenize, and the way from chat messages to tokens that chat completions share with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.errors import ContextLengthError
+from slipstream.server.errors import bad_request
+from slipstream.server.limits import read_body
+from slipstream.server.models import require_model
+from slipstream.server.protocol import DetokenizeRequest, Message, TokenizeRequest, decode, message_dict
+from slipstream.server.state import ServerState, Tokenizer
+
+_INLINE_CHARS = 16_384
+"""Longer texts are tokenised in a thread, which lets other requests' tokens through meanwhile; for shorter ones the
+way to a thread and back costs more than the work."""
+
+_MAX_CHARS_PER_TOKEN = 128
+"""A text longer than this per token of context cannot fit, and is refused before time is spent on it."""
+
+
+async def chat_tokens(state: ServerState, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    """The prompt's tokens. The template writes the special tokens itself, so the tokenizer adds none."""
+    tokenizer = _tokenizer(state, "messages")
+    plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
+    return await _encode(state, tokenizer, text, "messages", add_special_tokens=False)
+
+
+async def _encode(
+    state: ServerState, tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    limit = state.engine.config.model.max_model_len
+    if len(text) > limit * _MAX_CHARS_PER_TOKEN:
+        raise ContextLengthError(
+            f"{param} make {len(text)} characters, far more than the context of {limit} tokens; shorten them",
+            field=param,
+        )
+    if len(text) <= _INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _tokenizer(state: ServerState, param: str) -> Tokenizer:
+    if state.engine.tokenizer is None:
+        raise bad_request(f"{param}: this server runs without a tokenizer; send token ids to /v1/completions", param)
+    return state.engine.tokenizer
+
+
+class Tokens:
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def tokenize(self, request: Request) -> Response:
+        state = self.state
+        body = decode(TokenizeRequest, await read_body(request.scope, request.receive, state.settings))
+        if body.model is not None:
+            require_model(state, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if body.messages is None:
+            assert body.prompt is not None
+            if body.add_generation_prompt is not None:
+                raise bad_request("add_generation_prompt is for messages; leave it out", "add_generation_prompt")
+            tokenizer, special = _tokenizer(state, "prompt"), body.add_special_tokens is not False
+            tokens = await _encode(state, tokenizer, body.prompt, "prompt", add_special_tokens=special)
+        elif body.add_special_tokens:
+            raise bad_request(
+                "messages get their special tokens from the chat template; leave it out", "add_special_tokens"
+            )
+        else:
+            tokenizer = _tokenizer(state, "messages")
+            tokens = await chat_tokens(
+                state, body.messages, add_generation_prompt=body.add_generation_prompt is not False
+            )
+        strings = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        limit = state.engine.config.model.max_model_len
+        answer = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        state = self.state
+        body = decode(DetokenizeRequest, await read_body(request.scope, request.receive, state.settings))
+        if body.model is not None:
+            require_model(state, body.model)
+        tokenizer = _tokenizer(state, "tokens")
+        for token in body.tokens:
+            if token >= tokenizer.vocab_size:
+                raise bad_request(f"{token} is not a token id of this model (0 … {tokenizer.vocab_size - 1})", "tokens")
+        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

@@ -1,0 +1,107 @@
+"""Real servers on loopback, each in a thread of its own, and the official client to speak to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvloop
+from tests.server.fake_engine import FakeEngine
+
+from slipstream.server.run import bind, make_server, url
+from slipstream.server.state import ServerSettings
+
+
+class RunningServer:
+    """`start` is a coroutine function that makes the engine, on the server's own loop."""
+
+    def __init__(self, start, **settings):
+        self.settings = ServerSettings(**{"port": 0, **settings})
+        self._start, self._up, self.error = start, threading.Event(), None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._up.wait(120), "the server did not start"
+        if self.error is not None:
+            raise self.error
+
+    def _run(self):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self):
+        try:
+            self.engine = await self._start()
+            listener = bind(self.settings)
+            self.url = url(self.settings, listener)
+            self.loop, self.server = asyncio.get_running_loop(), make_server(self.engine, self.settings)
+        except BaseException as exc:
+            self.error = exc
+            self._up.set()
+            return
+        self.loop.call_soon(self._up.set)
+        await self.server.serve(sockets=[listener])
+        await self.engine.shutdown()
+
+    @property
+    def state(self):
+        return self.server.state
+
+    def client(self, **kwargs):
+        return openai.OpenAI(
+            base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, "timeout": 30, **kwargs}
+        )
+
+    def http(self, **kwargs):
+        return httpx.Client(base_url=self.url, timeout=30, **kwargs)
+
+    def begin_stop(self):
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.server.stop)
+
+    def join(self):
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def wait_for(self, condition, what):
+        """Until `condition` holds, within 10 s."""
+        until = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < until, what
+            time.sleep(0.005)
+
+    def wait_idle(self):
+        self.wait_for(lambda: not self.state.in_flight and self.engine.running == 0, "a request was not freed")
+
+
+@contextlib.contextmanager
+def serving(engine=None, **settings):
+    engine = engine or FakeEngine()
+
+    async def start():
+        return engine
+
+    server = RunningServer(start, **settings)
+    try:
+        yield server
+    finally:
+        server.begin_stop()
+        server.join()
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """A server with a fast fake engine, for tests that only ask."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def serve():
+    """serve(engine, **settings): a server of the test's own."""
+    with contextlib.ExitStack() as stack:
+        yield lambda engine=None, **settings: stack.enter_context(serving(engine, **settings))

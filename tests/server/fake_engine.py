@@ -1,0 +1,129 @@
+"""An engine without a model: it says the prompt again, letter by letter, and can be slow, full, broken or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+from slipstream.errors import ContextLengthError, EngineDeadError, EngineOverloadedError, RequestError
+from slipstream.types import (
+    CompletionOutput,
+    EngineStats,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    RequestTimes,
+)
+
+
+class ByteTokenizer:
+    """A token a byte; 0 stands for a special token."""
+
+    vocab_size = 256
+
+    def encode(self, text, *, add_special_tokens=True):
+        return ([0] if add_special_tokens else []) + list(text.encode())
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        special = "" if skip_special_tokens else "<s>"
+        return "".join(special if t == 0 else bytes([t]).decode(errors="replace") for t in token_ids)
+
+    def id_to_token(self, token_id):
+        return "<s>" if token_id == 0 else chr(token_id)
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+        if messages[0]["content"] == "template error":
+            raise RequestError("the template wants something else", field="messages")
+        text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
+        return text + ("assistant:" if add_generation_prompt else "")
+
+
+class FakeEngine:
+    model_name = "fake"
+
+    def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):
+        self.tokenizer = ByteTokenizer()
+        self.config = SimpleNamespace(model=SimpleNamespace(max_model_len=max_model_len))
+        self.delay_s, self.max_queue = delay_s, max_queue
+        self.running = 0
+        self.started = 0
+        self.seen = []  # (prompt, sampling, priority)
+        self.fail_after = None  # tokens, after which the engine dies
+        self.dead = False
+        self.stuck = ""  # a reason for bad health
+        self.was_shut_down = False
+        self.prompt_tokens = self.generation_tokens = 0
+
+    async def generate(self, prompt, sampling, *, request_id=None, priority=0):
+        self.seen.append((prompt, sampling, priority))
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        room = self.config.model.max_model_len - len(ids)
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        for token in ids:
+            if token >= 256:
+                raise RequestError(f"{token} is not a token id", field="prompt_token_ids")
+        if room < 1 or max_tokens > room:
+            raise ContextLengthError("too long for the context", field="prompt" if room < 1 else "max_tokens")
+        if self.dead:
+            raise EngineDeadError("the engine process is down")
+        if self.max_queue is not None and self.running >= self.max_queue:
+            raise EngineOverloadedError("the queue is full; try again later")
+        self.running += 1
+        self.started += 1
+        self.prompt_tokens += len(ids)
+        start = time.monotonic()
+        source = [t for t in ids if t] or [63]
+        try:
+            for step in range(max_tokens):
+                await asyncio.sleep(self.delay_s)
+                if self.dead or (self.fail_after is not None and step >= self.fail_after):
+                    raise EngineDeadError("the engine process was killed by signal 9")
+                token = source[step % len(source)]
+                last = step == max_tokens - 1
+                outputs = [self._delta(i, token, sampling, last) for i in range(sampling.n)]
+                self.generation_tokens += sampling.n
+                times = RequestTimes(start, time.monotonic(), time.monotonic())
+                output = RequestOutput(
+                    "r", None, list(ids), outputs, last, num_cached_tokens=len(ids) // 2, times=times
+                )
+                if step == 0 and sampling.prompt_logprobs is not None:
+                    output.prompt_logprobs = [None] + [self._logprobs(t, sampling.prompt_logprobs) for t in ids[1:]]
+                yield output
+        finally:
+            self.running -= 1
+
+    def _delta(self, index, token, sampling, last):
+        logprobs = None if sampling.logprobs is None else [self._logprobs(token, sampling.logprobs)]
+        return CompletionOutput(index, self.tokenizer.decode([token]), [token], logprobs, "length" if last else None)
+
+    def _logprobs(self, token, k):
+        entry = [self._entry(t, -0.5 - i) for i, t in enumerate(sorted({token, 65, 66, 67}))]
+        return PositionLogprobs(self._entry(token, -0.5), tuple(entry[:k]))
+
+    def _entry(self, token, value):
+        return Logprob(token, self.tokenizer.decode([token], skip_special_tokens=False), value, 1, bytes([token]))
+
+    async def stats(self):
+        if self.dead:
+            raise EngineDeadError("the engine process is down")
+        return EngineStats(
+            num_running=self.running,
+            kv_cache_usage=0.25,
+            num_blocks=8,
+            num_free_blocks=8,
+            prefix_queries=10,
+            prefix_hits=4,
+            num_preemptions=3,
+            prompt_tokens_total=self.prompt_tokens,
+            generation_tokens_total=self.generation_tokens,
+        )
+
+    def health(self):
+        reason = "the engine process is down" if self.dead else self.stuck
+        return SimpleNamespace(ok=not reason, reason=reason)
+
+    async def shutdown(self, drain_s=0.0):
+        self.was_shut_down = True

@@ -1,0 +1,273 @@
+"""What a client gets: the official `openai` client, a real server, and a fake engine that repeats the prompt."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+from tests.server.fake_engine import FakeEngine
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TEMPLATED = "user:hello\nassistant:"
+
+
+@pytest.fixture
+def client(shared):
+    with shared.client() as client:
+        yield client
+
+
+def last_request(shared):
+    return shared.engine.seen[-1]
+
+
+def test_completion(client, shared):
+    answer = client.completions.create(model="fake", prompt="abc", max_tokens=5)
+    assert answer.object == "text_completion"
+    assert answer.model == "fake"
+    assert answer.id.startswith("cmpl-")
+    (choice,) = answer.choices
+    assert (choice.text, choice.index, choice.finish_reason, choice.logprobs) == ("abcab", 0, "length", None)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 5, 9)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer._request_id in answer.id
+
+
+def test_completion_streamed_is_the_same(client):
+    def ask(**more):
+        return client.completions.create(
+            model="fake", prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=True, **more
+        )
+
+    whole = ask()
+    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(c.usage is None for c in chunks[:-1])
+    assert {c.id for c in chunks} == {chunks[0].id}
+    for index, choice in enumerate(whole.choices):
+        parts = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == index]
+        assert "".join(p.text for p in parts) == choice.text
+        assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["length"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            streamed = [item for p in parts for item in getattr(p.logprobs, name)]
+            assert streamed == getattr(choice.logprobs, name)
+    assert [c.text for c in whole.choices] == ["abcabca", "abcabca", "xyxyxy", "xyxyxy"]
+
+
+def test_echo_with_logprobs(client):
+    choice = client.completions.create(model="fake", prompt=[97, 98], max_tokens=2, logprobs=1, echo=True).choices[0]
+    assert choice.text == "abab"
+    assert choice.logprobs.tokens == ["a", "b", "a", "b"]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert choice.logprobs.top_logprobs[0] is None
+    assert choice.logprobs.top_logprobs[1] == {"A": -0.5, "b": -0.5}
+
+
+def test_logprobs_of_parts_of_a_character(client):
+    # The fake's tokens are bytes: é is two of them, and each must have a name of its own and point at the é.
+    choice = client.completions.create(model="fake", prompt=list("é".encode()), max_tokens=4, logprobs=0).choices[0]
+    assert choice.logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9"] * 2
+    assert choice.logprobs.text_offset == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [("ab", ["ab"]), (["ab", "cd"], ["ab", "cd"]), ([97, 98], ["ab"]), ([[97], [98]], ["aa", "bb"])],
+)
+def test_prompt_forms(client, prompt, texts):
+    answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2)
+    assert [c.text for c in answer.choices] == texts
+    assert [c.index for c in answer.choices] == list(range(len(texts)))
+
+
+def test_chat(client, shared):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=6, temperature=0)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEMPLATED[:6], "length")
+    assert answer.usage.prompt_tokens == len(TEMPLATED)  # no special token added: the template writes them
+    assert last_request(shared)[0] == {"prompt_token_ids": list(TEMPLATED.encode())}
+
+
+def test_chat_streamed_is_the_same(client):
+    def ask(**more):
+        return client.chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=5, n=2, logprobs=True, top_logprobs=2, **more
+        )
+
+    whole = ask()
+    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    for index, choice in enumerate(whole.choices):
+        parts = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == index]
+        assert parts[0].delta.role == "assistant"
+        assert all(p.delta.role is None for p in parts[1:])
+        assert "".join(p.delta.content or "" for p in parts) == choice.message.content == TEMPLATED[:5]
+        assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["length"]
+        streamed = [entry for p in parts if p.logprobs for entry in p.logprobs.content]
+        assert streamed == choice.logprobs.content
+    entry = whole.choices[0].logprobs.content[0]
+    assert (entry.token, entry.logprob, entry.bytes) == ("u", -0.5, [117])
+    assert [top.token for top in entry.top_logprobs] == ["A", "B"]
+
+
+def test_stream_as_it_is_on_the_wire(shared):
+    body = {"model": "fake", "messages": MESSAGES, "max_tokens": 2, "stream": True}
+    with shared.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = answer.text.split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+    assert '"delta":{"role":"assistant","content":""}' in events[0]
+    assert '"delta":{},"logprobs":null,"finish_reason":"length"' in events[-2]
+
+
+def test_chat_defaults_to_the_rest_of_the_context_and_completions_to_16(client, shared):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES)
+    assert answer.usage.total_tokens == 512
+    answer = client.completions.create(model="fake", prompt="abc")
+    assert answer.usage.completion_tokens == 16
+
+
+def test_every_sampling_field_reaches_the_engine(client, shared):
+    given = {"n": 2, "temperature": 0.5, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    extra = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "stop_token_ids": [9],
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    more = {"stop": ["x", "y"], "logit_bias": {"65": -3.0}, "max_tokens": 3}
+    client.completions.create(
+        model="fake", prompt="abc", logprobs=2, echo=True, **given, **more, extra_body={**extra, "priority": -4}
+    )
+    _, sampling, priority = last_request(shared)
+    expected = {**given, **extra, "stop": ("x", "y"), "logit_bias": {65: -3.0}, "max_tokens": 3, "stop_token_ids": (9,)}
+    assert {name: getattr(sampling, name) for name in expected} == expected
+    assert (sampling.logprobs, sampling.prompt_logprobs, priority) == (2, 2, -4)
+    client.chat.completions.create(
+        model="fake", messages=MESSAGES, logprobs=True, top_logprobs=3, **given, **more, extra_body=extra
+    )
+    _, sampling, priority = last_request(shared)
+    assert {name: getattr(sampling, name) for name in expected} == expected
+    assert (sampling.logprobs, sampling.prompt_logprobs, priority) == (3, None, 0)
+
+
+def test_what_has_no_effect_is_accepted(client):
+    extra = {"user": "u", "metadata": {"a": "b"}, "store": False}
+    client.chat.completions.create(
+        model="fake",
+        messages=MESSAGES,
+        max_tokens=1,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        extra_body=extra,
+    )
+    client.completions.create(model="fake", prompt="a", suffix=None, n=2, best_of=2, max_tokens=1, extra_body=extra)
+
+
+def test_messages_in_all_their_forms(client, shared):
+    first = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2)
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        first.choices[0].message,  # as clients send it back
+        {"role": "user", "content": "more"},
+    ]
+    client.chat.completions.create(model="fake", messages=messages, max_tokens=1)
+    text = bytes(last_request(shared)[0]["prompt_token_ids"]).decode()
+    assert text == "system:d\nuser:one two\nassistant:us\nuser:more\nassistant:"
+
+
+def test_models(serve):
+    server = serve(served_model_names=("main", "org/alias"))
+    with server.client() as client:
+        assert [m.id for m in client.models.list()] == ["main", "org/alias"]
+        assert client.models.retrieve("org/alias").id == "org/alias"
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.models.retrieve("fake")
+        assert caught.value.code == "model_not_found"
+        assert client.completions.create(model="org/alias", prompt="a", max_tokens=1).model == "org/alias"
+
+
+def test_tokenize_and_detokenize(shared):
+    with shared.http() as http:
+        answer = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
+        assert answer == {"count": 3, "max_model_len": 512, "tokens": [0, 97, 98], "token_strs": ["<s>", "a", "b"]}
+        answer = http.post("/tokenize", json={"model": "fake", "prompt": "ab", "add_special_tokens": False}).json()
+        assert answer["tokens"] == [97, 98]
+        answer = http.post("/tokenize", json={"messages": MESSAGES}).json()
+        assert bytes(answer["tokens"]).decode() == TEMPLATED
+        answer = http.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()
+        assert bytes(answer["tokens"]).decode() == "user:hello\n"
+        long = http.post("/tokenize", json={"prompt": "a" * 40_000}).json()  # past the length that goes to a thread
+        assert long["count"] == 40_001
+        assert http.post("/detokenize", json={"tokens": [0, 97, 98]}).json() == {"prompt": "<s>ab"}
+        assert http.post("/detokenize", json={"tokens": [0, 97], "skip_special_tokens": True}).json() == {"prompt": "a"}
+
+
+def test_without_a_tokenizer_token_ids_still_work(serve):
+    engine = FakeEngine()
+    server = serve(engine)
+    tokenizer, engine.tokenizer = engine.tokenizer, None
+    engine._delta = lambda index, token, sampling, last: FakeEngine._delta(
+        type("E", (), {"tokenizer": tokenizer})(), index, token, sampling, last
+    )
+    with server.client() as client:
+        assert client.completions.create(model="fake", prompt=[97], max_tokens=2).choices[0].text == "aa"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="fake", messages=MESSAGES)
+        assert caught.value.param == "messages"
+
+
+async def test_many_streams_at_once(serve):
+    import asyncio
+
+    server = serve(FakeEngine(delay_s=0.001))
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x") as client:
+
+        async def one(i):
+            stream = await client.completions.create(model="fake", prompt=f"{i:03d}", max_tokens=9, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        answers = await asyncio.gather(*(one(i) for i in range(40)))
+    assert answers == [f"{i:03d}" * 3 for i in range(40)]
+    server.wait_idle()
+
+
+def test_tls(serve, tmp_path):
+    import subprocess
+
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    server = serve(ssl_certfile=str(cert), ssl_keyfile=str(key))
+    assert server.url.startswith("https://")
+    import ssl
+
+    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert))) as http:
+        assert http.get("/live").status_code == 200

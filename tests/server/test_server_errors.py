@@ -1,0 +1,354 @@
+"""Bad input, in every way: always OpenAI's error shape, always a status below 500, and the field is named."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.fake_engine import FakeEngine
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def http(shared):
+    with shared.http() as http:
+        yield http
+
+
+def error_of(answer: httpx.Response) -> dict:
+    error = answer.json()["error"]
+    assert set(answer.json()) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert answer.headers["content-type"] == "application/json"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"zap": 1}, "zap"),
+        ({"model": None}, "model"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [999]}, "prompt"),
+        ({"prompt": [2**40]}, "prompt[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 100, "prompt": ["a"] * 11}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 2**40}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21, "echo": True}, "logprobs"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"zap": 1}}, "stream_options.zap"),
+        ({"store": True}, "store"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"priority": 2**40}, "priority"),
+        ({"tools": []}, "tools"),
+    ],
+)
+def test_completion_fields(http, change, param):
+    answer = http.post("/v1/completions", json=COMPLETION | change)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+    assert error_of(answer)["type"] == "invalid_request_error"
+
+
+def message(**fields):
+    return {"messages": [{"role": "user", "content": "hi"} | fields]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"zap": 1}, "zap"),
+        ({"prompt": "a"}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        (message(role="tool"), "messages[0].role"),
+        (message(zap=1), "messages[0].zap"),
+        (message(content=None), "messages[0].content"),
+        (message(content=3), "messages[0].content"),
+        (message(content=[{"type": "image_url", "image_url": {"url": "data:"}}]), "messages[0].content[0]"),
+        (message(content=[{"type": "text"}]), "messages[0].content[0].text"),
+        (message(content=[{"type": "text", "text": 1}]), "messages[0].content[0].text"),
+        (message(content=[{"type": "text", "text": "a", "zap": 1}]), "messages[0].content[0].zap"),
+        (message(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
+        (message(content="template error"), "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"a": [1] * 99}}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
+    ],
+)
+def test_chat_fields(http, change, param):
+    answer = http.post("/v1/chat/completions", json=CHAT | change)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+
+
+def test_too_long_for_the_context(shared):
+    with shared.client() as client:
+        for call, param in (
+            (lambda: client.completions.create(model="fake", prompt="a" * 600), "prompt"),
+            (lambda: client.completions.create(model="fake", prompt="a", max_tokens=600), "max_tokens"),
+            (
+                lambda: client.chat.completions.create(model="fake", messages=message(content="a" * 600)["messages"]),
+                "messages",
+            ),
+            (
+                lambda: client.chat.completions.create(
+                    model="fake", messages=message(content="a" * 99_999)["messages"]
+                ),
+                "messages",
+            ),
+            (lambda: client.completions.create(model="fake", prompt=["a", "a" * 600], stream=True), "prompt"),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                call()
+            assert caught.value.code == "context_length_exceeded"
+            assert caught.value.param == param
+
+
+def test_unknown_model(shared):
+    with shared.client() as client:
+        for call in (
+            lambda: client.completions.create(model="gpt-9", prompt="a"),
+            lambda: client.chat.completions.create(model="gpt-9", messages=CHAT["messages"]),
+            lambda: client.models.retrieve("gpt-9"),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                call()
+            assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_other_routes_and_methods(http):
+    for method, path, status, code in (
+        ("GET", "/v1/nothing", 404, "unknown_route"),
+        ("GET", "/", 404, "unknown_route"),
+        ("POST", "/v1/completions/", 404, "unknown_route"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("PUT", "/tokenize", 405, "method_not_allowed"),
+    ):
+        answer = http.request(method, path)
+        assert (answer.status_code, error_of(answer)["code"]) == (status, code)
+    assert "POST" in http.get("/v1/completions").headers["allow"]
+
+
+def test_tokenize_errors(http):
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
+        ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a" * 600 * 128}, "prompt"),
+        ("/detokenize", {"tokens": [256]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b'{"model":"fake","prompt":"\xff"}',
+        b'{"model":"fake","prompt":"\\ud800"}',
+        b'{"model":"fake","prompt":"a","temperature":NaN}',
+        b'{"model":"fake","prompt":"a","temperature":1e999}',
+        b'{"model":"fake","prompt":"a"',
+        b'{"model":"fake","suffix":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"model":"fake","prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"model":"fake","prompt":"a","seed":' + b"9" * 10_000 + b"}",
+    ],
+)
+def test_bytes_that_are_no_body(http, body):
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+def test_body_size_and_time(serve):
+    server = serve(max_body_bytes=1000, body_timeout_s=0.2)
+    with server.http() as http:
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+        answer = http.post("/v1/completions", json=COMPLETION | {"prompt": "a" * 1000})
+        assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+
+        def parts():
+            for _ in range(100):
+                yield b" " * 100
+
+        answer = http.post("/v1/completions", content=parts())  # no content-length
+        assert answer.status_code == 413
+    with socket.create_connection(
+        ("127.0.0.1", server.server.servers[0].sockets[0].getsockname()[1]), timeout=10
+    ) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
+        assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [b"nonsense\r\n\r\n", b"GET /live HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n"]
+)
+def test_bad_http(shared, request_bytes):
+    with socket.create_connection(("127.0.0.1", int(shared.url.rpartition(":")[2])), timeout=10) as sock:
+        sock.sendall(request_bytes)
+        answer = b""
+        while part := sock.recv(1000):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_a_fault_of_ours_tells_nothing_of_the_inside(serve):
+    engine = FakeEngine()
+    server = serve(engine)
+    engine.generate = lambda *a, **k: 1 / 0
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=COMPLETION)
+    assert answer.status_code == 500
+    assert "division" not in answer.text
+    assert error_of(answer)["type"] == "server_error"
+
+
+# --- Anything at all ------------------------------------------------------------------------------------------------
+
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    scalars | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+# Values near what a field takes get further in than any at random.
+near = (
+    st.integers(-3, 130)
+    | st.floats(-3, 3)
+    | st.sampled_from(
+        ["fake", "a", "", "\x00", "auto", "none", [], {}, [0], [255], [256], ["a"], [[97]], {"1": 1}, {"type": "text"}]
+    )
+    | st.sampled_from([{"include_usage": True}, [{"role": "user", "content": "a"}], [{"role": "x", "content": []}]])
+)
+
+
+def bodies(base, names):
+    changes = st.dictionaries(st.sampled_from(sorted(names)) | st.text(max_size=6), near | values, max_size=4)
+    return changes.map(lambda change: {**base, **change})
+
+
+def field_names(path, document):
+    return set(document["components"]["schemas"][path]["properties"])
+
+
+@pytest.fixture(scope="module")
+def document(http):
+    return http.get("/openapi.json").json()
+
+
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def check_any(answer):
+    assert answer.status_code in (200, 400, 404, 413), answer.text
+    if answer.status_code != 200:
+        error_of(answer)
+
+
+@QUICK
+@given(data=st.data())
+def test_any_fields(http, document, data):
+    for path, kind, base in (
+        ("/v1/completions", "CompletionRequest", COMPLETION),
+        ("/v1/chat/completions", "ChatRequest", CHAT),
+    ):
+        check_any(http.post(path, json=data.draw(bodies(base, field_names(kind, document)))))
+
+
+@QUICK
+@given(data=st.data())
+def test_any_message(http, document, data):
+    names = field_names("Message", document)
+    part = st.dictionaries(st.sampled_from(["type", "text", "zap"]), st.just("text") | values, max_size=3)
+    message = st.dictionaries(st.sampled_from(sorted(names)), near | values | st.lists(part, max_size=2), max_size=3)
+    messages = st.lists(message.map(lambda m: {"role": "user", "content": "a"} | m), max_size=3)
+    check_any(http.post("/v1/chat/completions", json=CHAT | {"messages": data.draw(messages)}))
+    check_any(http.post("/tokenize", json={"messages": data.draw(messages)}))
+    check_any(http.post("/detokenize", json={"tokens": data.draw(values | st.lists(st.integers(-1, 300), max_size=5))}))
+
+
+@QUICK
+@given(body=st.binary(max_size=40) | values.map(lambda v: json.dumps(v).encode()), cut=st.integers(0, 60))
+def test_any_bytes(http, body, cut):
+    check_any(http.post("/v1/completions", content=body))
+    check_any(http.post("/v1/chat/completions", content=json.dumps(CHAT).encode()[:cut] + body))
+
+
+def test_schemathesis(shared):
+    """The served description and the server agree, as an outside tool sees it."""
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+
+    schema = schemathesis.openapi.from_url(shared.url + "/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) == 10
+    for operation in operations:
+        if operation.path == "/v1/models/{id}" or operation.method == "post":
+
+            @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @given(case=operation.as_strategy())
+            def check(case):
+                case.call_and_validate(checks=[not_a_server_error])
+
+            check()

@@ -1,0 +1,394 @@
+"""Clients that leave, engines that die, servers that stop or are full; keys, metrics and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from tests.server.fake_engine import FakeEngine
+
+from slipstream.errors import ConfigError
+from slipstream.server.record import ROUTES, LogFormatter
+from slipstream.server.run import bind
+from slipstream.server.state import ServerSettings
+
+COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
+SLOW = 0.01  # s a token: 400 tokens are 4 s, longer than any of these tests waits
+
+
+# --- Clients that leave ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}])
+def test_leaving_a_stream_frees_the_request(serve, more):
+    server = serve(FakeEngine(delay_s=SLOW))
+    with server.client() as client:
+        stream = client.completions.create(**COMPLETION | more, stream=True)
+        next(stream)
+        assert server.engine.running == len(more.get("prompt", [1]) if isinstance(more.get("prompt"), list) else [1])
+        stream.close()
+    server.wait_idle()
+    assert server.engine.generation_tokens < 400
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": ["a", "b"]}])
+def test_leaving_while_waiting_for_the_whole_answer_frees_the_request(serve, more):
+    server = serve(FakeEngine(delay_s=SLOW))
+    with server.http() as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=COMPLETION | more, timeout=0.1)
+    server.wait_idle()
+    assert server.engine.started >= 1
+    assert server.engine.generation_tokens < 400
+    server.wait_for(lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted")
+
+
+def test_leaving_without_reading_frees_the_request(serve):
+    """The client stops reading until the socket's buffers are full, then goes: the server hangs in `send` meanwhile."""
+    server = serve(FakeEngine(max_model_len=10**9))
+    with server.client() as client:
+        stream = client.completions.create(**COMPLETION | {"max_tokens": 10**8, "n": 20}, stream=True)
+        next(stream)
+
+        def is_blocked():
+            before = server.engine.generation_tokens
+            threading.Event().wait(0.2)
+            return server.engine.generation_tokens == before
+
+        server.wait_for(is_blocked, "the server kept on writing to a client that does not read")
+        assert server.engine.running == 1
+        stream.close()
+    server.wait_idle()
+
+
+def test_requests_that_end_are_not_taken_for_disconnects(serve):
+    server = serve()
+    with server.http() as http:
+        for stream in (False, True) * 20:
+            http.post("/v1/completions", json=COMPLETION | {"max_tokens": 3, "stream": stream}).raise_for_status()
+    assert set(server.state.metrics.responses) == {("POST", "/v1/completions", 200)}
+
+
+# --- Engines that die -----------------------------------------------------------------------------------------------
+
+
+def test_engine_death(serve):
+    server = serve(FakeEngine())
+    engine = server.engine
+    engine.fail_after = 2
+    with server.client() as client, server.http() as http:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**COMPLETION)
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+        chunks = []
+        stream = client.completions.create(**COMPLETION, stream=True)
+        with pytest.raises(openai.APIError, match="killed by signal 9"):
+            chunks.extend(chunk.choices[0].text for chunk in stream)
+        assert chunks == ["h", "i"]
+        text = http.post("/v1/completions", json=COMPLETION | {"stream": True}).text
+        assert json.loads(text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert "[DONE]" not in text
+
+        engine.dead = True
+        for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
+            answer = http.get(path)
+            assert answer.status_code == status
+            assert status == 200 or "process is down" in answer.json()["error"]["message"]
+        metrics = http.get("/metrics").text
+        assert 'slipstream:engine_up{model_name="fake"} 0.0' in metrics
+        assert "num_requests_running{" not in metrics
+
+        engine.dead, engine.fail_after, engine.stuck = False, None, "no step for 61 s"
+        assert "61 s" in http.get("/health").json()["error"]["message"]
+        engine.stuck = ""
+        assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200] * 3
+        client.completions.create(**COMPLETION)
+    server.wait_idle()
+
+
+def test_one_bad_prompt_of_several_frees_the_others(serve):
+    server = serve(FakeEngine(delay_s=SLOW))
+    with server.client() as client, pytest.raises(openai.BadRequestError):
+        client.completions.create(**COMPLETION | {"prompt": [[97], [999], [98]]})
+    server.wait_idle()
+    assert server.engine.generation_tokens < 10
+
+
+# --- Servers that are full ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"max_concurrent_requests": 2}, {"max_queue": 2}])
+def test_overload(serve, settings):
+    queue = settings.pop("max_queue", None)
+    server = serve(FakeEngine(delay_s=SLOW, max_queue=queue), **settings)
+    with server.client() as client:
+        streams = [client.completions.create(**COMPLETION, stream=True) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**COMPLETION, stream=True)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.type == "rate_limit_error"
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+        for stream in streams:
+            stream.close()
+        server.wait_idle()
+        client.completions.create(**COMPLETION | {"max_tokens": 1})
+
+
+# --- Servers that stop ----------------------------------------------------------------------------------------------
+
+
+def test_drain_lets_requests_end_and_refuses_new_ones(serve):
+    server = serve(FakeEngine(delay_s=0.005))
+    with server.client() as client, server.http() as http, ThreadPoolExecutor() as pool:
+        stream = client.completions.create(**COMPLETION | {"max_tokens": 100}, stream=True)
+        whole = pool.submit(client.completions.create, **COMPLETION | {"max_tokens": 100})
+        next(stream)
+        server.wait_for(lambda: server.engine.started == 2, "the second request did not start")
+        server.begin_stop()
+        server.wait_for(lambda: server.state.draining, "it does not drain")
+        for path, status in (("/ready", 503), ("/live", 200), ("/health", 200)):
+            assert http.get(path).status_code == status
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**COMPLETION)
+        assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
+        assert "".join(c.choices[0].text for c in stream) == ("hi" * 50)[1:]
+        assert whole.result().choices[0].text == "hi" * 50
+    server.join()
+    assert server.engine.was_shut_down
+
+
+def test_drain_has_an_end(serve):
+    server = serve(FakeEngine(delay_s=SLOW), drain_timeout_s=0.1)
+    with server.client() as client, ThreadPoolExecutor() as pool:
+        stream = client.completions.create(**COMPLETION, stream=True)
+        whole = pool.submit(client.completions.create, **COMPLETION)
+        next(stream)
+        server.wait_for(lambda: server.engine.started == 2, "the second request did not start")
+        server.begin_stop()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError) as caught:
+            whole.result()
+        assert caught.value.code == "shutting_down"
+    server.join()
+    assert server.engine.running == 0
+
+
+def test_a_second_signal_ends_the_wait(serve):
+    server = serve(FakeEngine(delay_s=SLOW), drain_timeout_s=1000)
+    with server.client() as client:
+        stream = client.completions.create(**COMPLETION, stream=True)
+        next(stream)
+        server.begin_stop()
+        server.begin_stop()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+    server.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_the_process_with_0(number):
+    program = """
+import asyncio
+from tests.server.fake_engine import FakeEngine
+from slipstream.server.run import bind, serve, url
+from slipstream.server.state import ServerSettings
+settings = ServerSettings(port=0)
+listener = bind(settings)
+async def main():
+    announce = lambda: print(url(settings, listener), flush=True)
+    await serve(FakeEngine(delay_s=0.01), settings, listener, on_ready=announce)
+asyncio.run(main())
+"""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    base = process.stdout.readline().strip()
+    with openai.OpenAI(base_url=base + "/v1", api_key="x", max_retries=0) as client:
+        stream = client.completions.create(**COMPLETION | {"max_tokens": 50}, stream=True)
+        next(stream)
+        process.send_signal(number)
+        assert len(list(stream)) == 49
+    assert process.wait(20) == 0
+
+
+# --- Keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_guard_every_route_but_the_probes(serve):
+    server = serve(api_keys=("first-key", "second-key"))
+    with server.http() as http:
+        for path in sorted(ROUTES | {"/v1/models/fake", "/nothing", "/"}):
+            for method in ("GET", "POST"):
+                for headers in (
+                    {},
+                    {"authorization": "Bearer wrong"},
+                    {"authorization": "first-key"},
+                    {"authorization": "Basic first-key"},
+                    {"authorization": "Bearer first-key second-key"},
+                    {"authorization": b"Bearer \xff\xfe"},
+                ):
+                    answer = http.request(method, path, headers=headers)
+                    if path in ("/live", "/ready", "/health"):
+                        assert answer.status_code == (200 if method == "GET" else 405)
+                    else:
+                        assert answer.status_code == 401
+                        assert answer.json()["error"]["code"] == "invalid_api_key"
+    for key in ("first-key", "second-key"):
+        with server.client(api_key=key) as client:
+            client.models.list()
+            client.completions.create(**COMPLETION)
+        with server.http(headers={"authorization": f"bearer {key}"}) as http:
+            assert http.get("/metrics").status_code == 200
+            assert http.get("/nothing").status_code == 404
+    with server.client(api_key="first-ke") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+# --- What can be seen -----------------------------------------------------------------------------------------------
+
+
+def value_of(metrics: str, sample: str) -> float:
+    (line,) = [line for line in metrics.splitlines() if line.startswith(sample + " ")]
+    return float(line.rpartition(" ")[2])
+
+
+def test_metrics(serve):
+    server = serve(FakeEngine(delay_s=0.001), served_model_names=("m",))
+    with server.http() as http:
+        body = {"model": "m", "prompt": "hi", "n": 2, "max_tokens": 5}
+        for stream in (False, True):
+            http.post("/v1/completions", json=body | {"stream": stream}).raise_for_status()
+        http.post("/v1/completions", json=body | {"zap": 1})
+        http.get("/etc/passwd")
+        http.get("/v1/models/m")
+        text = http.get("/metrics").text
+    for name, count in (
+        ("time_to_first_token_seconds", 2),
+        ("e2e_request_latency_seconds", 2),
+        ("inter_token_latency_seconds", 2 * 2 * 4),
+        ("time_per_output_token_seconds", 2 * 2),
+    ):
+        assert value_of(text, f'slipstream:{name}_count{{model_name="m"}}') == count
+        assert value_of(text, f'slipstream:{name}_bucket{{le="+Inf",model_name="m"}}') == count
+        buckets = [float(v) for v in re.findall(rf"slipstream:{name}_bucket\S+ (\S+)", text)]
+        assert buckets == sorted(buckets)
+        assert value_of(text, f'slipstream:{name}_sum{{model_name="m"}}') > 0
+    for name, value in (
+        ("num_requests_running", 0),
+        ("num_requests_waiting", 0),
+        ("kv_cache_usage_ratio", 0.25),
+        ("prompt_tokens_total", 6),
+        ("generation_tokens_total", 20),
+        ("num_preemptions_total", 3),
+        ("prefix_cache_queries_total", 10),
+        ("prefix_cache_hits_total", 4),
+        ("engine_up", 1),
+    ):
+        assert value_of(text, f'slipstream:{name}{{model_name="m"}}') == value
+    assert value_of(text, 'slipstream:request_success_total{finish_reason="length",model_name="m"}') == 4
+    assert value_of(text, 'slipstream:request_success_total{finish_reason="stop",model_name="m"}') == 0
+    for method, route, status, count in (
+        ("POST", "/v1/completions", 200, 2),
+        ("POST", "/v1/completions", 400, 1),
+        ("GET", "other", 404, 1),
+        ("GET", "/v1/models/{id}", 200, 1),
+    ):
+        labels = f'method="{method}",route="{route}",status="{status}"'
+        assert value_of(text, f"slipstream:http_requests_total{{{labels}}}") == count
+    assert "passwd" not in text
+
+
+def test_two_apps_share_no_metrics(serve):
+    first, second = serve(), serve()
+    with first.client() as client:
+        client.completions.create(**COMPLETION)
+    with second.http() as http:
+        assert (
+            value_of(http.get("/metrics").text, 'slipstream:e2e_request_latency_seconds_count{model_name="fake"}') == 0
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_log_line_a_request(serve, caplog, stream):
+    server = serve(api_keys=("secret-key",))
+    caplog.set_level(logging.INFO, "slipstream.access")
+    with server.http(headers={"authorization": "Bearer secret-key"}) as http:
+        answer = http.post(
+            "/v1/completions", json=COMPLETION | {"prompt": "private", "max_tokens": 3, "stream": stream}
+        )
+        http.post("/v1/completions", json={"model": "fake", "private": 1})
+        http.get("/live")
+        http.get("/private")
+    server.wait_for(lambda: len(caplog.records) == 3, "the lines did not come")
+    lines = [json.loads(LogFormatter(json=True).format(record)) for record in caplog.records]
+    done, bad, unknown = lines
+    assert done.pop("ttft_s") <= done.pop("e2e_s")
+    assert done.pop("time").endswith("Z")
+    assert done == {
+        "level": "info",
+        "message": "request",
+        "id": answer.headers["x-request-id"],
+        "method": "POST",
+        "route": "/v1/completions",
+        "status": 200,
+        "prompt_tokens": 8,
+        "output_tokens": 3,
+    }
+    assert (bad["status"], bad["error"]) == (400, "invalid_field")
+    assert (unknown["status"], unknown["route"]) == (404, "other")
+    text = " ".join(LogFormatter(json=False).format(record) for record in caplog.records)
+    assert "prompt_tokens=8 output_tokens=3" in text
+    assert "private" not in text + str(lines)
+    assert "secret" not in text + str(lines)
+
+
+# --- Settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"port": -1}, "port"),
+        ({"max_body_bytes": 0}, "max_body_bytes"),
+        ({"drain_timeout_s": -1}, "drain_timeout_s"),
+        ({"log_format": "xml"}, "log_format"),
+        ({"api_keys": ("a b",)}, "api_keys"),
+        ({"api_keys": ("",)}, "api_keys"),
+        ({"served_model_names": ("",)}, "served_model_names"),
+        ({"ssl_keyfile": "k"}, "ssl_certfile"),
+    ],
+)
+def test_bad_settings(settings, field):
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(**settings)
+    assert caught.value.field == field
+
+
+def test_a_busy_port_and_a_bad_certificate_fail_early(tmp_path):
+    taken = bind(ServerSettings(port=0))
+    taken.listen()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        bind(ServerSettings(port=taken.getsockname()[1]))
+    taken.close()
+    (tmp_path / "cert").write_text("nonsense")
+    from slipstream.server.run import make_server
+
+    for name in ("cert", "missing"):
+        settings = ServerSettings(ssl_certfile=str(tmp_path / name))
+        with pytest.raises(ConfigError, match="certificate"):
+            asyncio.run(asyncio.to_thread(make_server, FakeEngine(), settings))
