@@ -258,10 +258,10 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     """Numbers in (0, 1), float32 [S], that depend on (seed, counter) alone: the finaliser of SplitMix64
-    (Steele, Lea, Flood 2014) over both, its upper 24 bits. Wrapping int64 arithmetic: the same on every device."""
+    (Steele, Lea, Flood 2014) over both, its upper 23 bits. Wrapping int64 arithmetic: the same on every device."""
     x = seeds.long() + counters.long() * _GOLDEN
     x = _mix(_mix(x) + _GOLDEN)
-    return (_shift(x, 40).float() + 0.5) * (1.0 / 2**24)
+    return (_shift(x, 41).float() + 0.5) * (1.0 / 2**23)
 
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number

@@ -1,0 +1,114 @@
+"""The KV cache's blocks: who holds them, which are free, and which still hold a prefix worth keeping.
+
+A block is *held* by `ref_count` sequences, or it stands in the free list. A free block may still be *cached*: its contents
+are those that its hash says, and a new sequence with the same prefix takes it back. The free list is in order of release,
+so allocating from its head evicts the least recently used; sequences release their blocks last one first, so that of one
+sequence the tail goes before the head. Every operation is O(1) a block.
+
+Block 0 is the null block: padding writes there, and no sequence ever holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from slipstream.errors import ConfigError
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ConfigError(f"num_blocks={num_blocks}: the null block and at least one more are needed", field="num_blocks")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.ref_counts[NULL_BLOCK] = 1  # for ever
+        self.hashes: list[bytes | None] = [None] * num_blocks  # of cached blocks
+        self._cached: dict[bytes, int] = {}
+        # An intrusive doubly linked list of the free blocks; the extra last element is both its ends.
+        self._end = num_blocks
+        self._next = [*range(1, num_blocks + 1), 1]
+        self._previous = [*range(-1, num_blocks)]  # of the end: the last block
+        self._previous[1] = self._end
+        self.num_free = num_blocks - 1
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that sequences can hold: all but the null block."""
+        return self.num_blocks - 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one holder each, least recently used first; their old contents are forgotten. The caller
+        has seen that `count` ≤ `num_free`."""
+        taken = []
+        for _ in range(count):
+            block = self._next[self._end]
+            assert block != self._end, "allocate() beyond num_free"
+            self._unlink(block)
+            self.forget(block)
+            self.ref_counts[block] = 1
+            taken.append(block)
+        return taken
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder each; a free (cached) block leaves the free list."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                self._unlink(block)
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less each, last block first."""
+        for block in reversed(blocks):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self._link(block)
+
+    def lookup(self, key: bytes) -> int | None:
+        return self._cached.get(key)
+
+    def register(self, block: int, key: bytes) -> None:
+        """`block` holds the prefix of `key` from now on, unless another block already does."""
+        if key not in self._cached and self.hashes[block] is None:
+            self._cached[key] = block
+            self.hashes[block] = key
+
+    def forget(self, block: int) -> None:
+        """The block's contents no longer stand for a prefix."""
+        key = self.hashes[block]
+        if key is not None:
+            self.hashes[block] = None
+            del self._cached[key]
+
+    def forget_all(self) -> None:
+        for block in list(self._cached.values()):
+            self.forget(block)
+
+    def is_writable(self, block: int) -> bool:
+        """Only one sequence holds it, and no prefix relies on its contents."""
+        return self.ref_counts[block] == 1 and self.hashes[block] is None
+
+    def check(self) -> None:
+        """Every invariant, for tests."""
+        free, block = [], self._next[self._end]
+        while block != self._end:
+            free.append(block)
+            assert self._previous[self._next[block]] == block
+            block = self._next[block]
+        assert len(free) == len(set(free)) == self.num_free
+        assert NULL_BLOCK not in free
+        assert {b for b in range(self.num_blocks) if self.ref_counts[b] == 0} == set(free)
+        assert all(count >= 0 for count in self.ref_counts)
+        assert {b: k for k, b in self._cached.items()} == {b: k for b, k in enumerate(self.hashes) if k is not None}
+
+    def _link(self, block: int) -> None:
+        last = self._previous[self._end]
+        self._next[last], self._previous[block] = block, last
+        self._next[block], self._previous[self._end] = self._end, block
+        self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self.num_free -= 1

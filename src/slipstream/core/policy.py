@@ -1,0 +1,86 @@
+"""When waiting requests may join. In-flight batching is the product; the other two are baselines to compare it with.
+
+`inflight`: whenever there is room (continuous batching). `static`: the requests that wait when the engine is idle form a
+batch, and nobody joins until all of it has ended. `dynamic`: the same, but a batch is formed only when it is full or its
+oldest request has waited for the window.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from slipstream.core.request import Request
+
+if TYPE_CHECKING:
+    from slipstream.core.scheduler import Scheduler, SchedulerConfig
+
+
+class AdmissionPolicy(Protocol):
+    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+        """May `request`, the first in the queue, join now?"""
+        ...
+
+    def admitted(self, request: Request) -> None: ...
+
+    def finished(self, request: Request) -> None: ...
+
+    def opens_at(self, oldest_arrival: float | None) -> float | None:
+        """When a batch forms by the passing of time alone; None if never."""
+        ...
+
+
+class InFlight:
+    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+        return True
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def finished(self, request: Request) -> None:
+        pass
+
+    def opens_at(self, oldest_arrival: float | None) -> float | None:
+        return None
+
+
+class Batched:
+    """`static` (window 0) and `dynamic`. A batch is open for admission until it is full or someone stays out, then closed
+    until its last member has ended. A preempted member may come back; so may the forks of a member."""
+
+    def __init__(self, max_num_seqs: int, window_s: float) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.window_s = window_s
+        self._members: set[str] = set()  # not yet ended
+        self._joined = 0
+        self._formed_at: float | None = None
+
+    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+        if request.request_id in self._members or request.spec.fork_of in self._members:
+            return True
+        if not self._members:
+            full = scheduler.num_waiting >= self.max_num_seqs
+            if not full and now < request.spec.arrival + self.window_s:
+                return False
+            self._joined, self._formed_at = 0, now
+        # All that waited when the batch was formed; later arrivals wait for the next.
+        assert self._formed_at is not None
+        return self._joined < self.max_num_seqs and request.spec.arrival <= self._formed_at
+
+    def admitted(self, request: Request) -> None:
+        if request.request_id not in self._members:
+            self._members.add(request.request_id)
+            self._joined += 1
+
+    def finished(self, request: Request) -> None:
+        self._members.discard(request.request_id)
+
+    def opens_at(self, oldest_arrival: float | None) -> float | None:
+        if self._members or oldest_arrival is None or not self.window_s:
+            return None
+        return oldest_arrival + self.window_s
+
+
+def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
+    if config.policy == "inflight":
+        return InFlight()
+    return Batched(config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0)

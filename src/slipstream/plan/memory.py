@@ -1,0 +1,73 @@
+"""The memory ledger: where a device's bytes go, computed in one place for engine, planner and reports. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.model.spec import ModelSpec
+
+
+def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
+    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size."""
+    return spec.kv_bytes_per_token(dtype_bytes) * block_size
+
+
+def plan_kv(*, budget_bytes: int, spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
+    """Whole blocks that fit in `budget_bytes`, the null block included; 0 if the budget is spent already."""
+    return max(0, budget_bytes) // block_bytes(spec, block_size, dtype_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLedger:
+    """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
+
+    `activation_bytes` and `graph_bytes` are measured; `other_bytes` are the sequences' rows (tokens and block tables).
+    One of `num_blocks` is the null block, which holds no sequence's tokens.
+    """
+
+    device: str
+    total_bytes: int
+    allowed_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    kv_bytes: int
+    other_bytes: int
+    block_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes + self.other_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        return self.allowed_bytes - self.used_bytes
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return max(0, self.num_blocks - 1) * self.block_size
+
+    @property
+    def num_full_sequences(self) -> int:
+        """How many sequences of the longest length the KV cache holds at once."""
+        return self.num_kv_tokens // self.max_model_len
+
+    def describe(self) -> list[str]:
+        """Lines for a person: each part in bytes and GiB, and what the cache buys."""
+        parts = {
+            "weights": self.weights_bytes,
+            "activations": self.activation_bytes,
+            "graphs": self.graph_bytes,
+            "KV cache": self.kv_bytes,
+            "rows": self.other_bytes,
+            "left": self.left_bytes,
+        }
+        lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
+        lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
+        lines.append(
+            f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}"
+        )
+        return lines

@@ -1,0 +1,338 @@
+"""The scheduler against a worker that keeps the contents of every slot of the cache.
+
+The worker writes, for each token that a step computes, the hash of the whole sequence up to it into the slot that the block
+table names, and then reads back every earlier position: if any block was shared wrongly, written while shared, copied too
+early or handed out while in use, a sequence sees contents that are not its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.core.block_pool import NULL_BLOCK
+from slipstream.core.scheduler import Scheduler, SchedulerConfig
+from slipstream.errors import ContextLengthError, EngineOverloadedError
+from slipstream.types import EngineRequest, FinishReason, SamplingParams, StepPlan, StepResult
+
+BLOCK = 4
+STOP_TOKEN = 7
+
+
+class Worker:
+    """Rows, block tables and slots, as the model runner keeps them. Tokens follow from the sequence: hash modulo 11."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], int] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        for request_id in plan.released:
+            del self.tables[request_id], self.tokens[request_id]
+        for new in plan.new:
+            assert new.request_id not in self.tables
+            self.tables[new.request_id], self.tokens[new.request_id] = [], list(new.token_ids)
+        targets = [t for _, t in plan.block_copies]
+        assert not set(targets) & {s for s, _ in plan.block_copies}
+        for source, target in plan.block_copies:
+            for offset in range(BLOCK):
+                self.slots[target, offset] = self.slots.get((source, offset), -1)
+        written = set()
+        for s in plan.scheduled:
+            table = self.tables[s.request_id]
+            for index, block in s.replaced_blocks:
+                table[index] = block
+            table.extend(s.new_block_ids)
+            tokens = self.tokens[s.request_id]
+            for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_tokens):
+                slot = (table[position // BLOCK], position % BLOCK)
+                assert slot[0] != NULL_BLOCK
+                assert slot not in written, "two sequences write one slot"
+                written.add(slot)
+                self.slots[slot] = hash(tuple(tokens[: position + 1]))
+        ids, sampled = [], []
+        for s in plan.scheduled:
+            table, tokens = self.tables[s.request_id], self.tokens[s.request_id]
+            end = s.num_computed_tokens + s.num_tokens
+            for position in range(end):
+                seen = self.slots[table[position // BLOCK], position % BLOCK]
+                assert seen == hash(tuple(tokens[: position + 1])), (s.request_id, position)
+            assert end <= len(tokens)
+            assert s.samples == (end == len(tokens))
+            if s.samples:
+                token = hash((s.request_id.split("/")[0], tuple(tokens))) % 11
+                tokens.append(token)
+                ids.append(s.request_id)
+                sampled.append((token,))
+        return StepResult(plan.step_id, tuple(ids), tuple(sampled))
+
+
+def request(name, prompt, max_tokens=4, **kw):
+    sampling = kw.pop("sampling", SamplingParams(max_tokens=max_tokens))
+    return EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, max_tokens=max_tokens, **kw)
+
+
+def config(**kw):
+    return SchedulerConfig(
+        **{
+            **dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=BLOCK, num_blocks=20),
+            **kw,
+        }
+    )
+
+
+class Engine:
+    """Scheduler and worker with `depth` steps in flight."""
+
+    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
+        self.now = 0.0
+        self.scheduler = Scheduler(config, clock=lambda: self.now)
+        self.worker, self.depth = Worker(), depth
+        self.in_flight: list[tuple[StepPlan, StepResult]] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.plans: list[StepPlan] = []
+
+    def take(self, outputs):
+        for o in outputs:
+            assert o.request_id not in self.ends, "news of a request that has ended"
+            self.tokens.setdefault(o.request_id, []).extend(o.token_ids)
+            if o.finish_reason is not None:
+                self.ends[o.request_id] = o.finish_reason
+
+    def step(self) -> bool:
+        plan = self.scheduler.schedule()
+        expired = self.scheduler.drain_outputs()
+        self.take(expired)
+        c = self.scheduler.config
+        if plan is not None:
+            assert plan.num_tokens <= c.max_num_batched_tokens
+            assert 0 < len(plan.scheduled) <= c.max_num_seqs
+            singles = [s.num_tokens == 1 for s in plan.scheduled]
+            assert singles == sorted(singles, reverse=True), "sequences of one token come first"
+            self.plans.append(plan)
+            self.in_flight.append((plan, self.worker.launch(plan)))
+            assert len(self.worker.tables) <= c.max_num_seqs
+        if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
+            self.take(self.scheduler.update(*self.in_flight.pop(0)))
+            return True
+        return plan is not None or bool(expired)
+
+    def run(self, limit=2000):
+        for _ in range(limit):
+            if not self.scheduler.has_requests and not self.in_flight:
+                return
+            if not self.step():
+                wakeup = self.scheduler.next_wakeup()
+                assert wakeup is not None, "requests wait and nothing can run"
+                self.now = max(self.now, wakeup)
+        raise AssertionError("requests starve")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["inflight", "static", "dynamic"])
+def test_runs_to_the_end(depth, policy):
+    engine = Engine(config(policy=policy), depth)
+    for i in range(9):
+        engine.scheduler.add(request(f"r{i}", range(i, i + 3 * i + 1), max_tokens=2 + i))
+    engine.run()
+    assert engine.ends == {f"r{i}": FinishReason.LENGTH for i in range(9)}
+    assert all(len(engine.tokens[f"r{i}"]) == 2 + i for i in range(9))
+    engine.scheduler.pool.check()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+
+
+def test_decodes_go_on_beside_a_long_prompt():
+    engine = Engine(config(max_model_len=256, num_blocks=100, max_num_batched_tokens=8))
+    engine.scheduler.add(request("short", [1], max_tokens=30))
+    engine.step()
+    engine.scheduler.add(request("long", range(100), max_tokens=2))
+    for _ in range(10):
+        engine.step()
+        assert {s.request_id: s.num_tokens for s in engine.plans[-1].scheduled} == {"short": 1, "long": 7}
+
+
+def test_requests_of_one_step_share_a_prefix():
+    engine = Engine(config(max_num_batched_tokens=64))
+    for name in "abc":
+        engine.scheduler.add(request(name, [*range(12), ord(name)]))
+    engine.step()
+    assert [s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)] == [13, 1, 1]
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 24
+
+
+def test_salts_keep_prefixes_apart():
+    engine = Engine(config())
+    engine.scheduler.add(request("a", range(12)))
+    engine.run()
+    engine.scheduler.add(request("b", range(12), cache_salt="other"))
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 0
+    engine.scheduler.add(request("c", range(12)))
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 11  # the last token is computed again, in a copy of its block
+
+
+def test_static_batches_do_not_refill_and_dynamic_ones_wait():
+    engine = Engine(config(policy="static", max_num_seqs=2))
+    for i, n in enumerate((2, 8, 2)):
+        engine.scheduler.add(request(f"r{i}", [i], max_tokens=n))
+    engine.run()
+    together = [{s.request_id for s in p.scheduled} for p in engine.plans]
+    assert {"r0", "r1"} in together
+    assert not any("r2" in t and len(t) > 1 for t in together)
+
+    engine = Engine(config(policy="dynamic", batch_window_s=1.0, max_num_seqs=2))
+    engine.scheduler.add(request("a", [1]))
+    assert not engine.step()
+    assert engine.scheduler.next_wakeup() == 1.0
+    engine.scheduler.add(request("b", [2]))  # full: no need to wait
+    assert engine.step()
+
+
+def test_priority_and_preemption_order():
+    engine = Engine(config(num_blocks=7, max_num_seqs=3))
+    engine.scheduler.add(request("low", range(8), max_tokens=9, priority=5))
+    engine.step()
+    engine.scheduler.add(request("high", range(20, 28), max_tokens=9, priority=0))
+    engine.run()
+    assert list(engine.ends) == ["high", "low"]
+    assert engine.scheduler.stats().num_preemptions_total >= 1
+
+
+def test_deadline():
+    engine = Engine(config())
+    engine.scheduler.add(request("a", [1], max_tokens=50, deadline=5.0))
+    engine.step()
+    engine.now = 6.0
+    engine.run()
+    assert engine.ends == {"a": FinishReason.DEADLINE}
+
+
+def test_stop_tokens_and_min_tokens():
+    engine = Engine(config())
+    engine.scheduler.add(request("a", [1], max_tokens=40, eos_token_ids=tuple(range(11))))
+    sampling = SamplingParams(min_tokens=5, max_tokens=40)
+    engine.scheduler.add(request("b", [1], max_tokens=40, eos_token_ids=tuple(range(11)), sampling=sampling))
+    engine.run()
+    assert (len(engine.tokens["a"]), len(engine.tokens["b"])) == (1, 5)
+    assert set(engine.ends.values()) == {FinishReason.STOP}
+
+
+def test_what_can_never_run_is_refused():
+    scheduler = Scheduler(config(num_blocks=6, max_queue=1))
+    with pytest.raises(ContextLengthError):
+        scheduler.add(request("a", range(60), max_tokens=10))
+    with pytest.raises(ContextLengthError):
+        scheduler.add(request("a", range(20), max_tokens=2))
+    scheduler.add(request("b", range(20), max_tokens=1))
+    with pytest.raises(EngineOverloadedError):
+        scheduler.add(request("c", [1]))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Anything that users can do, in any order, at any moment between steps."""
+
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(5, 24),
+        depth=st.integers(1, 2),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+        policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
+    )
+    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, policy):
+        self.engine = Engine(
+            config(
+                num_blocks=num_blocks,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget if chunked else 64,
+                enable_prefix_caching=caching,
+                enable_chunked_prefill=chunked,
+                policy=policy,
+            ),
+            depth,
+        )
+        self.names = itertools.count()
+        self.added: dict[str, int] = {}
+
+    @rule(
+        start=st.integers(0, 2),
+        length=st.sampled_from([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 15, 16, 17]),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        stops=st.booleans(),
+        deadline=st.sampled_from([None, None, 3.0]),
+    )
+    def add(self, start, length, max_tokens, priority, n, stops, deadline):
+        scheduler = self.engine.scheduler
+        name = f"q{next(self.names)}"
+        for i in range(n):
+            spec = request(
+                f"{name}/{i}",
+                range(start, start + length),
+                max_tokens,
+                priority=priority,
+                arrival=self.engine.now,
+                eos_token_ids=(STOP_TOKEN,) if stops else (),
+                fork_of=f"{name}/0" if i else None,
+                deadline=None if deadline is None else self.engine.now + deadline,
+            )
+            try:
+                scheduler.add(spec)
+            except ContextLengthError:
+                assert -(-(length + max_tokens - 1) // BLOCK) > scheduler.pool.num_usable
+                return
+            self.added[spec.request_id] = max_tokens
+
+    @rule()
+    def step(self):
+        self.engine.now += 0.02
+        self.engine.step()
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def cancel(self, data):
+        name = data.draw(st.sampled_from(sorted(self.added)))
+        self.engine.take(self.engine.scheduler.abort([name]))
+
+    @rule()
+    def forget_prefixes(self):
+        self.engine.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def pool_is_sound(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.pool.check()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        engine.run()
+        assert set(engine.ends) == set(self.added)
+        for name, reason in engine.ends.items():
+            tokens = engine.tokens.get(name, [])
+            assert len(tokens) <= self.added[name]
+            if reason is FinishReason.LENGTH:
+                assert len(tokens) == self.added[name]
+            if reason is FinishReason.STOP:
+                assert tokens[-1] == STOP_TOKEN
+            assert STOP_TOKEN not in tokens[:-1] or reason is not FinishReason.STOP
+        pool = engine.scheduler.pool
+        pool.check()
+        assert pool.num_free == pool.num_usable, "a block leaked"
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
