@@ -13,6 +13,7 @@ import pytest
 import uvloop
 from tests.server.fake_engine import FakeEngine
 
+from slipstream.config import EngineArgs
 from slipstream.server.run import bind, make_server, url
 from slipstream.server.state import ServerSettings
 
@@ -67,9 +68,12 @@ class RunningServer:
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server did not stop"
 
-    def wait_for(self, condition, what):
-        """Until `condition` holds, within 10 s."""
-        until = time.monotonic() + 10
+    def call(self, coroutine):
+        """The result of a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def wait_for(self, condition, what, seconds=10):
+        until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, what
             time.sleep(0.005)
@@ -79,13 +83,14 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(engine=None, **settings):
+def serving(engine=None, *, start=None, **settings):
+    """A server around `engine` (a fake one by default), or around what `start` makes on the server's loop."""
     engine = engine or FakeEngine()
 
-    async def start():
+    async def given():
         return engine
 
-    server = RunningServer(start, **settings)
+    server = RunningServer(start or given, **settings)
     try:
         yield server
     finally:
@@ -97,6 +102,34 @@ def serving(engine=None, **settings):
 def shared():
     """A server with a fast fake engine, for tests that only ask."""
     with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory):
+    """A tiny model with random weights, a tokenizer and a chat template."""
+    from tests import tiny_models  # here, since it takes torch and transformers
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_path):
+    """The real engine in its own process behind the server, under the name that the manual uses."""
+    from slipstream.engine.async_llm import AsyncLLM
+
+    args = EngineArgs(
+        model=str(tiny_path),
+        dtype="float32",
+        device="cpu",
+        max_model_len=1024,
+        max_num_seqs=8,
+        kv_cache_bytes=64 * 2**20,
+        num_threads=1,
+    )
+    with serving(start=lambda: AsyncLLM.start(args), served_model_names=("smollm2",)) as server:
         yield server
 
 

@@ -40,6 +40,7 @@ def test_leaving_a_stream_frees_the_request(serve, more):
         stream.close()
     server.wait_idle()
     assert server.engine.generation_tokens < 400
+    server.wait_for(lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted")
 
 
 @pytest.mark.parametrize("more", [{}, {"prompt": ["a", "b"]}])

@@ -1,0 +1,153 @@
+"""`slipstream serve MODEL`: an HTTP server that speaks OpenAI's API. docs/server.md is its manual."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from slipstream.config import EngineArgs
+
+if TYPE_CHECKING:
+    from slipstream.engine.async_llm import AsyncLLM
+    from slipstream.server.state import ServerSettings
+
+_SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    # The destination is a field of ServerSettings, which has the default.
+    ("--host", {"help": "address to listen on (default: 127.0.0.1, this machine only)"}),
+    ("--port", {"type": int, "help": "port; 0 takes a free one and prints it (default: 8000)"}),
+    (
+        "--drain-timeout",
+        {"type": float, "dest": "drain_timeout_s", "help": "seconds for requests in flight (default: 30)"},
+    ),
+    ("--max-concurrent-requests", {"type": int, "help": "beyond it: 429 (default: 4096)"}),
+    ("--max-choices-per-request", {"type": int, "help": "prompts times n (default: 1024)"}),
+    ("--max-body-bytes", {"type": int, "help": "beyond it: 413 (default: 8 MiB)"}),
+    ("--body-timeout", {"type": float, "dest": "body_timeout_s", "help": "seconds for a body to arrive (default: 30)"}),
+    ("--ssl-certfile", {"help": "certificate chain (PEM): serve HTTPS"}),
+    ("--ssl-keyfile", {"help": "its key, if it is in a file of its own"}),
+    ("--log-format", {"choices": ("text", "json"), "help": "one line a request, on standard error (default: text)"}),
+)
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("serve", help="serve a model over OpenAI's HTTP API", description=__doc__)
+    parser.add_argument("model", help="folder, GGUF file, or a name that `slipstream pull` knows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object when ready, instead of the banner")
+    server = parser.add_argument_group("server")
+    for flag, options in _SERVER_OPTIONS:
+        server.add_argument(flag, default=argparse.SUPPRESS, **options)
+    server.add_argument(
+        "--served-model-name", action="append", default=[], metavar="NAME", help="name; may be repeated"
+    )
+    server.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for a key; may be repeated")
+    server.add_argument(
+        "--api-key-file", metavar="FILE", help="keys, one a line: other users cannot see it, unlike --api-key"
+    )
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
+    parser.set_defaults(handler=run)
+
+
+def add_engine_options(parser: argparse._ActionsContainer) -> None:
+    """An option for each field of EngineArgs but `model`: max_model_len is --max-model-len."""
+    hints = get_type_hints(EngineArgs)
+    for field in dataclasses.fields(EngineArgs):
+        if field.name == "model":
+            continue
+        hint = hints[field.name]
+        kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        shown = "unset" if field.default is None else field.default
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=f"(default: {shown})", **how)
+
+
+def engine_args(args: argparse.Namespace) -> EngineArgs:
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    return EngineArgs(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def server_settings(args: argparse.Namespace) -> ServerSettings:
+    from slipstream.server.state import ServerSettings
+
+    names = {field.name for field in dataclasses.fields(ServerSettings)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
+    return ServerSettings(**given, api_keys=keys, served_model_names=tuple(args.served_model_name))
+
+
+def read_keys(path: str) -> tuple[str, ...]:
+    """One key a line; empty lines and lines that begin with # are left out."""
+    from slipstream.errors import ConfigError
+
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the API keys in {path}: {exc}", field="api_key_file") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path} holds no API key; write one a line", field="api_key_file")
+    return keys
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the engine, then the server; 0 after an orderly stop. Errors of the start are raised."""
+    import asyncio
+    import logging
+    import time
+
+    import uvloop
+
+    from slipstream.engine.async_llm import AsyncLLM
+    from slipstream.server.run import bind, configure_logging, serve, url
+
+    settings = server_settings(args)
+    configure_logging(settings)
+    logger = logging.getLogger("slipstream.server")
+    if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("anyone who reaches %s can use this server; --api-key-file asks for a key", settings.host)
+    listener = bind(settings)
+    start = time.monotonic()
+
+    async def main() -> None:
+        engine = await AsyncLLM.start(
+            engine_args(args), progress=lambda phase: logger.info("starting", extra={"fields": {"phase": phase}})
+        )
+
+        def announce() -> None:
+            seconds = time.monotonic() - start
+            print(banner(engine, settings, url(settings, listener), seconds, json=args.json), flush=True)
+
+        await serve(engine, settings, listener, on_ready=announce)
+
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    return 0
+
+
+def banner(engine: AsyncLLM, settings: ServerSettings, url: str, seconds: float, *, json: bool) -> str:
+    ledger, config = engine.ledger, engine.config
+    names = settings.served_model_names or (engine.model_name,)
+    if json:
+        import msgspec
+
+        facts = {
+            "url": url,
+            "models": names,
+            "start_s": round(seconds, 3),
+            "ledger": ledger,
+            "max_model_len": ledger.max_model_len,
+        }
+        return msgspec.json.encode(facts).decode()
+    return (
+        f"Slipstream serves {', '.join(names)} at {url}/v1 (started in {seconds:.1f} s)\n"
+        f"{config.device.facts.name}, {config.model.dtype}: weights {_gib(ledger.weights_bytes)}, KV cache "
+        f"{_gib(ledger.kv_bytes)} for {ledger.num_kv_tokens:,} tokens, {ledger.num_full_sequences} sequences of full "
+        f"length ({ledger.max_model_len:,})"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

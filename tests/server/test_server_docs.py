@@ -1,0 +1,20 @@
+"""Every Python example of docs/server.md, run as it stands against a tiny server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOC = Path(__file__).parents[2] / "docs" / "server.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 7
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example(number, tiny_server):
+    exec(compile(EXAMPLES[number].replace("http://127.0.0.1:8000", tiny_server.url), f"example {number}", "exec"), {})
