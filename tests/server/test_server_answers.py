@@ -72,6 +72,14 @@ def test_logprobs_of_parts_of_a_character(client):
     assert choice.logprobs.text_offset == [0, 0, 1, 1]
 
 
+def test_a_long_prompt_is_echoed_as_it_came(serve):
+    server = serve(FakeEngine(max_model_len=50_000))
+    with server.client() as client:
+        answer = client.completions.create(model="fake", prompt="é" * 17_000, max_tokens=2, echo=True)
+    assert answer.choices[0].text.startswith("é" * 17_000)
+    assert answer.usage.prompt_tokens == 34_001
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [("ab", ["ab"]), (["ab", "cd"], ["ab", "cd"]), ([97, 98], ["ab"]), ([[97], [98]], ["aa", "bb"])],

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API over an engine: `app.create_app` makes the application, `run.serve` the process around it."""

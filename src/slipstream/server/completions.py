@@ -8,6 +8,7 @@ from slipstream.server.generation import Answer, Choice, PromptFacts, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
+from slipstream.server.tokens import text_prompt
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -48,13 +49,13 @@ class CompletionAnswer(Answer):
         """The prompt's text, if it is to stand before the answer."""
         if not self.body.echo:
             return ""
-        prompt = self.prompts[index // self.sampling.n]
+        prompt = self.body.prompts()[index // self.sampling.n]
         if isinstance(prompt, str):
             return prompt
         tokenizer = self.state.engine.tokenizer
         if tokenizer is None:
             return ""  # as the answer's own text
-        return tokenizer.decode(prompt["prompt_token_ids"], skip_special_tokens=self.sampling.skip_special_tokens)
+        return tokenizer.decode(prompt, skip_special_tokens=self.sampling.skip_special_tokens)
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
         """OpenAI's older form; with echo, the prompt's positions stand first."""
@@ -101,7 +102,10 @@ def _name(token: Logprob) -> str:
 
 
 async def prepare(state: ServerState, body: CompletionRequest, record: RequestRecord) -> CompletionAnswer:
-    prompts: list[Prompt] = [p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()]
+    prompts: list[Prompt] = [
+        await text_prompt(state, prompt) if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
+        for prompt in body.prompts()
+    ]
     sampling = body.sampling(
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,

@@ -21,7 +21,7 @@ Text = Annotated[str, Meta(min_length=1)]
 Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
-_Off = msgspec.field(default_factory=Raw)  # the type of fields that must be off
+_Off = msgspec.field(default_factory=Raw)  # the default of fields that must be off
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -14,6 +14,7 @@ from slipstream.server.limits import read_body
 from slipstream.server.models import require_model
 from slipstream.server.protocol import DetokenizeRequest, Message, TokenizeRequest, decode, message_dict
 from slipstream.server.state import ServerState, Tokenizer
+from slipstream.types import Prompt, TokensPrompt
 
 _INLINE_CHARS = 16_384
 """Longer texts are tokenised in a thread, which lets other requests' tokens through meanwhile; for shorter ones the
@@ -29,6 +30,14 @@ async def chat_tokens(state: ServerState, messages: list[Message], *, add_genera
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
     text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
     return await _encode(state, tokenizer, text, "messages", add_special_tokens=False)
+
+
+async def text_prompt(state: ServerState, text: str) -> Prompt:
+    """A prompt for the engine, which tokenises a short text itself."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or len(text) <= _INLINE_CHARS:
+        return text
+    return TokensPrompt(prompt_token_ids=await _encode(state, tokenizer, text, "prompt", add_special_tokens=True))
 
 
 async def _encode(
