@@ -1,0 +1,117 @@
+"""What a model on disk is, read from its config or its GGUF header alone. No torch, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.model.families import find_family, find_gguf_family
+from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """`dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, else the config's."""
+
+    name: str
+    path: Path
+    format: Literal["safetensors", "gguf"]
+    family: Family
+    spec: ModelSpec
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def read_spec(path: Path) -> ModelDescription:
+    """The description of a folder with config.json, or of a .gguf file. UnsupportedModelError names what is unknown."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is neither a folder with a config.json nor a .gguf file", field="model")
+        return _read_gguf(path)
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _read_gguf(files[0])
+        raise CheckpointError(f"{path} holds no config.json" + (" and several .gguf files" if files else ""), field="model")
+    return _read_folder(path)
+
+
+def _read_folder(path: Path) -> ModelDescription:
+    config = read_json(path / "config.json")
+    family = find_family(config.get("model_type"), config.get("architectures"))
+    own = config
+    if family.nested_config is not None:
+        own = config.get(family.nested_config) or {}
+        if not isinstance(own, dict):
+            raise UnsupportedModelError(f"{family.nested_config} must be an object", field=family.nested_config)
+        own.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            "quantization_config: quantised checkpoints are not supported yet; use the unquantised one, or a GGUF file",
+            field="quantization_config",
+        )
+    spec = family.read(ConfigReader(own))
+    generation = path / "generation_config.json"
+    defaults = read_json(generation) if generation.is_file() else {}
+    eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
+    dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "float32"
+    return ModelDescription(
+        name=path.name,
+        path=path,
+        format="safetensors",
+        family=family,
+        spec=spec,
+        dtype=str(dtype),
+        eos_token_ids=_ids(eos, spec.vocab_size),
+        bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
+    )
+
+
+def _read_gguf(path: Path) -> ModelDescription:
+    from slipstream.model.gguf import GGUFFile
+
+    file = GGUFFile(path)
+    architecture = file.metadata.get("general.architecture")
+    family = find_gguf_family(architecture)
+    assert family.gguf is not None
+    prefix = f"{architecture}."
+    config = family.gguf.config({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)})
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{path} lacks the tensor token_embd.weight", field="token_embd.weight")
+    config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    spec = family.read(ConfigReader(config, str(path.name)))
+    meta = file.metadata
+    eos = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
+    return ModelDescription(
+        name=str(meta.get("general.name", path.stem)),
+        path=path,
+        format="gguf",
+        family=family,
+        spec=spec,
+        dtype="bfloat16",
+        eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
+        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids of a config: one, a list, or none; those outside the vocabulary can't be generated."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(v for v in values if isinstance(v, int) and 0 <= v < vocab_size))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{path} must hold a JSON object", field=path.name)
+    return dict(value)

@@ -1,0 +1,51 @@
+"""Rotary tables and ALiBi slopes, made once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from slipstream.model.spec import AlibiSpec, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+
+
+def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:
+    """float32 [num_positions, rotary_dim]: cos of each angle in the first half of a row, sin in the second."""
+    frequencies, factor = _frequencies(spec)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+
+
+def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
+    """float32 [rotary_dim / 2] angles per position, and what cos and sin are multiplied by."""
+    dim = spec.rotary_dim
+    base = 1.0 / spec.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    match spec.scaling:
+        case None:
+            return base, 1.0
+        case LinearScaling(factor=factor):
+            return base / factor, 1.0
+        case Llama3Scaling() as s:
+            wavelength = 2 * math.pi / base
+            low, high = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
+            smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            between = (1 - smooth) * base / s.factor + smooth * base
+            scaled = torch.where(wavelength > low, base / s.factor, base)
+            return torch.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
+        case YarnScaling() as s:
+
+            def dimension(rotations: float) -> float:
+                return dim * math.log(s.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+            first, last = max(math.floor(dimension(s.beta_fast)), 0), min(math.ceil(dimension(s.beta_slow)), dim - 1)
+            ramp = ((torch.arange(dim // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
+            factor = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1.0
+            return base / s.factor * ramp + base * (1 - ramp), factor
+
+
+def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Tensor:
+    """float32 [num_heads]: 2^(−max_bias · i / n) for n heads, n the next power of two, odd ones first (Press et al. 2021)."""
+    n = 2 ** math.ceil(math.log2(num_heads))
+    slopes = 2.0 ** (-spec.max_bias * torch.arange(1, n + 1, dtype=torch.float32) / n)
+    return slopes if n == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]

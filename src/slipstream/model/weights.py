@@ -1,0 +1,182 @@
+"""Filling a model's parameters from a stream of named tensors, without ever holding the model twice.
+
+Every parameter is allocated once, on its device, in its final type; each checkpoint tensor is read, transformed, copied
+into its rows and dropped. What a checkpoint lacks, has too many of, or has in another shape stops the load by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.model.description import ModelDescription
+from slipstream.model.families.base import Family
+from slipstream.model.parameters import Placement, Shape, parameters
+
+Stored = tuple[str, Shape, Callable[[], Tensor]]
+"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+
+
+def load_parameters(
+    description: ModelDescription,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, Tensor]:
+    """All parameters of the description's model, by our names. CheckpointError names the tensor at fault."""
+    shapes = parameters(description.spec)
+    values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    if description.format == "gguf":
+        stored, names, ignored = _gguf_tensors(description, dtype)
+    else:
+        stored, names = _safetensors(description.path), description.family.names(description.spec)
+        ignored = description.family.ignored
+    done, total, filled = 0, max(1, sum(v.numel() for v in values.values())), set()
+    prefixes = description.family.prefixes
+    for name, shape, read in stored:
+        key = _canonical(name, prefixes, names)
+        if key is None:
+            if description.spec.tied_embeddings and name.split(".")[-2:] == ["lm_head", "weight"]:
+                continue  # written although tied
+            if any(re.fullmatch(pattern, _strip(name, prefixes)) or re.fullmatch(pattern, name) for pattern in ignored):
+                continue
+            raise CheckpointError(f"the checkpoint has a tensor {name!r} that the model has no place for", field=name)
+        if key in filled:
+            raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
+        placement = names[key]
+        target = values[placement.target]
+        rows = target.shape[0] - placement.start if placement.rows is None else placement.rows
+        into = target[placement.start : placement.start + rows]
+        expected = tuple(into.shape[::-1] if placement.transform == "transpose" else into.shape)
+        if tuple(shape) != expected:
+            raise CheckpointError(f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name)
+        into.copy_(_transform(read(), placement))
+        filled.add(key)
+        done += into.numel()
+        progress(done / total)
+    missing = [name for name in names if name not in filled]
+    if missing:
+        some = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])
+    return values
+
+
+def dummy_parameters(
+    description: ModelDescription, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    """Random weights of the true shapes, made on the device: std 0.02, norms 1, biases 0."""
+    generator = torch.Generator(device).manual_seed(seed)
+    values = {}
+    for name, shape in parameters(description.spec).items():
+        value = torch.empty(shape, dtype=dtype, device=device)
+        if name.endswith(".bias"):
+            value.zero_()
+        elif len(shape) == 1:
+            value.fill_(1.0)
+        else:
+            value.normal_(0.0, 0.02, generator=generator)
+        values[name] = value
+    return values
+
+
+def _transform(value: Tensor, placement: Placement) -> Tensor:
+    match placement.transform:
+        case "transpose":
+            return value.T
+        case "unpermute":
+            # llama.cpp stores the two halves of each rotary head interleaved.
+            heads = value.view(placement.num_heads, value.shape[0] // placement.num_heads // 2, 2, *value.shape[1:])
+            return heads.transpose(1, 2).reshape(value.shape)
+        case "minus_one":
+            return value.float() - 1.0
+        case "none":
+            return value
+
+
+def _canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
+    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
+    for prefix in ("", *prefixes):
+        if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
+            return short
+    # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
+    return next((m for m in (f"model.{_strip(name, prefixes)}",) if m in names), None)
+
+
+def _strip(name: str, prefixes: tuple[str, ...]) -> str:
+    return next((name[len(p) :] for p in sorted(prefixes, key=len, reverse=True) if p and name.startswith(p)), name)
+
+
+def _safetensors(path: Path) -> Iterator[Stored]:
+    """The tensors of a folder, file by file, mapped rather than read."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in _safetensors_files(path):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no dict)
+                    yield name, tuple(opened.get_slice(name).get_shape()), lambda n=name: opened.get_tensor(n)  # type: ignore[misc]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} can't be read: {error}", field=index.name) from error
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise CheckpointError(f"{path} lacks {', '.join(missing)}, which its index names", field=missing[0])
+        return files
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickled = [f.name for f in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
+        why = (
+            f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
+        )
+        raise CheckpointError(f"{path} holds no .safetensors file{why} (load_format='dummy' needs none)", field="model")
+    return files
+
+
+def _gguf_tensors(
+    description: ModelDescription, dtype: torch.dtype
+) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
+    """A GGUF file's tensors under the family's checkpoint names, and the family's table with llama.cpp's transforms."""
+    from slipstream.model.gguf import GGUFFile
+
+    family: Family = description.family
+    assert family.gguf is not None
+    names = {}
+    for name, placement in family.names(description.spec).items():
+        if family.gguf.unpermute and re.search(r"\.[qk]_proj\.", name):
+            attention = description.spec.layers[int(name.split(".")[2])].attention
+            heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
+            placement = Placement(placement.target, placement.start, placement.rows, "unpermute", heads)
+        elif family.gguf.norms_plus_one and name.endswith("norm.weight"):
+            placement = Placement(placement.target, placement.start, placement.rows, "minus_one")
+        names[name] = placement
+    file = GGUFFile(description.path)
+    table = family.gguf.names
+
+    def stream() -> Iterator[Stored]:
+        for name, tensor in file.tensors.items():
+            found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+            key = f"blk.{{i}}.{found[2]}" if found else name
+            if key not in table:
+                yield name, tuple(tensor.shape), lambda: torch.empty(0)  # no place: refused or ignored by name
+                continue
+            theirs = table[key].replace("{i}", found[1] if found else "")
+            # Norms keep their precision until one is taken off; everything else goes straight to the final type.
+            kind = torch.float32 if theirs.endswith("norm.weight") else dtype
+            yield theirs, tuple(tensor.shape), lambda n=name, k=kind: file.dequantize(n, k)  # type: ignore[misc]
+
+    return stream(), names, ()

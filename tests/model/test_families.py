@@ -1,0 +1,211 @@
+"""Every family against Hugging Face transformers in float32, on tiny random models.
+
+The measure is max |ours − theirs| / max |theirs| over all logits; 1e-4 leaves room for another order of float32 sums.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from tests import tiny_models
+from tests.model.harness import Paged, greedy, load, run
+
+from slipstream.config import DTYPE_BYTES
+from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.model.description import read_spec
+from slipstream.model.parameters import parameters
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    **{name: (name, {}) for name in tiny_models.FAMILIES},
+    "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "rope_theta": None, "head_dim": 16}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_theta": None}),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            },
+            "rope_theta": None,
+        },
+    ),
+    "llama-tied-biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "mistral-open": ("mistral", {"sliding_window": None}),
+    "qwen2-full": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
+    "gemma3-softcap": ("gemma3_text", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "gptj-whole": ("gptj", {"rotary_dim": 8}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+}
+TOKENS = [random.Random(1).randrange(4, tiny_models.VOCAB) for _ in range(53)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request, tmp_path_factory):
+    family, overrides = CASES[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = tiny_models.build(path, family, **overrides)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([TOKENS])).logits[0]
+    return path, theirs, logits
+
+
+def error(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("chunks", "block_size"),
+    [((), 4), ((), 16), ((3, 1, 4, 5, 7, 16), 4), ((15, 17, 16), 16), ((1,), 4), ((20, 1, 1, 31), 8)],
+    ids=str,
+)
+def test_logits_equal_transformers(case, kernels, chunks, block_size):
+    path, _, logits = case
+    model = load(path, kernels=kernels)
+    assert error(run(model, TOKENS, chunks, block_size), logits) <= 1e-4
+
+
+def test_greedy_tokens_equal_transformers(case):
+    path, theirs, _ = case
+    prompt = torch.tensor([TOKENS[:9]])
+    with torch.no_grad():
+        expected = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 9:]
+    assert greedy(load(path, kernels="cpu"), TOKENS[:9], 20) == expected.tolist()
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_a_mixed_batch_equals_each_alone(case, kernels):
+    path, _, logits = case
+    model = load(path, kernels=kernels)
+    cache = Paged(model, 4, len(TOKENS))
+    parts = [[(0, TOKENS[:5]), (1, TOKENS[:1])], [(1, TOKENS[1:2]), (0, TOKENS[5:30]), (2, TOKENS[:40])]]
+    parts += [[(2, TOKENS[40:41]), (0, TOKENS[30:31]), (3, TOKENS[:17]), (1, TOKENS[2:3])]]
+    done = [0] * 4
+    for step in parts:
+        for (seq, tokens), ours in zip(step, cache.step(step), strict=True):
+            assert error(ours, logits[done[seq] : done[seq] + len(tokens)]) <= 1e-4
+            done[seq] += len(tokens)
+
+
+def test_the_spec_counts_what_is_there(case):
+    path, theirs, _ = case
+    description = read_spec(path)
+    spec = description.spec
+    assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
+    count = 0
+    for shape in parameters(spec).values():
+        size = 1
+        for n in shape:
+            size *= n
+        count += size
+    assert count == spec.num_parameters
+    a = spec.layers[0].attention
+    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 2 * spec.num_layers * a.num_kv_heads * a.head_dim * 4
+
+
+# --- What must be refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    tiny_models.build(tmp_path)
+    return tmp_path
+
+
+def edit(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    for key, value in changes.items():
+        config[key] = value
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model_type": "mamba"}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"hidden_act": "mish"}, "hidden_act"),
+        ({"some_new_switch": True}, "some_new_switch"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "twist": 2}}, "rope_parameters"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+    ids=str,
+)
+def test_an_unknown_config_is_refused_by_name(tiny, changes, field):
+    edit(tiny, **changes)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tiny)
+    assert caught.value.field == field
+
+
+def resave(path, change):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("problem", ["missing", "extra", "misshapen"])
+def test_a_checkpoint_that_does_not_fit_names_the_tensor(tiny, problem):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def change(tensors):
+        if problem == "missing":
+            del tensors[name]
+        elif problem == "extra":
+            tensors[name + "_scale"] = torch.ones(1)
+        else:
+            tensors[name] = torch.ones(3, 5)
+
+    resave(tiny, change)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(tiny)
+
+
+def test_a_damaged_or_pickled_checkpoint_is_refused(tiny):
+    data = (tiny / "model.safetensors").read_bytes()
+    (tiny / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(tiny)
+    (tiny / "model.safetensors").unlink()
+    (tiny / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="pickle"):
+        load(tiny)
+
+
+def test_a_sharded_checkpoint_is_the_same(tmp_path):
+    whole = tiny_models.build(tmp_path / "whole")
+    whole.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert torch.equal(run(load(tmp_path / "sharded"), TOKENS), run(load(tmp_path / "whole"), TOKENS))
+
+
+def test_dummy_weights_need_only_a_config(tiny):
+    from slipstream.kernels.ops import select_ops
+    from slipstream.model.loader import load_model
+
+    (tiny / "model.safetensors").unlink()
+    cpu = torch.device("cpu")
+    models = [
+        load_model(tiny, ops=select_ops(cpu), device=cpu, dtype=torch.bfloat16, load_format="dummy", seed=s) for s in (1, 1, 2)
+    ]
+    a, b, c = (run(m, TOKENS) for m in models)
+    assert a.dtype == torch.bfloat16
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)

@@ -1,0 +1,98 @@
+"""Tiny random checkpoints, written by Hugging Face transformers, and a tiny tokenizer to go with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB = 288
+
+_LLAMA = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    rope_theta=10000.0,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=None,
+    initializer_range=0.3,
+)
+_GPT = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 7},
+    "qwen2": {**_LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "gemma3_text": {
+        **_LLAMA,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 20,
+    },
+    "gptj": {**_GPT, "model_type": "gptj", "rotary_dim": 4},
+    "gpt2": {**_GPT, "model_type": "gpt2"},
+}
+
+
+def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
+    """Write a checkpoint of random weights to `path`; the transformers model itself is returned."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**FAMILIES[family], **overrides}
+    for key in [k for k, v in settings.items() if v is None and k != "pad_token_id"]:
+        del settings[key]
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():  # norms and biases that are all ones or zeros would hide mistakes
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            assert parameter.abs().sum() > 0, name
+    model.save_pretrained(path)
+    return model
+
+
+def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> Any:
+    """The same, with a byte-level tokenizer (ids: <s>, </s>, <|im_start|>, <|im_end|>, then bytes and a few merges)."""
+    model = build(path, family, **overrides)
+    write_tokenizer(path)
+    return model
+
+
+def write_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "t"), ("Ġt", "he"), ("o", "u"), ("i", "n"), ("e", "r")]
+    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    assert len(vocab) <= VOCAB
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": template,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
