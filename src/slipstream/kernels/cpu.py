@@ -47,7 +47,7 @@ class CpuOps(ReferenceOps):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
             return Linear(weight=weight, bias=bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), 32)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
         return PackedLinear(weight=weight.to("meta"), bias=bias, packed=packed)
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:

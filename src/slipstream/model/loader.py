@@ -65,7 +65,9 @@ def _bytes(decoder: Decoder) -> int:
 
     def visit(value: object) -> None:
         if isinstance(value, torch.Tensor):
-            found[value.data_ptr() or id(value)] = value.nbytes
+            if value.device.type != "meta":  # a packed weight's stand-in
+                key = id(value) if value.is_mkldnn else value.data_ptr()
+                found[key] = value.numel() * value.element_size()
         elif isinstance(value, (list, tuple)):
             for item in value:
                 visit(item)

