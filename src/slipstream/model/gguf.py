@@ -1,181 +1,265 @@
-"""GGUF files: header, metadata and tensors, mapped rather than read. Versions 2 and 3, little-endian.
+"""Reading GGUF files: what they say of themselves, and their tensors, one at a time.
 
-Every count and offset is checked against the size of the file before it is used: a damaged or hostile file gives a
-CheckpointError, never a crash or a huge allocation. Format: ggml's docs/gguf.md.
+The file is mapped, not read: opening costs the header alone (49k tokens and as many merges in a few hundredths of a
+second), and a tensor's bytes are touched when asked for. Every count, length and offset is checked against the file's
+size before it is believed, so a damaged or hostile file ends in a CheckpointError that names the place: never in a hang,
+a huge allocation or a read beyond the end. Little-endian GGUF 2 and 3. No torch until a tensor is dequantised.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.model.gguf_quants import BLOCKS, dequantize_blocks
 
 if TYPE_CHECKING:
     import torch
 
-Bytes = npt.NDArray[np.uint8]
+RawBytes: TypeAlias = npt.NDArray[np.uint8]
 
-_TYPE_NAMES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4",
+
+@dataclass(frozen=True, slots=True)
+class QuantType:
+    """A storage type: `block_bytes` bytes hold `block_size` consecutive values of a row."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+TYPES: dict[int, QuantType] = {
+    0: QuantType("F32", 1, 4),
+    1: QuantType("F16", 1, 2),
+    2: QuantType("Q4_0", 32, 18),
+    3: QuantType("Q4_1", 32, 20),
+    6: QuantType("Q5_0", 32, 22),
+    7: QuantType("Q5_1", 32, 24),
+    8: QuantType("Q8_0", 32, 34),
+    12: QuantType("Q4_K", 256, 144),
+    13: QuantType("Q5_K", 256, 176),
+    14: QuantType("Q6_K", 256, 210),
+    30: QuantType("BF16", 1, 2),
+}
+"""The types that can be read, by their number in the file."""
+
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+"""Names of types that are known and not supported, for the message."""
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_DEPTH = 4
-_CHUNK = 1 << 22
-"""Elements dequantised at a time: 16 MiB of float32."""
+_MAX_DIMS = 4
+_MAX_DEPTH = 4  # arrays of arrays
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """`shape` is torch's order: the fastest-running dimension last."""
+    """A tensor as the file holds it. `shape` is in torch's order (rows first), the reverse of the file's."""
 
     name: str
     shape: tuple[int, ...]
-    type: str
-    offset: int
-    nbytes: int
+    quant: QuantType
+    offset: int  # from the start of the file
+
+    @property
+    def type(self) -> str:
+        return self.quant.name
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel // self.quant.block_size * self.quant.block_bytes
 
 
 class GGUFFile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    """An open file: `metadata` and `tensors` by name; `raw` and `dequantize` give a tensor's values."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         try:
-            self._data: Bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
-        self._at = 0
-        self._view = memoryview(self._data)
-        if bytes(self._take(4)) != b"GGUF":
-            raise self._damaged("it does not begin with GGUF")
-        version = self._int("<I")
-        if version not in (2, 3):
-            raise self._damaged(f"version {version} is not supported (2 and 3 are)")
-        num_tensors, num_values = self._int("<Q"), self._int("<Q")
-        if num_tensors * 24 + num_values * 12 > len(self._data):
-            raise self._damaged("its header counts more than the file can hold")
+            with self.path.open("rb") as file:
+                # Copy on write, so that torch may wrap the bytes without a warning; nobody writes.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
+        self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
+        reader = _Reader(memoryview(mapped), self.path)
+        self.version = reader.version()
+        num_tensors = reader.count("the number of tensors", 24)  # bytes of the shortest entry
+        num_metadata = reader.count("the number of metadata entries", 13)
         self.metadata: dict[str, Any] = {}
-        for _ in range(num_values):
-            key = self._string()
-            self.metadata[key] = self._value(self._int("<I"), 0)
-        self.tensors = self._tensor_table(num_tensors)
+        for _ in range(num_metadata):
+            key = reader.string("a metadata key")
+            if key in self.metadata:
+                raise reader.error(f"the metadata key {key!r} stands there twice", key)
+            self.metadata[key] = reader.value(key)
+        self.tensors: dict[str, GGUFTensor] = self._read_tensors(reader, num_tensors)
+
+    def raw(self, name: str) -> RawBytes:
+        """The tensor's bytes as they stand in the file (mapped; do not write), shape [numel / block_size, block_bytes]."""
+        tensor = self._find(name)
+        flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
+        return flat.reshape(-1, tensor.quant.block_bytes)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in `dtype`, a few million elements at a time, so that no whole float32 copy is made."""
-        import torch
+        """The tensor's values in `dtype`, a fresh CPU tensor of its shape. Temporaries stay within a few MB."""
+        from slipstream.model.gguf_quants import dequantize
 
-        tensor = self.tensors[name]
-        if tensor.type not in BLOCKS:
-            raise CheckpointError(
-                f"{self.path.name}: the tensor {name} is of type {tensor.type}, which is not supported "
-                f"({', '.join(BLOCKS)} are)",
-                field=name,
-            )
-        elements, size = BLOCKS[tensor.type]
-        out = torch.empty(tensor.shape, dtype=dtype)
-        flat = out.view(-1)
-        raw = self.raw(name).reshape(-1, size)
-        step = max(1, _CHUNK // elements)
-        for begin in range(0, len(raw), step):
-            values = dequantize_blocks(tensor.type, raw[begin : begin + step])
-            first = begin * elements
-            flat[first : first + values.size] = torch.from_numpy(values.reshape(-1))
-        return out
+        tensor = self._find(name)
+        return dequantize(self.raw(name), tensor.type, dtype).view(tensor.shape)
 
-    def raw(self, name: str) -> Bytes:
-        """The tensor's bytes as they are in the file, mapped."""
-        tensor = self.tensors[name]
-        return self._data[tensor.offset : tensor.offset + tensor.nbytes]
+    def _find(self, name: str) -> GGUFTensor:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}", field=name)
+        return self.tensors[name]
 
-    # --- Header -------------------------------------------------------------------------------------------------------
-
-    def _tensor_table(self, count: int) -> dict[str, GGUFTensor]:
-        found: list[tuple[str, tuple[int, ...], str, int]] = []
-        for _ in range(count):
-            name = self._string()
-            num_dims = self._int("<I")
-            if not 1 <= num_dims <= 4:
-                raise self._damaged(f"the tensor {name} has {num_dims} dimensions")
-            shape = tuple(self._int("<Q") for _ in range(num_dims))[::-1]
-            kind = self._int("<I")
-            found.append((name, shape, _TYPE_NAMES.get(kind, f"number {kind}"), self._int("<Q")))
+    def _read_tensors(self, reader: _Reader, num_tensors: int) -> dict[str, GGUFTensor]:
+        entries: list[tuple[str, tuple[int, ...], QuantType, int]] = []
+        for _ in range(num_tensors):
+            name = reader.string("a tensor's name")
+            num_dims = reader.scalar("I", f"the dimensions of {name!r}")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                raise reader.error(
+                    f"the tensor {name!r} has {num_dims} dimensions, and 1 to {_MAX_DIMS} are possible", name
+                )
+            dims = tuple(reader.scalar("Q", f"the shape of {name!r}") for _ in range(num_dims))
+            number = reader.scalar("I", f"the type of {name!r}")
+            offset = reader.scalar("Q", f"the offset of {name!r}")
+            if number not in TYPES:
+                kind = _OTHER_TYPES.get(number, f"number {number}")
+                known = " ".join(t.name for t in TYPES.values())
+                raise reader.error(
+                    f"the tensor {name!r} has the type {kind}, which is not supported; {known} are", name
+                )
+            entries.append((name, dims[::-1], TYPES[number], offset))
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20:
-            raise self._damaged(f"general.alignment = {alignment!r}")
-        start = -(-self._at // alignment) * alignment
+        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+            raise reader.error(f"general.alignment is {alignment!r}, not a multiple of 8", "general.alignment")
+        start = -(-reader.offset // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
-        for name, shape, kind_name, offset in found:
-            count = 1
-            for n in shape:
-                count *= n
-            nbytes = 0
-            if kind_name in BLOCKS:  # others are refused when they are read
-                elements, size = BLOCKS[kind_name]
-                if shape[-1] % elements:
-                    raise self._damaged(f"a row of the tensor {name} is no whole number of {kind_name} blocks")
-                nbytes = count // elements * size
-            if start + offset + nbytes > len(self._data):
-                raise self._damaged(f"the tensor {name} reaches beyond the end of the file; fetch it again")
+        for name, shape, quant, offset in entries:
+            tensor = GGUFTensor(name, shape, quant, start + offset)
             if name in tensors:
-                raise self._damaged(f"the tensor {name} occurs twice")
-            tensors[name] = GGUFTensor(name, shape, kind_name, start + offset, nbytes)
+                raise reader.error(f"the tensor {name!r} stands there twice", name)
+            if 0 in shape or shape[-1] % quant.block_size:
+                raise reader.error(
+                    f"the tensor {name!r} has shape {list(shape)}; rows of {quant.name} are multiples of {quant.block_size}",
+                    name,
+                )
+            if offset % alignment:
+                raise reader.error(f"the tensor {name!r} starts at {offset}, off the alignment of {alignment}", name)
+            if tensor.offset + tensor.nbytes > reader.size:
+                raise reader.error(
+                    f"the tensor {name!r} ends at byte {tensor.offset + tensor.nbytes}, and the file at {reader.size}: "
+                    "it is cut off or damaged; fetch it again",
+                    name,
+                )
+            tensors[name] = tensor
         return tensors
 
-    def _value(self, kind: int, depth: int) -> Any:
+
+class _Reader:
+    """A cursor over the header. Nothing is allocated for a count before the bytes for it are known to be there."""
+
+    def __init__(self, view: memoryview, path: Path) -> None:
+        self.view, self.path = view, path
+        self.size = len(view)
+        self.offset = 0
+
+    def error(self, message: str, field: str | None = None) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}", field=field)
+
+    def version(self) -> int:
+        if bytes(self.view[:4]) != b"GGUF":
+            raise self.error("this is not a GGUF file (it does not begin with GGUF)")
+        self.offset = 4
+        version: int = self.scalar("I", "the version")
+        if version in (2, 3):
+            return version
+        hint = "; it is big-endian, which is not supported" if version & 0xFFFF == 0 else ""
+        raise self.error(f"GGUF version {version} is not supported, 2 and 3 are{hint}")
+
+    def take(self, num_bytes: int, what: str) -> int:
+        """Step over bytes that must be there; where they begin."""
+        begin = self.offset
+        if num_bytes > self.size - begin:
+            raise self.error(f"the file ends within {what} (byte {begin}): it is cut off or damaged; fetch it again")
+        self.offset = begin + num_bytes
+        return begin
+
+    def scalar(self, code: str, what: str) -> Any:
+        return struct.unpack_from("<" + code, self.view, self.take(struct.calcsize("<" + code), what))[0]
+
+    def count(self, what: str, each: int) -> int:
+        """A number of entries of at least `each` bytes."""
+        count: int = self.scalar("Q", what)
+        if count * each > self.size - self.offset:
+            raise self.error(
+                f"{what} is {count}, more than the file has room for: it is cut off or damaged; fetch it again"
+            )
+        return count
+
+    def string(self, what: str) -> str:
+        length = self.count(what, 1)
+        begin = self.take(length, what)
+        try:
+            return str(self.view[begin : begin + length], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8 (byte {begin})") from error
+
+    def value(self, key: str) -> Any:
+        return self._value(self.scalar("I", f"the type of {key}"), key, 0)
+
+    def _value(self, kind: int, key: str, depth: int) -> Any:
         if kind in _SCALARS:
-            dtype = np.dtype(_SCALARS[kind])
-            return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+            return self.scalar(_SCALARS[kind], key)
         if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY or depth >= _MAX_DEPTH:
-            raise self._damaged(f"a metadata value is of unknown type {kind}")
-        item, count = self._int("<I"), self._int("<Q")
-        if item in _SCALARS:
-            dtype = np.dtype(_SCALARS[item])
-            return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
-        if count * (8 if item == _STRING else 12) > len(self._data) - self._at:
-            raise self._damaged("a metadata array is longer than the file")
-        if item == _STRING:
-            return self._strings(count)
-        return [self._value(item, depth + 1) for _ in range(count)]
+            return self.string(key)
+        if kind != _ARRAY or depth == _MAX_DEPTH:
+            raise self.error(f"the value of {key} has the unknown type {kind}", key)
+        kind = self.scalar("I", f"the type of {key}")
+        if kind in _SCALARS:
+            code = "<" + _SCALARS[kind]
+            count = self.count(f"the length of {key}", struct.calcsize(code))
+            begin = self.take(count * struct.calcsize(code), key)
+            return np.frombuffer(self.view, np.dtype(code), count, begin).tolist()
+        if kind == _STRING:
+            return self._strings(self.count(f"the length of {key}", 8), key)
+        return [self._value(kind, key, depth + 1) for _ in range(self.count(f"the length of {key}", 12))]
 
-    def _strings(self, count: int) -> list[str]:
-        """Many strings at once: the vocabulary's hundred thousand are read at every start."""
-        data, at, end = self._view, self._at, len(self._data)
-        unpack, found = struct.Struct("<Q").unpack_from, []
-        for _ in range(count):
-            if at + 8 > end:
-                raise self._damaged("it ends within its metadata")
-            (length,) = unpack(data, at)
-            at += 8
-            if length > end - at:
-                raise self._damaged("a string is longer than the file")
-            found.append(str(data[at : at + length], "utf-8", "replace"))
-            at += length
-        self._at = at
-        return found
-
-    def _string(self) -> str:
-        return str(self._take(self._int("<Q")), "utf-8", "replace")
-
-    def _int(self, form: str) -> int:
-        value: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
-        return value
-
-    def _take(self, count: int) -> memoryview:
-        if count > len(self._data) - self._at:
-            raise self._damaged("it ends within its header; fetch it again")
-        self._at += count
-        return self._view[self._at - count : self._at]
-
-    def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is no sound GGUF file: {why}", field=self.path.name)
+    def _strings(self, count: int, key: str) -> list[str]:
+        """An array of strings, `string` unrolled: vocabularies have hundreds of thousands of them."""
+        view, size, offset = self.view, self.size, self.offset
+        length_at: Callable[[memoryview, int], tuple[int]] = struct.Struct("<Q").unpack_from
+        strings = []
+        try:
+            for _ in range(count):
+                (length,) = length_at(view, offset)
+                offset += 8
+                if length > size - offset:
+                    raise struct.error
+                strings.append(str(view[offset : offset + length], "utf-8"))
+                offset += length
+        except struct.error:
+            raise self.error(
+                f"the file ends within {key} (byte {offset}): it is cut off or damaged; fetch it again", key
+            ) from None
+        except UnicodeDecodeError as error:
+            raise self.error(f"{key}[{len(strings)}] is not UTF-8", key) from error
+        self.offset = offset
+        return strings

