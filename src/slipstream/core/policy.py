@@ -57,6 +57,8 @@ class Batched:
     def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
         if request.request_id in self._members or request.spec.fork_of in self._members:
             return True
+        if self._members and not scheduler.num_running:
+            return True  # only preempted members are left, and they wait behind this one
         if not self._members:
             full = scheduler.num_waiting >= self.max_num_seqs
             if not full and now < request.spec.arrival + self.window_s:

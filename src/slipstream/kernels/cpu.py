@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, SamplingTensors
 from slipstream.kernels.reference import (
     ReferenceOps,
-    activate,
     apply_bias_and_penalties,
     attend,
     draw,
@@ -25,7 +24,6 @@ from slipstream.kernels.reference import (
     gather_sequence,
     uniform,
 )
-from slipstream.model.spec import Activation
 
 MAX_MASK_BYTES = 64 * 2**20
 """A prefill chunk's mask is made for as many queries at a time as fit in this."""
@@ -69,13 +67,6 @@ class CpuOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
-
-    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activate(gate, activation) * up
-
-    def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return activate(x, activation)
 
     def attention(
         self,

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, OpSet, SamplingTensors
 from slipstream.model.spec import Activation
 
+# --- Layers ---------------------------------------------------------------------------------------------------------
+
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The activation functions by name. A new one is a line here and in `triton/activation.py`."""
@@ -48,7 +50,7 @@ class ReferenceOps(OpSet):
         self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
-        return _rms(total, weight, eps, weight_offset), total
+        return rms(total, weight, eps, weight_offset).to(x.dtype), total
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
@@ -78,16 +80,16 @@ class ReferenceOps(OpSet):
         num_tokens = qkv.shape[0]
         heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k = q.float(), k.float()
         if q_norm is not None and k_norm is not None:
-            q = _rms(q, q_norm, norm_eps, norm_offset)
-            k = _rms(k, k_norm, norm_eps, norm_offset)
+            q, k = (rms(t, w, norm_eps, norm_offset) for t, w in ((q, q_norm), (k, k_norm)))
         if cos_sin is not None:
             table = cos_sin[meta.positions]
             q, k = rotate(q, table, interleaved), rotate(k, table, interleaved)
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
         kv.k[block, :, offset] = k.to(kv.k.dtype)
         kv.v[block, :, offset] = v.to(kv.v.dtype)
-        return q.contiguous()
+        return q.to(qkv.dtype).contiguous()
 
     def attention(
         self,
@@ -122,9 +124,8 @@ class ReferenceOps(OpSet):
         greedy = logits.argmax(dim=-1)
         if params.all_greedy:
             return greedy
-        temperature = params.temperature[:, None]
-        probs = (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(dim=-1)
-        drawn = draw(filter_probs(probs, params), uniform(params.seeds, params.history_lens))
+        kept = filter_probs(logits, scaled_probs(logits, params), params)
+        drawn = draw(kept, uniform(params.seeds, params.history_lens))
         return torch.where(params.temperature > 0, drawn, greedy)
 
     def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
@@ -172,23 +173,24 @@ def attend(
 
 
 def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
-    """Turn the first rotary_dim dimensions of x [T, heads, D] by `table` [T, rotary_dim] (cos, then sin)."""
+    """Turn the first rotary_dim dimensions of float32 x [T, heads, D] by `table` [T, rotary_dim] (cos, then sin)."""
     rotary = table.shape[-1]
     cos, sin = table[:, None].chunk(2, dim=-1)
-    turned = x[..., :rotary].float()
+    turned, passed = x[..., :rotary], x[..., rotary:]
     if interleaved:
         a, b = turned[..., ::2], turned[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
         a, b = turned.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., rotary:]), dim=-1)
+    return torch.cat((turned, passed), dim=-1)
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+def rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    """x / rms(x) over the last dimension, times weight + weight_offset; float32."""
     h = x.float()
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h * (weight.float() + weight_offset)).to(x.dtype)
+    return h * (weight.float() + weight_offset)
 
 
 # --- Sampling -------------------------------------------------------------------------------------------------------
@@ -197,8 +199,8 @@ def _rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
 def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Logit bias, then repetition, frequency and presence penalties, in place on float32 [S, V].
 
-    No table of counts is made: the tokens so far are gathered, changed and scattered back. Where a token occurs twice,
-    both write the same value; only the frequency penalty adds up.
+    No [S, V] table of counts is made: the tokens so far are gathered, changed and scattered back. Where a token occurs
+    twice both write the same value, so that the order of writing does not matter; only the frequency penalty adds up.
     """
     if params.bias_rows is not None and params.bias_tokens is not None and params.bias_values is not None:
         logits.index_put_((params.bias_rows, params.bias_tokens), params.bias_values, accumulate=True)
@@ -208,57 +210,72 @@ def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
     assert params.repetition_penalty is not None
     assert params.presence_penalty is not None
     assert params.frequency_penalty is not None
-    # Places beyond a row's tokens point at the row's first token, with no penalty of their own.
+    lens, prompt_lens = params.history_lens[:, None], params.prompt_lens[:, None]
     at = torch.arange(params.history.shape[1], device=logits.device)[None, :]
-    known = at < params.history_lens[:, None]
-    answer = known & (at >= params.prompt_lens[:, None])
-    tokens = torch.where(known, params.history, params.history[:, :1]).long()
+    # Places that do not count are pointed at a token that does: beyond the end at the first token, ...
+    tokens = torch.where(at < lens, params.history, params.history[:, :1]).long()
     before = logits.gather(1, tokens)
     penalty = params.repetition_penalty[:, None]
     logits.scatter_(1, tokens, torch.where(before > 0, before / penalty, before * penalty))
-    logits.scatter_add_(1, tokens, -params.frequency_penalty[:, None] * answer)
-    present = torch.zeros_like(logits).scatter_reduce_(1, tokens, answer.to(logits.dtype), "amax")
-    return logits.sub_(params.presence_penalty[:, None] * present)
+    # ... and in the prompt at the last one, which is in the answer if there is an answer.
+    in_answer = (at >= prompt_lens) & (at < lens)
+    last = params.history.gather(1, (lens - 1).clamp(min=0).long())
+    tokens = torch.where(in_answer, params.history, last).long()
+    logits.scatter_add_(1, tokens, -params.frequency_penalty[:, None] * in_answer)
+    presence = params.presence_penalty[:, None] * (lens > prompt_lens)
+    return logits.scatter_(1, tokens, logits.gather(1, tokens) - presence)
 
 
-def filter_probs(probs: Tensor, params: SamplingTensors) -> Tensor:
+def scaled_probs(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """softmax(logits / temperature) in float32; greedy rows, whose result is not used, as at temperature 1."""
+    temperature = params.temperature[:, None]
+    return (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(dim=-1)
+
+
+def filter_probs(logits: Tensor, probs: Tensor, params: SamplingTensors) -> Tensor:
     """[S, V] probabilities with the tokens that min_p, top_k or top_p drop set to 0; not normalised again.
 
-    Each filter keeps whole ties, so the kept set is all tokens at or above a threshold and no order of sorting matters.
+    Each filter keeps all tokens at or above a threshold, so whole ties are kept and no order of sorting matters.
     """
     if params.any_min_p:
         probs = probs.where(probs >= params.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
-    if not (params.any_top_k or params.any_top_p):
-        return probs
-    ordered = probs.sort(dim=-1, descending=True).values
     if params.any_top_k:
-        k = torch.where(params.top_k > 0, params.top_k, probs.shape[-1]).clamp(max=probs.shape[-1])
-        least = ordered.gather(1, k[:, None].long() - 1)
-        probs = probs.where(probs >= least, 0.0)
-        ordered = ordered.where(ordered >= least, 0.0)
+        vocab = logits.shape[-1]
+        k = torch.where(params.top_k > 0, params.top_k, vocab).clamp(max=vocab)
+        least = logits.sort(dim=-1, descending=True).values.gather(1, k[:, None].long() - 1)
+        probs = probs.where(logits >= least, 0.0)
     if params.any_top_p:
-        mass = ordered.cumsum(-1)
-        wanted = params.top_p[:, None] * mass[:, -1:]
-        # A token is needed while the mass before it is short of top_p.
-        needed = ((mass - ordered) < wanted) & (ordered > 0)
-        needed |= params.top_p[:, None] >= 1.0
-        last = needed.sum(-1, keepdim=True).clamp(min=1) - 1
-        probs = probs.where(probs >= ordered.gather(1, last), 0.0)
+        probs = probs.where(probs >= nucleus(probs.sort(dim=-1, descending=True).values, probs, params.top_p), 0.0)
     return probs
 
 
+def nucleus(ordered: Tensor, probs: Tensor, top_p: Tensor) -> Tensor:
+    """The least probability [S, 1] that top_p keeps. `ordered` holds the largest of each row of `probs`, descending, as
+    many as make up top_p of the row's mass. A token is needed while the mass before it is short of that; the first is
+    always, and with top_p = 1 all are."""
+    wanted = top_p[:, None] * probs.sum(-1, keepdim=True, dtype=torch.float64)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    last = (before < wanted).sum(-1, keepdim=True).clamp(min=1) - 1
+    return torch.where(top_p[:, None] < 1.0, ordered.gather(1, last), 0.0)
+
+
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """For each row of weights [S, V] ≥ 0, the first token, in id order, at which the running sum exceeds u · total."""
+    """For each row of weights [S, V] ≥ 0, the first kept token, in id order, at which the running sum exceeds u · total."""
+    kept = weights > 0
     running = weights.cumsum(dim=-1, dtype=torch.float64)
-    chosen = torch.searchsorted(running, u.double()[:, None] * running[:, -1:], right=True)[:, 0]
-    # Rounding may point past the end: then it is the last token that was kept.
-    last = weights.shape[-1] - 1 - weights.flip(-1).ne(0).int().argmax(-1)
-    return torch.minimum(chosen, last)
+    reached = kept & (running > u.double()[:, None] * running[:, -1:])
+    # Should rounding leave none, it is the last kept token.
+    last = weights.shape[-1] - 1 - kept.flip(-1).int().argmax(-1)
+    return torch.where(reached.any(-1), reached.int().argmax(-1), last)
 
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Numbers in (0, 1), float32 [S], that depend on (seed, counter) alone: the finaliser of SplitMix64
-    (Steele, Lea, Flood 2014) over both, its upper 23 bits. Wrapping int64 arithmetic: the same on every device."""
+    """Numbers in (0, 1), float32 [S], that depend on (seed, counter) alone.
+
+    The counter-th state of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) started
+    at the seed, passed twice through its finaliser since seeds and counters are both small and consecutive. The upper
+    23 bits, plus a half, are a float32 exactly. Wrapping int64 arithmetic: the same bits on every device.
+    """
     x = seeds.long() + counters.long() * _GOLDEN
     x = _mix(_mix(x) + _GOLDEN)
     return (_shift(x, 41).float() + 0.5) * (1.0 / 2**23)

@@ -1,0 +1,402 @@
+"""`AsyncLLM`: the engine for servers, in a process of its own, used from one event loop.
+
+    engine = await AsyncLLM.start(EngineArgs(model="smollm2"))
+    async for delta in engine.generate("The capital of France is", SamplingParams(max_tokens=8)):
+        print(delta.outputs[0].text, end="")
+
+Each delta holds what is new; a consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
+cancels the request. If the engine process dies, requests in flight raise EngineDeadError at once and the engine starts
+again; after `MAX_FAST_DEATHS` deaths in a row without a finished start it stays down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from slipstream import errors
+from slipstream.config import EngineArgs, EngineConfig, resolve
+from slipstream.engine.core_process import (
+    Abort,
+    Add,
+    Failed,
+    GetStats,
+    Outputs,
+    Phase,
+    Ready,
+    Rejected,
+    Start,
+    Stats,
+    Stop,
+    ToChild,
+    ToParent,
+)
+from slipstream.engine.processor import InputProcessor, OutputProcessor, PreparedRequest, merge, raise_on_error
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import EngineDeadError, EngineError, SlipstreamError
+from slipstream.hub import resolve_model
+from slipstream.model.description import ModelDescription, read_spec
+from slipstream.plan.memory import MemoryLedger
+from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+MAX_FAST_DEATHS = 3
+STALL_S = 60.0
+"""Health fails when requests wait and the engine has said nothing for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    ok: bool
+    reason: str = ""
+
+
+class _Stream:
+    """One request's news on their way to its consumer: at most one pending delta, grown while nobody looks."""
+
+    def __init__(self) -> None:
+        self._pending: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, delta: RequestOutput) -> None:
+        self._pending = merge(self._pending, delta)
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def get(self) -> RequestOutput:
+        await self._changed.wait()
+        self._changed.clear()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            if self._error is not None:
+                self._changed.set()
+            return pending
+        assert self._error is not None
+        raise self._error
+
+
+class AsyncLLM:
+    """Made by `start`. All methods belong to the event loop that started it."""
+
+    def __init__(self, args: EngineArgs, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
+        self.args = args
+        self.model_name = args.model
+        self.description = description
+        self.tokenizer = tokenizer
+        self.config: EngineConfig
+        self.ledger: MemoryLedger
+        self.phases: dict[str, float] = {}
+        self.num_restarts = 0
+        self._output = OutputProcessor(tokenizer)
+        self._input: InputProcessor
+        self._streams: dict[str, _Stream] = {}
+        self._stats_waiters: list[asyncio.Future[EngineStats]] = []
+        self._child: _Child | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._down_reason = ""
+        self._last_news = time.monotonic()
+
+    @classmethod
+    async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> AsyncLLM:
+        """Start the engine process; return when it can take requests. Its errors (ConfigError, ModelError,
+        OutOfMemoryError, …) are raised here as they are."""
+        path = resolve_model(args.model, download_dir=args.download_dir)
+        description = read_spec(path)
+        tokenizer = None
+        child = await _Child.spawn(args)  # imports torch while we build the tokenizer
+        try:
+            if not args.skip_tokenizer_init:
+                named = path if args.tokenizer is None else resolve_model(args.tokenizer)
+                tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, named)
+            engine = cls(args, description, tokenizer)
+            await engine._adopt(child, progress)
+        except BaseException:
+            await child.end()
+            raise
+        engine._reader = asyncio.create_task(engine._read())
+        return engine
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """What is new, until `finished`. RequestError or EngineDeadError come before anything is queued;
+        EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
+        request = self._input.prepare(
+            prompt,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            add_special_tokens=add_special_tokens,
+            cache_salt=cache_salt,
+        )
+        stream = await self._submit(request)
+        try:
+            finished = False
+            while not finished:
+                delta = raise_on_error(await stream.get())
+                finished = delta.finished
+                yield delta
+        finally:
+            await self.abort(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Cancel a request; its blocks are free before the engine's next step. Unknown ids are nothing to do."""
+        self._streams.pop(request_id, None)
+        keys = self._output.discard(request_id)
+        if keys and self._child is not None:
+            await self._child.send(Abort(keys))
+
+    async def _submit(self, request: PreparedRequest) -> _Stream:
+        if self._child is None or self._stopping:
+            raise EngineDeadError(self._down_reason or "the engine is shutting down")
+        self._output.add(request)
+        stream = self._streams[request.request_id] = _Stream()
+        if len(self._streams) == 1:
+            self._last_news = time.monotonic()
+        await self._child.send(Add(list(request.engine_requests)))
+        return stream
+
+    # --- State --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """The engine process is up and ready."""
+        return self._child is not None and self._child.process.poll() is None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests not yet finished."""
+        return len(self._streams)
+
+    def health(self) -> Health:
+        if not self.is_alive:
+            return Health(False, self._down_reason or "the engine process is down")
+        silence = time.monotonic() - self._last_news
+        if self._streams and silence > STALL_S:
+            return Health(False, f"{len(self._streams)} requests wait and the engine made no step for {silence:.0f} s")
+        return Health(True)
+
+    async def stats(self) -> EngineStats:
+        """The engine's numbers, taken between two steps. EngineDeadError if it is down."""
+        if self._child is None:
+            raise EngineDeadError(self._down_reason or "the engine process is down")
+        waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        await self._child.send(GetStats())
+        return await waiter
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, wait up to `drain_s` for those in flight, cancel what is left, end the process."""
+        self._stopping, self._down_reason = True, "the engine is shutting down"
+        until = time.monotonic() + drain_s
+        while self._streams and self.is_alive and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        if self._reader is not None:
+            self._reader.cancel()
+        self._fail(EngineDeadError(self._down_reason))
+        if self._child is not None:
+            child, self._child = self._child, None
+            await child.end()
+
+    # --- The child ------------------------------------------------------------------------------------------------------
+
+    async def _adopt(self, child: _Child, progress: Callable[[str], None]) -> None:
+        """Wait until the child is ready; take over what it found."""
+        while True:
+            message = await child.receive()
+            if isinstance(message, Phase):
+                progress(message.name)
+            elif isinstance(message, Failed):
+                raise _error(message.error, message.message, message.field)
+            elif isinstance(message, Ready):
+                break
+        config = resolve(self.args, self.description, message.device)
+        ledger = message.ledger
+        self.config = config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
+        self.ledger, self.phases = ledger, message.phases
+        eos = (*self.description.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ()))
+        self._input = InputProcessor(
+            self.tokenizer,
+            vocab_size=self.description.spec.vocab_size,
+            max_model_len=self.config.model.max_model_len,
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+        )
+        self._child, self._down_reason = child, ""
+        self._last_news = time.monotonic()
+
+    async def _read(self) -> None:
+        """Take the child's messages as they come; when it dies, say so and start another."""
+        deaths = 0
+        while not self._stopping:
+            child = self._child
+            assert child is not None
+            try:
+                while True:
+                    await self._on_message(await child.receive())
+                    deaths = 0
+            except EngineDeadError as error:
+                deaths += 1
+                self._child, self._down_reason = None, str(error)
+                self._fail(error)
+                await child.end()
+            if deaths > MAX_FAST_DEATHS or not await self._restart():
+                return
+
+    async def _restart(self) -> bool:
+        if self._stopping:
+            return False
+        self.num_restarts += 1
+        child = await _Child.spawn(self.args)
+        try:
+            await self._adopt(child, lambda phase: None)
+        except SlipstreamError as error:
+            self._down_reason = f"the engine died and could not start again: {error}"
+            await child.end()
+            return False
+        return True
+
+    async def _on_message(self, message: ToParent) -> None:
+        self._last_news = time.monotonic()
+        if isinstance(message, Outputs):
+            deltas, aborts = self._output.process(message.outputs)
+            for delta in deltas:
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.put(delta)
+                if delta.finished:
+                    self._streams.pop(delta.request_id, None)
+            if aborts and self._child is not None:
+                await self._child.send(Abort(aborts))
+        elif isinstance(message, Rejected):
+            request_id = message.request_ids[0]
+            self._output.discard(request_id)
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                stream.fail(_error(message.error, message.message, message.field))
+        elif isinstance(message, Stats):
+            waiters, self._stats_waiters = self._stats_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(message.stats)
+        elif isinstance(message, Failed):
+            raise EngineDeadError(f"the engine failed: {message.message}")
+
+    def _fail(self, error: Exception) -> None:
+        """End everything that waits for the child."""
+        self._output.fail_all()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error)
+        waiters, self._stats_waiters = self._stats_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """The complete answer: the stream's deltas put together."""
+    whole: RequestOutput | None = None
+    async for delta in stream:
+        whole = merge(whole, delta)
+    if whole is None:
+        raise EngineError("the stream ended without an answer")
+    return whole
+
+
+class _Child:
+    """The engine process and our end of its socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket, folder: str) -> None:
+        self.process = process
+        self._socket = socket
+        self._folder = folder
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+
+    @classmethod
+    async def spawn(cls, args: EngineArgs) -> _Child:
+        import zmq
+        import zmq.asyncio
+
+        folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        address = f"ipc://{folder}/engine"
+        socket.bind(address)
+        # OpenMP's idle threads must not spin: the server's process needs the cores that the engine's threads wait on.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.engine.core_process", address],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        child = cls(process, socket, folder)
+        await child.send(Start(args))
+        return child
+
+    async def send(self, message: ToChild) -> None:
+        await self._socket.send(self._encoder.encode(message))
+
+    async def receive(self) -> ToParent:
+        """The next message; EngineDeadError when the process has ended and said all it had to say."""
+        while not await self._socket.poll(200):
+            code = self.process.poll()
+            if code is not None and not await self._socket.poll(0):
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                raise EngineDeadError(f"the engine process {how}")
+        return self._decoder.decode(await self._socket.recv())
+
+    async def end(self) -> None:
+        """Stop the process, first asking, and remove the socket."""
+        if self.process.poll() is None:
+            await self.send(Stop())
+        if self.process.stdin is not None:
+            await asyncio.to_thread(self._wait, 5.0)
+            self.process.stdin.close()
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self, seconds: float) -> None:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _error(kind: str, message: str, field: str | None) -> SlipstreamError:
+    """The engine's error, made again on this side."""
+    known: Any = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, SlipstreamError):
+        return known(message, field=field)
+    return EngineError(f"{kind}: {message}")

@@ -1,0 +1,202 @@
+"""The engine core in a process of its own: `python -m slipstream.engine.core_process ADDRESS`.
+
+Why a process: HTTP, tokenising and detokenising never hold up a step, and a crash of the engine leaves the server there
+to say so. Messages are msgpack over a ZeroMQ pair on a Unix socket in a folder that only this user can enter. The child
+ends when its standard input closes, so it never outlives its parent, however that died.
+
+Parent to child: Start, Add, Abort, GetStats, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TypeAlias
+
+import msgspec
+
+from slipstream.config import DeviceFacts, EngineArgs
+from slipstream.plan.memory import MemoryLedger
+from slipstream.types import EngineOutput, EngineRequest, EngineStats
+
+HEARTBEAT_S = 1.0
+"""While it has work, the child reports at least this often (between steps)."""
+
+
+class Start(msgspec.Struct, tag=True):
+    args: EngineArgs
+
+
+class Add(msgspec.Struct, tag=True):
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class GetStats(msgspec.Struct, tag=True):
+    pass
+
+
+class Stop(msgspec.Struct, tag=True):
+    pass
+
+
+ToChild: TypeAlias = Start | Add | Abort | GetStats | Stop
+
+
+class Phase(msgspec.Struct, tag=True):
+    name: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    device: DeviceFacts
+    ledger: MemoryLedger
+    phases: dict[str, float]
+
+
+class Outputs(msgspec.Struct, tag=True):
+    outputs: list[EngineOutput]
+
+
+class Rejected(msgspec.Struct, tag=True):
+    """Requests that the scheduler would not take: the whole group that came together."""
+
+    request_ids: list[str]
+    error: str
+    message: str
+    field: str | None
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or a step failed. The child ends after this."""
+
+    error: str
+    message: str
+    field: str | None
+
+
+ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | Failed
+
+
+class CoreProcess:
+    """The child's main loop: messages between steps, steps while there is work, sleep when there is none."""
+
+    def __init__(self, address: str) -> None:
+        import zmq
+
+        self._zmq = zmq
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToChild)
+
+    def run(self) -> int:
+        """Serve until told to stop. The exit code: 0, or 1 after a failure that was reported."""
+        try:
+            start = self._receive()
+            if not isinstance(start, Start):
+                raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
+            from slipstream.engine.engine_core import EngineCore
+
+            self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
+            core = self._core
+            self._send(Ready(core.config.device.facts, core.ledger, core.phases))
+            self._serve()
+            return 0
+        except Exception as error:
+            field = getattr(error, "field", None)
+            self._send(Failed(type(error).__name__, str(error), field))
+            if field is None and not isinstance(error, _reported()):
+                import traceback
+
+                traceback.print_exc()
+            return 1
+        finally:
+            self._socket.close(linger=2000)
+            self._context.term()
+
+    def _serve(self) -> None:
+        core = self._core
+        last_report = time.monotonic()
+        while True:
+            # Every message that is there is taken before a step: a cancelled request frees its blocks before the next.
+            while self._socket.poll(self._patience_ms()):
+                message = self._receive()
+                if isinstance(message, Stop):
+                    return
+                self._handle(message)
+            outputs = core.step() if core.has_work else []
+            now = time.monotonic()
+            if outputs:
+                self._send(Outputs(outputs))
+                last_report = now
+            elif core.has_work and now - last_report > HEARTBEAT_S:
+                self._send(Stats(core.stats()))
+                last_report = now
+
+    def _patience_ms(self) -> int:
+        """How long to wait for a message: not at all while steps can be made, until the next wake-up, or for ever."""
+        core = self._core
+        if not core.has_work:
+            return -1
+        if core.can_step:
+            return 0
+        wakeup = core.next_wakeup()
+        return 100 if wakeup is None else max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
+
+    def _handle(self, message: ToChild) -> None:
+        core = self._core
+        if isinstance(message, Add):
+            try:
+                core.add(message.requests)
+            except Exception as error:
+                ids = [r.request_id for r in message.requests]
+                core.abort(ids)
+                self._send(Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)))
+        elif isinstance(message, Abort):
+            outputs = core.abort(message.request_ids)
+            if outputs:
+                self._send(Outputs(outputs))
+        elif isinstance(message, GetStats):
+            self._send(Stats(core.stats()))
+
+    def _receive(self) -> ToChild:
+        return self._decoder.decode(self._socket.recv())
+
+    def _send(self, message: ToParent) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+
+def _reported() -> type[Exception]:
+    from slipstream.errors import SlipstreamError
+
+    return SlipstreamError
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent's end of our standard input closes."""
+    while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
+        pass
+    os._exit(0)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches the parent, which decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return CoreProcess(sys.argv[1]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""The engine: a scheduler and a model runner, stepped.
+
+    add / abort ──> Scheduler ── StepPlan ──> ModelRunner ──> tokens ──> Scheduler ──> EngineOutput
+
+On a GPU two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input tokens never leave
+the device. The scheduler knows how many tokens step N will add, if not which; a sequence that turns out to have ended in
+step N is dropped from N + 1's results. On a CPU a step is done when it is launched, and one is in flight.
+
+Not thread-safe: one thread owns a core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
+from slipstream.core.scheduler import Scheduler, SchedulerConfig
+from slipstream.errors import EngineError
+from slipstream.hub import resolve_model
+from slipstream.model.description import ModelDescription, read_spec
+from slipstream.plan.memory import MemoryLedger, block_bytes, plan_kv
+from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason
+from slipstream.worker.device import detect
+from slipstream.worker.model_runner import InFlightStep, ModelRunner
+
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+"""The most host memory the KV cache takes unasked."""
+
+CPU_CACHE_SHARE = 0.4
+"""And the largest share of what is free."""
+
+
+class EngineCore:
+    def __init__(self, config: EngineConfig, description: ModelDescription, runner: ModelRunner) -> None:
+        """Measure activations, size the cache, allocate it. `EngineCore.build` does what comes before."""
+        self.description = description
+        self.runner = runner
+        activation_bytes = runner.profile()
+        self.config, self.ledger = _fit(config, description, runner, activation_bytes)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=self.config.scheduling.max_num_seqs,
+                max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
+                max_model_len=self.config.model.max_model_len,
+                block_size=self.config.cache.block_size,
+                num_blocks=self.ledger.num_blocks,
+                enable_prefix_caching=self.config.cache.enable_prefix_caching,
+                enable_chunked_prefill=self.config.scheduling.enable_chunked_prefill,
+                policy=self.config.scheduling.policy,
+                batch_window_s=self.config.scheduling.batch_window_s,
+                max_queue=self.config.scheduling.max_queue,
+                cache_salt=f"{description.path}:{self.config.model.dtype}",
+            )
+        )
+        self.depth = 2 if self.config.device.facts.is_cuda else 1
+        self._in_flight: deque[InFlightStep] = deque()
+        self._stalled = False  # the last look found nothing to compute; only news or time will change that
+        self._started = self._last_step = time.monotonic()
+        self._num_steps = self._prompt_tokens = self._generated_tokens = 0
+
+    @classmethod
+    def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
+        """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
+        begin = time.perf_counter()
+        progress("model")
+        path = resolve_model(args.model, download_dir=args.download_dir)
+        description = read_spec(path)
+        progress("device")
+        config = resolve(args, description, detect(args.device, args.num_threads))
+        found = time.perf_counter() - begin
+        progress("weights")
+        runner = ModelRunner(config)
+        runner.phases["resolve"] = found
+        progress("cache")
+        return cls(config, description, runner)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the start."""
+        return self.runner.phases
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        """Queue requests. ContextLengthError or EngineOverloadedError name the first that can't be taken."""
+        self._stalled = False
+        for request in requests:
+            self.scheduler.add(request)
+            self._prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
+        self._stalled = False
+        return self.scheduler.abort(list(request_ids), reason)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_requests
+
+    def step(self) -> list[EngineOutput]:
+        """Launch the next step, if there is one, and finish the oldest when enough are in flight."""
+        plan = self.scheduler.schedule()
+        outputs = self.scheduler.drain_outputs()
+        self._stalled = plan is None
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan))
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            step = self._in_flight.popleft()
+            new = self.scheduler.update(step.plan, step.result())
+            self._num_steps += 1
+            self._last_step = time.monotonic()
+            self._generated_tokens += sum(len(o.token_ids) for o in new)
+            outputs += new
+        return outputs
+
+    @property
+    def in_flight(self) -> int:
+        """Steps launched and not yet finished."""
+        return len(self._in_flight)
+
+    @property
+    def can_step(self) -> bool:
+        """`step()` may do something now."""
+        return bool(self._in_flight) or (self.scheduler.has_requests and not self._stalled)
+
+    def next_wakeup(self) -> float | None:
+        """When, in time.monotonic(), a step may become possible without a new request; None if never."""
+        return self.scheduler.next_wakeup()
+
+    def wait(self) -> None:
+        """Sleep until `next_wakeup()` (a batching window or a deadline)."""
+        wakeup = self.next_wakeup()
+        if wakeup is not None:
+            time.sleep(max(0.0, wakeup - time.monotonic()))
+
+    def fail_all(self, error: BaseException) -> list[EngineOutput]:
+        """End every request with an error, after a step failed."""
+        self._in_flight.clear()
+        return self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+
+    def stats(self) -> EngineStats:
+        s = self.scheduler.stats()
+        now = time.monotonic()
+        return EngineStats(
+            num_running=s.num_running,
+            num_waiting=s.num_waiting,
+            num_blocks=s.num_blocks,
+            num_free_blocks=s.num_free_blocks,
+            kv_cache_usage=s.kv_usage,
+            prefix_queries=s.prefix_queries,
+            prefix_hits=s.prefix_hits,
+            num_preemptions=s.num_preemptions_total,
+            kv_allocated_tokens=s.kv_allocated_tokens,
+            kv_wasted_tokens=s.kv_wasted_tokens,
+            num_steps=self._num_steps,
+            last_step_age_s=now - self._last_step,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generated_tokens,
+            uptime_s=now - self._started,
+        )
+
+
+def _fit(
+    config: EngineConfig, description: ModelDescription, runner: ModelRunner, activation_bytes: int
+) -> tuple[EngineConfig, MemoryLedger]:
+    """Size the KV cache by what is left, allocate it, and account for all of it."""
+    spec, facts = description.spec, config.device.facts
+    element, size = DTYPE_BYTES[config.cache.dtype], config.cache.block_size
+    one_block = block_bytes(spec, size, element)
+    weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    if facts.is_cuda:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes()
+        allowed = int(total * config.cache.gpu_memory_utilization)
+        budget = allowed - (total - free) - activation_bytes - graphs - rows
+    else:
+        graphs, total, allowed = 0, facts.memory_bytes, facts.memory_bytes
+        full = config.scheduling.max_num_seqs * config.max_blocks_per_seq * one_block
+        budget = min(MAX_CPU_CACHE_BYTES, int(facts.free_bytes * CPU_CACHE_SHARE), full + one_block)
+    if config.cache.kv_cache_bytes is not None:
+        budget = config.cache.kv_cache_bytes
+    num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
+    config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block
+    measured_graphs = runner.allocate(config, num_blocks)
+    ledger = MemoryLedger(
+        device=facts.name,
+        total_bytes=total,
+        allowed_bytes=allowed,
+        weights_bytes=weights,
+        activation_bytes=activation_bytes,
+        graph_bytes=measured_graphs,
+        kv_bytes=num_blocks * one_block,
+        other_bytes=rows,
+        block_bytes=one_block,
+        num_blocks=num_blocks,
+        block_size=size,
+        max_model_len=config.model.max_model_len,
+    )
+    return config, ledger
+
+
+def check_alive(core: EngineCore) -> None:
+    """Raise if requests wait and nothing can run them: a scheduler's bug, better seen than hung on."""
+    if core.scheduler.has_requests and core.next_wakeup() is None:
+        raise EngineError("requests are waiting but no step can be scheduled; please report this with the settings used")

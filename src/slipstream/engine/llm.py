@@ -1,0 +1,238 @@
+"""`LLM`: offline generation, in this process.
+
+    llm = LLM("smollm2")
+    for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+        print(answer.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from slipstream.config import EngineArgs, EngineConfig
+from slipstream.engine.engine_core import EngineCore, check_alive
+from slipstream.engine.processor import InputProcessor, OutputProcessor, merge, raise_on_error
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import RequestError
+from slipstream.plan.memory import MemoryLedger
+from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model ready to generate. Settings are `EngineArgs`'s fields; an unknown one raises ConfigError.
+
+    Holds the model's memory until `shutdown()` or the end of a `with` block. Not thread-safe; a server wants `AsyncLLM`.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        on_phase: Callable[[str], None] = settings.pop("progress", lambda phase: None)
+        args = EngineArgs.from_mapping({"model": model, **settings})
+        self._core: EngineCore | None = EngineCore.build(args, progress=on_phase)
+        on_phase("tokenizer")
+        self.tokenizer = load_tokenizer(self._core.config)
+        self._input = input_processor(self._core, self.tokenizer)
+        self._output = OutputProcessor(self.tokenizer)
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise RequestError("this LLM was shut down; make a new one")
+        return self._core
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.core.config
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        return self.core.ledger
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the start."""
+        return self.core.phases
+
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", field="skip_tokenizer_init")
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts. One SamplingParams for all, or one for each.
+
+        RequestError, before anything runs, if a prompt or its parameters can't work; it names which. `progress` shows a
+        bar on a terminal.
+        """
+        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        return self._run(prompts, sampling_params, progress=progress, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or a list of them, through the model's chat template."""
+        tokenizer = self.get_tokenizer()
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if single else list(messages)
+        prompts: list[Prompt] = [
+            tokenizer.apply_chat_template(list(c), add_generation_prompt=add_generation_prompt) for c in conversations
+        ]
+        return self._run(prompts, sampling_params, progress=progress, add_special_tokens=False)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
+    ) -> Iterator[RequestOutput]:
+        """One request, its answer as it comes: each item holds what is new. Closing the iterator cancels it."""
+        request = self._input.prepare(
+            prompt, sampling_params or SamplingParams(), add_special_tokens=add_special_tokens
+        )
+        self._output.add(request)
+        try:
+            self.core.add(request.engine_requests)
+            finished = False
+            while not finished:
+                for output in self._step():
+                    if output.request_id == request.request_id:
+                        finished = output.finished
+                        yield raise_on_error(output)
+        finally:
+            self.core.abort(self._output.discard(request.request_id))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix (for measurements)."""
+        self.core.scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Give the model's memory back."""
+        self._core = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        progress: bool,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one for each",
+                field="sampling_params",
+            )
+        requests = []
+        for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests.append(self._input.prepare(prompt, sampling, add_special_tokens=add_special_tokens))
+            except RequestError as error:
+                error.add_note(f"in prompt {i} of {len(prompts)}")
+                raise
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request in requests:
+                self._output.add(request)
+                self.core.add(request.engine_requests)
+            with _bar(len(requests), shown=progress) as advance:
+                while self._output:
+                    for delta in self._step():
+                        done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
+                        if delta.finished:
+                            advance(done[delta.request_id])
+        finally:  # an error or an interrupt leaves nothing behind
+            self.core.abort([key for r in requests for key in self._output.discard(r.request_id)])
+        return [done[r.request_id] for r in requests]
+
+    def _step(self) -> list[RequestOutput]:
+        core = self.core
+        outputs = core.step()
+        if not outputs and not core.can_step:
+            check_alive(core)
+            core.wait()
+        deltas, aborts = self._output.process(outputs)
+        if aborts:
+            core.abort(aborts)
+        return deltas
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer of `config`: the model's own, or the one named."""
+    if config.model.skip_tokenizer_init:
+        return None
+    from slipstream.hub import resolve_model
+
+    named = config.model.tokenizer
+    return Tokenizer.from_pretrained(config.model.path if named is None else resolve_model(named))
+
+
+def input_processor(core: EngineCore, tokenizer: Tokenizer | None) -> InputProcessor:
+    eos = dict.fromkeys((*core.description.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())))
+    return InputProcessor(
+        tokenizer,
+        vocab_size=core.description.spec.vocab_size,
+        max_model_len=core.config.model.max_model_len,
+        eos_token_ids=tuple(eos),
+    )
+
+
+class _bar:
+    """A progress bar on a terminal, with output tokens per second; nothing elsewhere."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self.total = total
+        self.shown = shown
+        self.tokens = 0
+
+    def __enter__(self) -> Callable[[RequestOutput], None]:
+        import time
+
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("[progress.description]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]:.0f} tok/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (self.shown and console.is_terminal),
+            transient=True,
+        )
+        self.begin = time.perf_counter()
+        self.bar.start()
+        task = self.bar.add_task("requests", total=self.total, speed=0.0)
+
+        def advance(output: RequestOutput) -> None:
+            self.tokens += sum(len(c.token_ids) for c in output.outputs)
+            self.bar.update(task, advance=1, speed=self.tokens / (time.perf_counter() - self.begin))
+
+        return advance
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

@@ -1,0 +1,340 @@
+"""From what a user asks to what the engine runs, and from its tokens back to text.
+
+`InputProcessor` turns a prompt and its SamplingParams into engine requests and rejects what could not work, before
+anything is queued. `OutputProcessor` turns engine outputs into `RequestOutput` deltas: text, stop strings, finish reasons,
+log-probabilities. `merge` puts deltas together, so that the complete answer *is* the stream, collected. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.engine.detokenizer import IncrementalDetokenizer
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import ContextLengthError, EngineError, RequestError
+from slipstream.types import (
+    CompletionOutput,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    Prompt,
+    RequestOutput,
+    RequestTimes,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A user's request, checked: its n engine requests, the first of which the others fork from."""
+
+    request_id: str
+    prompt: str | None
+    sampling: SamplingParams
+    engine_requests: tuple[EngineRequest, ...]
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.engine_requests[0].prompt_token_ids
+
+
+class InputProcessor:
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._ids = itertools.count()
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+    ) -> PreparedRequest:
+        """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
+        text, tokens = self._tokens(prompt, add_special_tokens)
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.max_model_len}, of which at least one "
+                "is for the answer; shorten the prompt",
+                field="prompt",
+            )
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if max_tokens > room:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}: together more than the context of "
+                f"{self.max_model_len}; ask for at most {room} tokens",
+                field="max_tokens",
+            )
+        if sampling.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit", field="min_tokens")
+        self._check_ids("logit_bias", sampling.logit_bias)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
+        if deadline_s is not None and not deadline_s > 0:
+            raise RequestError("deadline_s must be above 0", field="deadline_s")
+        request_id = request_id or f"request-{next(self._ids)}"
+        now = time.monotonic()
+        first = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            sampling=dataclasses.replace(sampling, n=1),
+            eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
+            max_tokens=max_tokens,
+            arrival=now,
+            priority=priority,
+            deadline=None if deadline_s is None else now + deadline_s,
+            cache_salt=cache_salt,
+        )
+        others = (self._fork(first, i) for i in range(1, sampling.n))
+        return PreparedRequest(request_id, text, sampling, (first, *others))
+
+    def _fork(self, first: EngineRequest, index: int) -> EngineRequest:
+        """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
+        sampling = first.sampling
+        seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
+        return dataclasses.replace(
+            first,
+            request_id=f"{first.request_id}/{index}",
+            fork_of=first.request_id,
+            sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
+        )
+
+    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids", field="prompt"
+                )
+            # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
+            if len(prompt) > self.max_model_len * 128:
+                raise ContextLengthError(
+                    f"the prompt has {len(prompt)} characters, far more than the context of {self.max_model_len} tokens; "
+                    "shorten it",
+                    field="prompt",
+                )
+            text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            text, tokens = None, tuple(prompt["prompt_token_ids"])
+            self._check_ids("prompt_token_ids", tokens)
+        else:
+            raise RequestError(
+                'a prompt is a string or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__, field="prompt"
+            )
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token", field="prompt")
+        return text, tokens
+
+    def _check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})", field=name
+                )
+
+
+# --- Output ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    detokenizer: IncrementalDetokenizer | None
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _State:
+    request: PreparedRequest
+    choices: dict[str, _Choice]
+    first_token: float | None = None
+    last_token: float | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    sent_prompt_logprobs: bool = False
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._states: dict[str, _State] = {}
+        self._owner: dict[str, str] = {}  # engine request id -> user's request id
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, request: PreparedRequest) -> None:
+        if request.request_id in self._states:
+            raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
+        choices = {r.request_id: _Choice(i, self._detokenizer(r)) for i, r in enumerate(request.engine_requests)}
+        self._states[request.request_id] = _State(request, choices)
+        self._owner.update(dict.fromkeys(choices, request.request_id))
+
+    def discard(self, request_id: str) -> list[str]:
+        """Forget a request; the engine requests that must be aborted."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return []
+        for key in state.choices:
+            del self._owner[key]
+        return [key for key, choice in state.choices.items() if not choice.done]
+
+    def process(self, outputs: Sequence[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
+        """What is new for each request, and the engine requests that a stop string ended and that must be aborted."""
+        now = time.monotonic()
+        news: dict[str, RequestOutput] = {}
+        aborts: list[str] = []
+        for output in outputs:
+            owner = self._owner.get(output.request_id)
+            if owner is None:
+                continue  # aborted since
+            state = self._states[owner]
+            choice = state.choices[output.request_id]
+            if choice.done:
+                continue  # a stop string ended it; these tokens came after
+            completion = self._complete(state, choice, output)
+            if completion.finish_reason is not None:
+                choice.done = True
+                if output.finish_reason is None:
+                    aborts.append(output.request_id)
+            if output.token_ids:
+                state.first_token = state.first_token or now
+                state.last_token = now
+            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+            self._add_prompt_logprobs(state, output)
+            delta = news.get(owner)
+            if delta is None:
+                delta = news[owner] = self._delta(state)
+            delta.outputs.append(completion)
+            delta.finished = all(c.done for c in state.choices.values())
+            delta.times = RequestTimes(state.request.engine_requests[0].arrival, state.first_token, state.last_token)
+            if delta.finished:
+                self.discard(owner)
+        return list(news.values()), aborts
+
+    def fail_all(self) -> list[str]:
+        """Forget every request (the engine died); their ids."""
+        ids = list(self._states)
+        self._states.clear()
+        self._owner.clear()
+        return ids
+
+    def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
+        sampling = request.sampling
+        if self.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+        )
+
+    def _complete(self, state: _State, choice: _Choice, output: EngineOutput) -> CompletionOutput:
+        """The text and tokens that `output` adds to a choice, cut at a stop string."""
+        tokens = list(output.token_ids)
+        logprobs = output.logprobs
+        reason: FinishReason | None = output.finish_reason
+        stop_reason: str | int | None = output.stop_token_id
+        text = ""
+        detokenizer = choice.detokenizer
+        if detokenizer is not None:
+            # A token that ends the answer is no part of its text, unless asked for.
+            hide_last = output.stop_token_id is not None and not state.request.sampling.include_stop_str_in_output
+            before = detokenizer.num_tokens
+            text = detokenizer.push(tokens[:-1] if hide_last else tokens)
+            if detokenizer.stop_reason is None and reason is not None:
+                text += detokenizer.finish()
+            if detokenizer.stop_reason is not None:
+                used = detokenizer.num_tokens_used - before
+                tokens, logprobs = tokens[:used], logprobs[:used]
+                reason, stop_reason = FinishReason.STOP, detokenizer.stop_reason
+        if output.error is not None:
+            stop_reason = output.error
+        return CompletionOutput(
+            index=choice.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=[self._decode_logprobs(p) for p in logprobs] if state.request.sampling.logprobs is not None else None,
+            finish_reason=None if reason is None else str(reason),
+            stop_reason=stop_reason,
+        )
+
+    def _delta(self, state: _State) -> RequestOutput:
+        request = state.request
+        delta = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[],
+            finished=False,
+            num_cached_tokens=state.num_cached_tokens,
+        )
+        # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
+        if request.sampling.prompt_logprobs is not None and not state.sent_prompt_logprobs and state.first_token:
+            delta.prompt_logprobs = [None, *state.prompt_logprobs]
+            state.sent_prompt_logprobs = True
+        return delta
+
+    def _add_prompt_logprobs(self, state: _State, output: EngineOutput) -> None:
+        state.prompt_logprobs.extend(self._decode_logprobs(p) for p in output.prompt_logprobs)
+
+    def _decode_logprobs(self, position: TokenLogprobs) -> PositionLogprobs:
+        chosen = self._logprob(position.token_id, position.logprob, position.rank)
+        top = tuple(self._logprob(t, value, rank) for rank, (t, value) in enumerate(position.top, 1))
+        return PositionLogprobs(chosen, top)
+
+    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
+        if self.tokenizer is None:
+            return Logprob(token_id, "", value, rank)
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(token_id, text, value, rank, self.tokenizer.token_bytes(token_id))
+
+
+def raise_on_error(output: RequestOutput) -> RequestOutput:
+    """EngineError if the engine failed while it worked on a choice; its message is the choice's stop_reason."""
+    for choice in output.outputs:
+        if choice.finish_reason == FinishReason.ERROR:
+            raise EngineError(str(choice.stop_reason))
+    return output
+
+
+def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
+    """`whole` with what `delta` adds, in place; the first delta starts a new whole. Choices are in order of index."""
+    if whole is None:
+        whole = dataclasses.replace(delta, outputs=[])
+    by_index = {c.index: c for c in whole.outputs}
+    for new in delta.outputs:
+        known = by_index.get(new.index)
+        if known is None:
+            logprobs = None if new.logprobs is None else list(new.logprobs)
+            by_index[new.index] = dataclasses.replace(new, token_ids=list(new.token_ids), logprobs=logprobs)
+            continue
+        known.text += new.text
+        known.token_ids += new.token_ids
+        if new.logprobs is not None and known.logprobs is not None:
+            known.logprobs += new.logprobs
+        known.finish_reason, known.stop_reason = new.finish_reason, new.stop_reason
+    whole.outputs = [by_index[i] for i in sorted(by_index)]
+    whole.finished, whole.times = delta.finished, delta.times
+    whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
+    whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
+    return whole

@@ -1,0 +1,214 @@
+"""The worker's permanent rows, and the inputs of one step gathered from them.
+
+Each sequence has a row for as long as it runs. A row's tokens and block table live on the device; a step only says which
+rows compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
+
+Two invariants: row `capacity` is the null row (token 0, block 0), which padding reads; and the host writes a row's tokens
+once, when it is made: every later token is written by the sampler on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionMetadata
+from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Row:
+    """What the host knows of one running sequence."""
+
+    index: int
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    seed: int
+    num_blocks: int
+    forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
+
+
+class RowTable:
+    """Rows for up to `capacity` sequences of up to `max_model_len` tokens."""
+
+    def __init__(self, capacity: int, max_model_len: int, block_size: int, device: torch.device, seed: int) -> None:
+        self.capacity = capacity
+        self.block_size = block_size
+        self.device = device
+        max_blocks = -(-max_model_len // block_size)
+        # One column more than the context: the last sampled token has a place though it is never computed.
+        self.tokens = torch.zeros(capacity + 1, max_model_len + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(capacity + 1, max_blocks, dtype=torch.int32, device=device)
+        self.rows: dict[str, Row] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._seeds = np.random.default_rng(seed)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.tokens.numel() + self.block_table.numel()) * 4
+
+    def apply(self, plan: StepPlan) -> None:
+        """Drop released rows, make new ones, extend block tables: two small uploads whatever the number of rows."""
+        for request_id in plan.released:
+            row = self.rows.pop(request_id, None)
+            if row is not None:
+                self._free.append(row.index)
+        if plan.new:
+            self._add(plan.new)
+        self._extend(plan.scheduled)
+
+    def _add(self, new: Sequence[NewSequence]) -> None:
+        width = self.tokens.shape[1]
+        where: list[IntArray | npt.NDArray[np.int64]] = []
+        for sequence in new:
+            sampling = sequence.sampling
+            seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**62))
+            early = (*sequence.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
+            row = Row(self._free.pop(), sampling, sequence.num_prompt_tokens, seed, 0, early)
+            self.rows[sequence.request_id] = row
+            start = row.index * width
+            where.append(np.arange(start, start + len(sequence.token_ids), dtype=np.int64))
+        tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
+        self.tokens.view(-1).index_copy_(0, self._upload(np.concatenate(where)), self._upload(tokens))
+
+    def _extend(self, scheduled: Sequence[ScheduledSequence]) -> None:
+        width = self.block_table.shape[1]
+        where: list[int] = []
+        blocks: list[int] = []
+        for s in scheduled:
+            if not s.new_block_ids and not s.replaced_blocks:
+                continue
+            row = self.rows[s.request_id]
+            start = row.index * width
+            for index, block in s.replaced_blocks:
+                where.append(start + index)
+                blocks.append(block)
+            first = start + row.num_blocks
+            where.extend(range(first, first + len(s.new_block_ids)))
+            blocks.extend(s.new_block_ids)
+            row.num_blocks += len(s.new_block_ids)
+        if where:
+            self.block_table.view(-1).index_copy_(
+                0, self._upload(np.asarray(where, dtype=np.int64)), self._upload(np.asarray(blocks, dtype=np.int32))
+            )
+
+    def _upload(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
+        return upload(array, self.device)
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """A host array on the device; on a GPU through pinned memory, so that the copy does not wait for the stream.
+
+    torch's caching host allocator keeps the pinned memory until the copy that reads it is done.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """The sequences of a step that sample, in plan order, and where their tokens go."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    rows: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch:
+    """One step's inputs, on the device."""
+
+    token_ids: Tensor  # int32 [T]
+    meta: AttentionMetadata
+    sample_index: Tensor  # int64 [N]: the tokens whose logits are sampled
+    sampled: SampledRows
+
+
+def gather(table: RowTable, plan: StepPlan) -> InputBatch:
+    """The inputs of `plan`, whose rows `table` already holds: one upload, then lookups on the device."""
+    scheduled = plan.scheduled
+    num_seqs = len(scheduled)
+    rows = np.fromiter((table.rows[s.request_id].index for s in scheduled), np.int32, num_seqs)
+    computed = np.fromiter((s.num_computed_tokens for s in scheduled), np.int32, num_seqs)
+    lengths = np.fromiter((s.num_tokens for s in scheduled), np.int32, num_seqs)
+    starts = np.zeros(num_seqs + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    num_tokens = int(starts[-1])
+    seq_lens = computed + lengths
+    sampled = np.flatnonzero(np.fromiter((s.samples for s in scheduled), np.bool_, num_seqs)).astype(np.int32)
+
+    sequence_of = np.repeat(np.arange(num_seqs, dtype=np.int32), lengths)
+    positions = np.arange(num_tokens, dtype=np.int32) + (computed - starts[:-1])[sequence_of]
+    parts = (
+        rows[sequence_of],
+        positions,
+        starts,
+        seq_lens,
+        rows,
+        starts[sampled + 1] - 1,
+        rows[sampled],
+        seq_lens[sampled],
+    )
+    packed = upload(np.concatenate(parts), table.device)
+    token_rows, position, query_start_loc, seq_lens_d, rows_d, index, sample_rows, sample_positions = packed.split(
+        [len(part) for part in parts]
+    )
+    num_decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else num_seqs
+    token_ids, meta = look_up(
+        table,
+        token_rows=token_rows,
+        positions=position,
+        rows=rows_d,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens_d,
+        num_decodes=num_decodes,
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+    return InputBatch(
+        token_ids=token_ids,
+        meta=meta,
+        sample_index=index.long(),
+        sampled=SampledRows(
+            sequences=tuple(scheduled[i] for i in sampled),
+            rows=sample_rows.long(),
+            positions=sample_positions.long(),
+        ),
+    )
+
+
+def look_up(
+    table: RowTable,
+    *,
+    token_rows: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+) -> tuple[Tensor, AttentionMetadata]:
+    """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
+    size = table.block_size
+    token_rows, positions = token_rows.long(), positions.long()
+    num_blocks = -(-max_seq_len // size)
+    slots = table.block_table[token_rows, positions // size].long() * size + positions % size
+    meta = AttentionMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=table.block_table[:, :num_blocks].index_select(0, rows),
+        positions=positions,
+        slot_mapping=slots,
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    return table.tokens[token_rows, positions], meta

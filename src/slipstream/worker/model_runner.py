@@ -1,0 +1,329 @@
+"""Runs steps: the model, its KV cache, the rows, and the graphs, on one device.
+
+`launch(plan)` queues a step and returns at once (on a GPU); `InFlightStep.result()` waits for its tokens. Steps are
+carried out in the order of their launch on one stream, which is why the scheduler may hand freed blocks to the next
+step while this one still runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.errors import OutOfMemoryError
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, select_ops
+from slipstream.model.loader import LoadedModel, load_model
+from slipstream.types import StepPlan, StepResult, TokenLogprobs
+from slipstream.worker.graphs import DecodeGraphs
+from slipstream.worker.input_batch import RowTable, SampledRows, gather, upload
+from slipstream.worker.sampler import (
+    PROMPT_LOGPROB_ROWS,
+    as_logprobs,
+    best_logprobs,
+    prompt_positions,
+    sampling_tensors,
+)
+
+GRAPH_DRIVER_BYTES = 512 * 2**20
+"""The driver's own memory for some forty graphs of some three hundred launches, with the attention's workspaces."""
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(slots=True)
+class InFlightStep:
+    """A step that was launched. `result()` waits for the device and may be called once."""
+
+    plan: StepPlan
+    request_ids: tuple[str, ...]
+    tokens: Tensor  # int64 [N], on the host once `done`
+    done: torch.cuda.Event | None
+    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        logprobs = {}
+        if self.logprobs is not None:
+            which, best, counts = self.logprobs
+            values = as_logprobs([tokens[i] for i in which], best, counts)  # type: ignore[arg-type]
+            logprobs = {self.request_ids[i]: (v,) for i, v in zip(which, values, strict=True)}
+        return StepResult(
+            step_id=self.plan.step_id,
+            request_ids=self.request_ids,
+            token_ids=tuple((t,) for t in tokens),
+            logprobs=logprobs,
+            prompt_logprobs={k: tuple(v) for k, v in self.prompt_logprobs.items()},
+        )
+
+
+class ModelRunner:
+    """Loads the model at once; `allocate` must come before `launch`."""
+
+    def __init__(self, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None) -> None:
+        self.config = config
+        self.device = torch.device(config.device.facts.device)
+        self.dtype = TORCH_DTYPES[config.model.dtype]
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.device.num_threads)
+        else:
+            torch.cuda.set_device(self.device)
+        self.ops = select_ops(self.device, config.device.kernels)
+        self.phases: dict[str, float] = {}
+        with self._phase("weights"):
+            self.model: LoadedModel = load_model(
+                config.model.path,
+                ops=self.ops,
+                device=self.device,
+                dtype=self.dtype,
+                max_model_len=config.model.max_model_len,
+                load_format=config.model.load_format,
+                seed=config.model.seed,
+            )
+            self._synchronize()
+        self.kv: list[LayerKV] = []
+        self.rows: RowTable | None = None
+        self.graphs: DecodeGraphs | None = None
+
+    # --- Start --------------------------------------------------------------------------------------------------------
+
+    def profile(self) -> int:
+        """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
+        with self._phase("profile"), torch.inference_mode():
+            scheduling, size = self.config.scheduling, self.config.cache.block_size
+            num_tokens = scheduling.max_num_batched_tokens
+            length = min(self.config.model.max_model_len, num_tokens)
+            num_rows = min(scheduling.max_num_seqs, num_tokens)
+            kv = self._make_cache(1)
+            meta, tokens = self._dummy_prefill(num_tokens, length, size)
+            before = self._memory_mark()
+            hidden = self.model.decoder.forward(tokens, kv, meta)
+            logits = self.model.decoder.logits(hidden[torch.arange(num_rows, device=self.device) % num_tokens])
+            self.ops.sample(logits, self._dummy_sampling(num_rows))
+            peak = self._memory_peak() - before
+            del hidden, logits
+            return max(0, peak)
+
+    def allocate(self, config: EngineConfig, num_blocks: int) -> int:
+        """The KV cache of `num_blocks` blocks (block 0 is the null block), the rows, and on a GPU the graphs, whose bytes
+        are returned. `config` is the engine's final one: its context may have been lowered to what fits."""
+        self.config = config
+        try:
+            with self._phase("cache"):
+                self.kv = self._make_cache(num_blocks)
+                self.rows = self._make_rows()
+                self._synchronize()
+        except RuntimeError as error:
+            raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
+        graph_bytes = 0
+        if not config.device.enforce_eager:
+            before = torch.cuda.mem_get_info(self.device)[0]
+            with self._phase("graphs"):
+                self.graphs = DecodeGraphs(self.model.decoder, self.kv, self.rows, config)
+                self.graphs.capture()
+            graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
+        with self._phase("warm-up"), torch.inference_mode():
+            self._warm_up()
+        return graph_bytes
+
+    def rows_bytes(self) -> int:
+        """What `allocate` takes beside cache and graphs."""
+        model = self.config.model
+        per_row = (model.max_model_len + 1 + self.config.max_blocks_per_seq) * 4
+        return (self.config.scheduling.max_num_seqs + 1) * per_row
+
+    def graph_reserve_bytes(self) -> int:
+        """Room kept for graphs: the largest one's logits and activations, and what the driver takes for the launches."""
+        spec = self.model.spec
+        widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
+        per_row = 2 * spec.vocab_size + 2 * (widest + 8 * spec.hidden_size)
+        return self.config.scheduling.max_num_seqs * per_row + GRAPH_DRIVER_BYTES
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Queue one step. On a CPU it is done when this returns."""
+        rows = self.rows
+        assert rows is not None, "allocate() comes first"
+        rows.apply(plan)
+        if plan.block_copies:
+            pairs = upload(np.array(plan.block_copies, dtype=np.int64), self.device)
+            for layer in self.kv:
+                self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
+        if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
+            return self._sample(plan, *replayed, {})
+        batch = gather(rows, plan)
+        hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
+        prompt = self._prompt_logprobs(plan, hidden)
+        if not batch.sampled.sequences:
+            return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt)
+        logits = self.model.decoder.logits(hidden[batch.sample_index])
+        return self._sample(plan, logits, batch.sampled, prompt)
+
+    def _sample(
+        self, plan: StepPlan, logits: Tensor, sampled: SampledRows, prompt: dict[str, list[TokenLogprobs]]
+    ) -> InFlightStep:
+        rows = self.rows
+        assert rows is not None
+        ids = tuple(s.request_id for s in sampled.sequences)
+        wanted = [rows.rows[i].sampling.logprobs for i in ids]
+        which = [i for i, k in enumerate(wanted) if k is not None]
+        # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
+        kept = logits[upload(np.array(which, np.int64), self.device)] if which else None
+        tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
+        rows.tokens[sampled.rows, sampled.positions] = tokens.int()
+        logprobs = None
+        if kept is not None:
+            counts = [wanted[i] or 0 for i in which]
+            best = best_logprobs(kept, tokens[upload(np.array(which, np.int64), self.device)], max(counts))
+            logprobs = (which, tuple(self._to_host(t) for t in best), counts)
+        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), logprobs, prompt)
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
+        """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
+        assert self.rows is not None
+        found: dict[str, list[TokenLogprobs]] = {}
+        start = 0
+        for s in plan.scheduled:
+            row = self.rows.rows[s.request_id]
+            count = row.sampling.prompt_logprobs
+            if count is not None and (num := prompt_positions(row, s)):
+                entries: list[TokenLogprobs] = []
+                first = s.num_computed_tokens + 1
+                for i in range(0, num, PROMPT_LOGPROB_ROWS):
+                    n = min(PROMPT_LOGPROB_ROWS, num - i)
+                    logits = self.model.decoder.logits(hidden[start + i : start + i + n])
+                    tokens = self.rows.tokens[row.index, first + i : first + i + n]
+                    entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
+                found[s.request_id] = entries
+            start += s.num_tokens
+        return found
+
+    # --- Pieces -------------------------------------------------------------------------------------------------------
+
+    def _make_cache(self, num_blocks: int) -> list[LayerKV]:
+        size = self.config.cache.block_size
+        cache = []
+        for layer in self.model.spec.layers:
+            shape = (num_blocks, layer.attention.num_kv_heads, size, layer.attention.head_dim)
+            cache.append(LayerKV(*(_zeros(shape, self.dtype, self.device) for _ in range(2))))
+        return cache
+
+    def _make_rows(self) -> RowTable:
+        config = self.config
+        return RowTable(
+            config.scheduling.max_num_seqs,
+            config.model.max_model_len,
+            config.cache.block_size,
+            self.device,
+            config.model.seed,
+        )
+
+    def _dummy_prefill(self, num_tokens: int, length: int, block_size: int) -> tuple[AttentionMetadata, Tensor]:
+        """A step of whole prompts of `length` tokens, all written to the null block."""
+        positions = torch.arange(num_tokens, device=self.device) % length
+        starts = torch.tensor([*range(0, num_tokens, length), num_tokens], dtype=torch.int32)
+        meta = AttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            seq_lens=starts.diff().to(self.device),
+            block_table=torch.zeros(
+                len(starts) - 1, -(-length // block_size), dtype=torch.int32, device=self.device
+            ),
+            positions=positions,
+            slot_mapping=positions % block_size,
+            num_decodes=0,
+            max_query_len=length,
+            max_seq_len=length,
+        )
+        return meta, torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+
+    def _dummy_sampling(self, num_rows: int) -> SamplingTensors:
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_rows,), value, dtype=dtype, device=self.device)
+
+        return SamplingTensors(
+            temperature=full(1.0, torch.float32),
+            top_k=full(0, torch.int32),
+            top_p=full(0.9, torch.float32),
+            min_p=full(0.0, torch.float32),
+            seeds=full(1, torch.int64),
+            history_lens=full(1, torch.int32),
+            any_top_p=True,
+        )
+
+    def _warm_up(self) -> None:
+        """One small prefill and one decode, so that the first request pays for no compilation."""
+        if self.device.type == "cpu":
+            return
+        for num_tokens, length in ((64, 64), (4, 1)):
+            meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
+            if length == 1:
+                meta = dataclasses.replace(meta, num_decodes=num_tokens)
+            hidden = self.model.decoder.forward(tokens, self.kv, meta)
+            logits = self.model.decoder.logits(hidden[-2:])
+            self.ops.sample(logits, self._dummy_sampling(len(logits)))
+        self._synchronize()
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _memory_mark(self) -> int:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return torch.cuda.memory_allocated(self.device)
+        return _peak_rss_bytes()
+
+    def _memory_peak(self) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_allocated(self.device)
+        return _peak_rss_bytes()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - begin
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the pages come from the system zeroed, when they are first used: a large cache costs nothing until then."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

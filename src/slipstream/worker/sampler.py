@@ -1,0 +1,113 @@
+"""From the rows' sampling parameters to the tensors that `ops.sample` reads, and from its tokens to log-probabilities.
+
+Only what some row asks for is built and uploaded: a step of greedy rows uploads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kernels.ops import SamplingTensors
+from slipstream.types import ScheduledSequence, TokenLogprobs
+from slipstream.worker.input_batch import Row, RowTable, SampledRows, upload
+
+PROMPT_LOGPROB_ROWS = 256
+"""Positions whose full-vocabulary logits are held at once for prompt log-probabilities."""
+
+
+def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
+    """The parameters of the rows that sample, in `sampled.sequences` order."""
+    rows = [table.rows[s.request_id] for s in sampled.sequences]
+    lens = np.fromiter((s.num_computed_tokens + s.num_tokens for s in sampled.sequences), np.int32, len(rows))
+    device = table.device
+    bias = _bias(rows, lens)
+    params = [r.sampling for r in rows]
+    penalised = any(p.has_penalties for p in params)
+    all_greedy = all(p.temperature == 0.0 for p in params)
+    if all_greedy and not penalised and bias is None:
+        empty = torch.empty(0, device=device)
+        return SamplingTensors(
+            temperature=empty, top_k=empty, top_p=empty, min_p=empty, seeds=empty, history_lens=empty, all_greedy=True
+        )
+    floats = np.array(
+        [
+            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in params
+        ],
+        dtype=np.float32,
+    ).T.copy()
+    ints = np.array(
+        [(r.sampling.top_k, r.num_prompt_tokens, n, r.index) for r, n in zip(rows, lens.tolist(), strict=True)],
+        dtype=np.int32,
+    ).T.copy()
+    temperature, top_p, min_p, repetition, presence, frequency = upload(floats, device).unbind(0)
+    top_k, prompt_lens, history_lens, indices = upload(ints, device).unbind(0)
+    biased = bias is not None
+    bias_rows, bias_tokens, bias_values = bias if bias is not None else (None, None, None)
+    return SamplingTensors(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=upload(np.fromiter((r.seed for r in rows), np.int64, len(rows)), device),
+        history_lens=history_lens,
+        prompt_lens=prompt_lens if penalised else None,
+        history=table.tokens[:, : int(lens.max())].index_select(0, indices) if penalised else None,
+        repetition_penalty=repetition if penalised else None,
+        presence_penalty=presence if penalised else None,
+        frequency_penalty=frequency if penalised else None,
+        bias_rows=upload(bias_rows, device) if biased else None,  # type: ignore[arg-type]
+        bias_tokens=upload(bias_tokens, device) if biased else None,  # type: ignore[arg-type]
+        bias_values=upload(bias_values, device) if biased else None,  # type: ignore[arg-type]
+        all_greedy=all_greedy,
+        any_top_k=any(p.top_k for p in params),
+        any_top_p=any(p.top_p < 1.0 for p in params),
+        any_min_p=any(p.min_p > 0.0 for p in params),
+    )
+
+
+def _bias(
+    rows: Sequence[Row], lens: np.ndarray[tuple[int], np.dtype[np.int32]]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...] | None:
+    """(row, token, value) of every logit bias, and −inf on the end tokens of rows that are below min_tokens."""
+    entries: list[tuple[int, int, float]] = []
+    for i, row in enumerate(rows):
+        entries.extend((i, token, value) for token, value in row.sampling.logit_bias.items())
+        if row.forbidden_early and int(lens[i]) - row.num_prompt_tokens < row.sampling.min_tokens:
+            entries.extend((i, token, -math.inf) for token in row.forbidden_early)
+    if not entries:
+        return None
+    where, tokens, values = zip(*entries, strict=True)
+    return np.array(where, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)  # type: ignore[return-value]
+
+
+def best_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of raw logits [N, V] and a token for each row: (its log-probability, its rank, the best ids, their
+    log-probabilities), the last two [N, num_top]. float32."""
+    scores = logits.float()
+    log_z = scores.logsumexp(dim=-1, keepdim=True)
+    chosen = scores.gather(1, tokens.long()[:, None])
+    rank = (scores > chosen).sum(dim=-1) + 1
+    top_values, top_ids = scores.topk(num_top, dim=-1) if num_top else (scores[:, :0], tokens[:, None][:, :0])
+    return (chosen - log_z)[:, 0], rank, top_ids, top_values - log_z
+
+
+def as_logprobs(
+    tokens: Sequence[int], best: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Host values of `best_logprobs`, each row cut to the number of alternatives it asked for."""
+    chosen, rank, ids, values = (t.tolist() for t in best)
+    return [
+        TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
+        for i, (token, k) in enumerate(zip(tokens, counts, strict=True))
+    ]
+
+
+def prompt_positions(row: Row, s: ScheduledSequence) -> int:
+    """How many of this step's positions precede another *prompt* token."""
+    return max(0, min(s.num_computed_tokens + s.num_tokens, row.num_prompt_tokens - 1) - s.num_computed_tokens)

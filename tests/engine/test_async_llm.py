@@ -1,0 +1,137 @@
+"""`AsyncLLM`: the engine in its own process, its deltas, cancellations, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import pytest_asyncio
+from tests import tiny_models
+
+from slipstream import LLM, AsyncLLM, SamplingParams
+from slipstream.config import EngineArgs
+from slipstream.engine.async_llm import collect
+from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+PROMPT = {"prompt_token_ids": [5, 9, 200, 31, 7]}
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=1024, num_threads=1, max_queue=8)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(path):
+    engine = await AsyncLLM.start(EngineArgs(model=str(path), **SETTINGS))
+    yield engine
+    await engine.shutdown()
+
+
+async def settled(engine):
+    """Stats once nothing runs (an abort is on its way)."""
+    for _ in range(200):
+        stats = await engine.stats()
+        if stats.num_running == stats.num_waiting == 0:
+            return stats
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"requests are left: {stats}")
+
+
+async def test_the_stream_collected_is_the_offline_answer(engine, path):
+    whole = await collect(engine.generate("Hello there", GREEDY))
+    with LLM(str(path), **SETTINGS) as llm:
+        (expected,) = llm.generate("Hello there", GREEDY)
+    assert whole.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert whole.outputs[0].text == expected.outputs[0].text
+    assert whole.times.arrival <= whole.times.first_token <= whole.times.last_token
+
+
+async def test_many_at_once_and_a_slow_reader(engine):
+    async def slow():
+        tokens = []
+        async for delta in engine.generate(PROMPT, GREEDY):
+            await asyncio.sleep(0.01)
+            tokens += delta.outputs[0].token_ids
+        return tokens
+
+    answers = await asyncio.gather(slow(), *(collect(engine.generate(PROMPT, GREEDY)) for _ in range(6)))
+    assert all(a.outputs[0].token_ids == answers[0] for a in answers[1:])
+    stats = await settled(engine)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_leaving_the_stream_frees_the_request(engine):
+    stream = engine.generate(PROMPT, LONG)
+    await anext(stream)
+    await stream.aclose()
+    stats = await settled(engine)
+    assert stats.num_free_blocks == stats.num_blocks
+    assert engine.num_requests == 0
+
+
+async def test_cancelling_the_task_frees_the_request(engine):
+    task = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await settled(engine)).num_running == 0
+
+
+async def test_a_deadline_ends_a_request(engine):
+    answer = await collect(engine.generate(PROMPT, LONG, deadline_s=0.1))
+    assert answer.outputs[0].finish_reason == "deadline"
+    assert (await settled(engine)).num_running == 0
+
+
+async def test_a_full_queue_refuses(engine):
+    streams = [engine.generate(PROMPT, LONG) for _ in range(24)]
+    tasks = [asyncio.create_task(anext(s)) for s in streams]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=20)
+    assert any(isinstance(t.exception(), EngineOverloadedError) for t in done)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for stream in streams:
+        await stream.aclose()
+    await settled(engine)
+
+
+async def test_a_bad_request_is_refused(engine):
+    with pytest.raises(RequestError) as caught:
+        await collect(engine.generate({"prompt_token_ids": [-1]}, GREEDY))
+    assert caught.value.field == "prompt_token_ids"
+
+
+async def test_death_is_told_at_once_and_the_engine_comes_back(engine):
+    before = await collect(engine.generate(PROMPT, GREEDY))
+    stream = engine.generate(PROMPT, LONG)
+    await anext(stream)
+    os.kill(engine._child.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="signal 9"):
+        async for _ in stream:
+            pass
+    for _ in range(600):
+        if engine.is_alive:
+            break
+        assert not engine.health().ok
+        await asyncio.sleep(0.05)
+    after = await collect(engine.generate(PROMPT, GREEDY))
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert engine.num_restarts == 1
+
+
+async def test_the_childs_config_error_is_raised_here(path):
+    with pytest.raises(ConfigError) as caught:
+        await AsyncLLM.start(EngineArgs(model=str(path), **{**SETTINGS, "block_size": 0}))
+    assert caught.value.field == "block_size"

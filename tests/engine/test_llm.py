@@ -1,0 +1,281 @@
+"""`LLM` on a tiny random model: the whole engine, from prompt to text, against Hugging Face transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests import tiny_models
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [
+    {"prompt_token_ids": [5, 9, 200, 31, 7]},
+    {"prompt_token_ids": [17]},
+    {"prompt_token_ids": list(range(3, 3 + 16))},  # exactly a block
+    {"prompt_token_ids": [(7 * i) % 250 + 3 for i in range(45)]},
+    {"prompt_token_ids": list(range(50, 65))},
+    {"prompt_token_ids": list(range(60, 75))},
+    {"prompt_token_ids": list(range(70, 85))},
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_models.build_with_tokenizer(folder)
+    return folder
+
+
+def make(path, **settings):
+    defaults = dict(dtype="float32", device="cpu", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, num_threads=1)
+    return LLM(str(path), **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return make(path)
+
+
+@pytest.fixture(scope="module")
+def hf(path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def hf_greedy(hf, tokens, count):
+    ids = list(tokens)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(hf(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(tokens) :]
+
+
+def tokens_of(outputs):
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def idle(llm):
+    stats = llm.stats()
+    return stats.num_running == 0 and stats.num_waiting == 0
+
+
+def test_greedy_equals_transformers(llm, hf):
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert tokens_of(outputs) == [hf_greedy(hf, p["prompt_token_ids"], 12) for p in PROMPTS]
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+    assert idle(llm)
+
+
+def test_text_is_the_decoded_tokens(llm):
+    (output,) = llm.generate("Hello world, how are you?", GREEDY)
+    tokenizer = llm.get_tokenizer()
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+    assert output.prompt_token_ids == tokenizer.encode("Hello world, how are you?")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduling_policy": "static"},
+        {"scheduling_policy": "dynamic", "batch_window_s": 0.001},
+        {"enable_prefix_caching": False},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
+        {"max_num_batched_tokens": 8},
+        {"block_size": 4},
+        {"kernels": "reference"},
+        {"kv_cache_bytes": "of a few blocks", "max_model_len": 64},  # preempts
+    ],
+    ids=str,
+)
+def test_every_setting_gives_the_same_tokens(path, llm, settings):
+    expected = tokens_of(llm.generate(PROMPTS, GREEDY))
+    if "kv_cache_bytes" in settings:
+        settings = {**settings, "kv_cache_bytes": llm.ledger.block_bytes * 5}
+    other = make(path, **settings)
+    assert tokens_of(other.generate(PROMPTS, GREEDY)) == expected
+    if "kv_cache_bytes" in settings:
+        assert other.stats().num_preemptions > 0
+    assert idle(other)
+    free = other.stats()
+    assert free.num_free_blocks == free.num_blocks
+
+
+def test_a_seeded_request_is_the_same_in_any_company(llm):
+    seeded = SamplingParams(temperature=1.0, seed=42, max_tokens=10, ignore_eos=True, top_p=0.95)
+    alone = tokens_of(llm.generate([PROMPTS[0]], seeded))[0]
+    noise = SamplingParams(temperature=1.3, max_tokens=14, ignore_eos=True, top_k=7)
+    mixed = llm.generate([PROMPTS[3], PROMPTS[0], PROMPTS[1]], [noise, seeded, GREEDY])
+    assert mixed[1].outputs[0].token_ids == alone
+    other_seed = dataclasses.replace(seeded, seed=43)
+    assert tokens_of(llm.generate([PROMPTS[0]], other_seed))[0] != alone
+
+
+def test_n_gives_n_choices_that_share_the_prompt(llm):
+    sampling = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=9, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[3]], sampling)
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(c.token_ids) for c in output.outputs}) > 1
+    (first,) = llm.generate([PROMPTS[3]], dataclasses.replace(sampling, n=1))
+    assert output.outputs[0].token_ids == first.outputs[0].token_ids
+    (greedy,) = llm.generate([PROMPTS[3]], dataclasses.replace(GREEDY, n=3))
+    assert len({tuple(c.token_ids) for c in greedy.outputs}) == 1
+    assert idle(llm)
+
+
+def test_n_works_without_prefix_cache_and_with_few_rows(path, llm):
+    other = make(path, enable_prefix_caching=False, max_num_seqs=2, block_size=4)
+    greedy = dataclasses.replace(GREEDY, n=5)
+    (expected,) = llm.generate([PROMPTS[0]], GREEDY)
+    (output,) = other.generate([PROMPTS[0]], greedy)
+    assert [c.token_ids for c in output.outputs] == [expected.outputs[0].token_ids] * 5
+
+
+def test_prefix_cache_is_hit_and_changes_nothing(path):
+    llm = make(path)
+    (cold,) = llm.generate([PROMPTS[3]], GREEDY)
+    (warm,) = llm.generate([PROMPTS[3]], GREEDY)
+    assert cold.num_cached_tokens == 0
+    assert warm.num_cached_tokens == 32
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    (whole,) = llm.generate([PROMPTS[2]], GREEDY), 
+    (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes only its last token
+    assert again.num_cached_tokens == 15
+    assert again.outputs[0].token_ids == whole[0].outputs[0].token_ids
+
+
+def test_logprobs_are_the_models_own(llm, hf):
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=6, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[3]], sampling)
+    prompt, answer = PROMPTS[3]["prompt_token_ids"], output.outputs[0]
+    with torch.no_grad():
+        reference = hf(torch.tensor([prompt + answer.token_ids])).logits[0].log_softmax(-1)
+    assert len(answer.logprobs) == len(answer.token_ids)
+    for i, position in enumerate(answer.logprobs):
+        row = reference[len(prompt) - 1 + i]
+        assert position.chosen.token_id == answer.token_ids[i]
+        assert position.chosen.logprob == pytest.approx(row[answer.token_ids[i]].item(), abs=1e-4)
+        assert position.chosen.rank == int((row > row[answer.token_ids[i]]).sum()) + 1
+        assert [t.logprob for t in position.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for i, position in enumerate(output.prompt_logprobs[1:], 1):
+        assert position.chosen.token_id == prompt[i]
+        assert position.chosen.logprob == pytest.approx(reference[i - 1, prompt[i]].item(), abs=1e-4)
+        assert len(position.top) == 2
+
+
+def test_stop_token_min_tokens_and_bias(llm):
+    (plain,) = llm.generate([PROMPTS[0]], GREEDY)
+    third = plain.outputs[0].token_ids[2]
+    first_at = plain.outputs[0].token_ids.index(third)
+    (stopped,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, stop_token_ids=(third,)))
+    assert stopped.outputs[0].token_ids == plain.outputs[0].token_ids[: first_at + 1]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", third)
+    (longer,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, stop_token_ids=(third,), min_tokens=6))
+    assert third not in longer.outputs[0].token_ids[:6]
+    (biased,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, logit_bias={77: 1000.0}))
+    assert biased.outputs[0].token_ids == [77] * 12
+    (varied,) = llm.generate(
+        [PROMPTS[0]], dataclasses.replace(GREEDY, logit_bias={77: 30.0, 78: 29.5}, frequency_penalty=2.0, max_tokens=4)
+    )
+    assert set(varied.outputs[0].token_ids) == {77, 78}
+
+
+def test_stop_string(llm):
+    (plain,) = llm.generate(["Hello"], GREEDY)
+    text = plain.outputs[0].text
+    stop = text[3:6]
+    (cut,) = llm.generate(["Hello"], dataclasses.replace(GREEDY, stop=(stop,)))
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    (kept,) = llm.generate(["Hello"], dataclasses.replace(GREEDY, stop=stop, include_stop_str_in_output=True))
+    assert kept.outputs[0].text == text[: text.index(stop) + len(stop)]
+    assert idle(llm)
+
+
+def test_the_context_ends_a_sequence(llm):
+    prompt = {"prompt_token_ids": [3] * 120}
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 8
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_chat_uses_the_template(llm):
+    messages = [{"role": "user", "content": "Hi"}]
+    (output,) = llm.chat(messages, GREEDY)
+    tokenizer = llm.get_tokenizer()
+    expected = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    assert output.prompt_token_ids == expected
+
+
+def test_a_stream_that_is_left_frees_everything(llm):
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()
+    llm.core.step()
+    stats = llm.stats()
+    assert idle(llm)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "field"),
+    [
+        ({"prompt_token_ids": []}, GREEDY, RequestError, "prompt"),
+        ({"prompt_token_ids": [10**6]}, GREEDY, RequestError, "prompt_token_ids"),
+        ({"prompt_token_ids": [3] * 128}, GREEDY, ContextLengthError, "prompt"),
+        ({"prompt_token_ids": [3]}, dataclasses.replace(GREEDY, max_tokens=500), ContextLengthError, "max_tokens"),
+        ({"prompt_token_ids": [3]}, dataclasses.replace(GREEDY, logit_bias={10**6: 1.0}), RequestError, "logit_bias"),
+        (17, GREEDY, RequestError, "prompt"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampling, error, field):
+    with pytest.raises(error) as caught:
+        llm.generate([PROMPTS[0], prompt], sampling)
+    assert caught.value.field == field
+    assert idle(llm)
+    assert llm.generate([PROMPTS[1]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "field"),
+    [
+        ({"max_num_batched_token": 3}, ConfigError, "max_num_batched_token"),
+        ({"quantization": "fp8"}, ConfigError, "quantization"),
+        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size"),
+        ({"speculative_model": "ngram"}, ConfigError, "speculative_model"),
+        ({"device": "tpu"}, ConfigError, "device"),
+        ({"dtype": "int3"}, ConfigError, "dtype"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, ConfigError, "max_num_batched_tokens"),
+        ({"max_model_len": 128, "kv_cache_bytes": 30_000}, OutOfMemoryError, "max_model_len"),
+    ],
+    ids=str,
+)
+def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
+    with pytest.raises(error) as caught:
+        make(path, **settings)
+    assert caught.value.field == field
+
+
+def test_a_context_left_open_is_lowered_to_what_fits(path, llm):
+    small = make(path, max_model_len=None, kv_cache_bytes=llm.ledger.block_bytes * 4)
+    assert small.config.model.max_model_len == 3 * 16
+    origin = small.config.origins["max_model_len"]
+    assert origin.source == "memory"
+    assert "lowered" in origin.reason
+
+
+def test_ledger_agrees_with_the_formula(llm):
+    spec = llm.core.description.spec
+    attention = spec.layers[0].attention
+    per_token = 2 * spec.num_layers * attention.num_kv_heads * attention.head_dim * 4
+    assert llm.ledger.block_bytes == per_token * 16
+    cache = sum(layer.k.nbytes + layer.v.nbytes for layer in llm.core.runner.kv)
+    assert llm.ledger.kv_bytes == cache
