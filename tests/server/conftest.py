@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 import uvloop
-from tests.server.fake_engine import FakeEngine
 
 from slipstream.config import EngineArgs
 from slipstream.server.run import bind, make_server, url
 from slipstream.server.state import ServerSettings
+from tests.server.fake_engine import FakeEngine
 
 
 class RunningServer:

@@ -21,6 +21,7 @@ class ByteTokenizer:
     """A token a byte; 0 stands for a special token."""
 
     vocab_size = 256
+    special_ids = frozenset({0})
 
     def encode(self, text, *, add_special_tokens=True):
         return ([0] if add_special_tokens else []) + list(text.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import openai
 import pytest
+
 from tests.server.fake_engine import FakeEngine
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -63,6 +64,15 @@ def test_echo_with_logprobs(client):
     assert choice.logprobs.text_offset == [0, 1, 2, 3]
     assert choice.logprobs.top_logprobs[0] is None
     assert choice.logprobs.top_logprobs[1] == {"A": -0.5, "b": -0.5}
+    choice = client.completions.create(model="fake", prompt="ab", max_tokens=1, logprobs=0, echo=True).choices[0]
+    assert choice.logprobs.tokens == ["<s>", "a", "b", "a"]
+    assert choice.logprobs.text_offset == [0, 0, 1, 2]  # a special token takes no room in the text
+    show = {"skip_special_tokens": False}
+    choice = client.completions.create(
+        model="fake", prompt=[0, 97], max_tokens=1, logprobs=0, echo=True, extra_body=show
+    )
+    assert choice.choices[0].text == "<s>aa"
+    assert choice.choices[0].logprobs.text_offset == [0, 3, 4]
 
 
 def test_logprobs_of_parts_of_a_character(client):

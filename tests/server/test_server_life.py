@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from tests.server.fake_engine import FakeEngine
 
 from slipstream.errors import ConfigError
 from slipstream.server.record import ROUTES, LogFormatter
 from slipstream.server.run import bind
 from slipstream.server.state import ServerSettings
+from tests.server.fake_engine import FakeEngine
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
 SLOW = 0.01  # s a token: 400 tokens are 4 s, longer than any of these tests waits
@@ -387,9 +386,6 @@ def test_a_busy_port_and_a_bad_certificate_fail_early(tmp_path):
         bind(ServerSettings(port=taken.getsockname()[1]))
     taken.close()
     (tmp_path / "cert").write_text("nonsense")
-    from slipstream.server.run import make_server
-
     for name in ("cert", "missing"):
-        settings = ServerSettings(ssl_certfile=str(tmp_path / name))
         with pytest.raises(ConfigError, match="certificate"):
-            asyncio.run(asyncio.to_thread(make_server, FakeEngine(), settings))
+            bind(ServerSettings(port=0, ssl_certfile=str(tmp_path / name)))

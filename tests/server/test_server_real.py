@@ -12,6 +12,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tests.server.test_server_errors import bodies, check_any
 
 PROMPT = {
@@ -165,15 +166,16 @@ def test_engine_death_and_return(tiny_server, client):
 def test_the_command(tiny_path, tmp_path):
     """`slipstream serve`, from its start to SIGTERM in the middle of an answer."""
     (tmp_path / "keys").write_text("# mine\n the-key \n")
-    program = """
-import argparse, sys
-from slipstream.cli.serve import register
-parser = argparse.ArgumentParser()
-register(parser.add_subparsers())
-args = parser.parse_args()
-sys.exit(args.handler(args))
-"""
-    command = [sys.executable, "-c", program, "serve", str(tiny_path), "--port=0", "--json", "--served-model-name=tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        str(tiny_path),
+        "--port=0",
+        "--json",
+        "--served-model-name=tiny",
+    ]
     command += [f"--api-key-file={tmp_path / 'keys'}", "--log-format=json", "--device=cpu", "--max-model-len=1024"]
     command += ["--num-threads=1", "--dtype=float32", f"--kv-cache-bytes={2**26}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from slipstream.config import EngineArgs
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
+    from slipstream.plan.memory import MemoryLedger
     from slipstream.server.state import ServerSettings
 
 _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -34,8 +34,8 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("serve", help="serve a model over OpenAI's HTTP API", description=__doc__)
-    parser.add_argument("model", help="folder, GGUF file, or a name that `slipstream pull` knows")
-    parser.add_argument("--json", action="store_true", help="print one JSON object when ready, instead of the banner")
+    parser.add_argument("model", help=MODEL_HELP)
+    add_output_options(parser)
     server = parser.add_argument_group("server")
     for flag, options in _SERVER_OPTIONS:
         server.add_argument(flag, default=argparse.SUPPRESS, **options)
@@ -48,25 +48,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
     parser.set_defaults(handler=run)
-
-
-def add_engine_options(parser: argparse._ActionsContainer) -> None:
-    """An option for each field of EngineArgs but `model`: max_model_len is --max-model-len."""
-    hints = get_type_hints(EngineArgs)
-    for field in dataclasses.fields(EngineArgs):
-        if field.name == "model":
-            continue
-        hint = hints[field.name]
-        kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        shown = "unset" if field.default is None else field.default
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=f"(default: {shown})", **how)
-
-
-def engine_args(args: argparse.Namespace) -> EngineArgs:
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    return EngineArgs(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -100,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
+    from slipstream.cli.console import phases, print_json
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.server.run import bind, configure_logging, serve, url
 
@@ -112,13 +94,12 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
 
     async def main() -> None:
-        engine = await AsyncLLM.start(
-            engine_args(args), progress=lambda phase: logger.info("starting", extra={"fields": {"phase": phase}})
-        )
+        with phases("starting") as progress:
+            engine = await AsyncLLM.start(engine_args(args), progress=progress)
 
         def announce() -> None:
-            seconds = time.monotonic() - start
-            print(banner(engine, settings, url(settings, listener), seconds, json=args.json), flush=True)
+            facts = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
+            print_json(facts) if args.json else print(facts, flush=True)
 
         await serve(engine, settings, listener, on_ready=announce)
 
@@ -127,27 +108,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def banner(engine: AsyncLLM, settings: ServerSettings, url: str, seconds: float, *, json: bool) -> str:
-    ledger, config = engine.ledger, engine.config
-    names = settings.served_model_names or (engine.model_name,)
-    if json:
-        import msgspec
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Banner:
+    """What is printed when the server is ready: where it is, and what its memory holds."""
 
-        facts = {
-            "url": url,
-            "models": names,
-            "start_s": round(seconds, 3),
-            "ledger": ledger,
-            "max_model_len": ledger.max_model_len,
-        }
-        return msgspec.json.encode(facts).decode()
-    return (
-        f"Slipstream serves {', '.join(names)} at {url}/v1 (started in {seconds:.1f} s)\n"
-        f"{config.device.facts.name}, {config.model.dtype}: weights {_gib(ledger.weights_bytes)}, KV cache "
-        f"{_gib(ledger.kv_bytes)} for {ledger.num_kv_tokens:,} tokens, {ledger.num_full_sequences} sequences of full "
-        f"length ({ledger.max_model_len:,})"
-    )
+    url: str
+    models: tuple[str, ...]
+    start_s: float
+    device: str
+    dtype: str
+    ledger: MemoryLedger
+
+    @classmethod
+    def of(cls, engine: AsyncLLM, settings: ServerSettings, url: str, seconds: float) -> Banner:
+        return cls(
+            url=url,
+            models=settings.served_model_names or (engine.model_name,),
+            start_s=round(seconds, 3),
+            device=engine.config.device.facts.name,
+            dtype=engine.config.model.dtype,
+            ledger=engine.ledger,
+        )
+
+    def __str__(self) -> str:
+        ledger = self.ledger
+        return (
+            f"Slipstream serves {', '.join(self.models)} at {self.url}/v1 (started in {self.start_s:.1f} s)\n"
+            f"{self.device}, {self.dtype}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
+            f"{ledger.num_kv_tokens:,} tokens: {ledger.num_full_sequences} sequences of {ledger.max_model_len:,}"
+        )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
-from slipstream.server.generation import Answer, Choice, PromptFacts, encode
+from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
@@ -42,9 +43,6 @@ class CompletionAnswer(Answer):
             "finish_reason": choice.finish_reason,
         }
 
-    def _facts(self, index: int) -> PromptFacts:
-        return self.prompt_facts[index // self.sampling.n]
-
     def _echo(self, index: int) -> str:
         """The prompt's text, if it is to stand before the answer."""
         if not self.body.echo:
@@ -59,39 +57,38 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
         """OpenAI's older form; with echo, the prompt's positions stand first."""
-        choice = self.choices[index]
+        choice, facts = self.choices[index], self.prompt_facts[index // self.sampling.n]
         positions: list[PositionLogprobs | None] = list(new)
-        first: list[str] = []
         if self.body.echo and not choice.begun:
-            facts = self._facts(index)
-            positions = [*(facts.logprobs or ())[1:], *positions]
-            first = [self._first_token(facts)]
-        return _legacy_logprobs(choice, first, [p for p in positions if p is not None])
+            positions = [*(facts.logprobs or ()), *positions]
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for position in positions:
+            # The prompt's first token, which nothing precedes, has no log-probability.
+            chosen = self._first_token(facts.token_ids[0]) if position is None else position.chosen
+            data = chosen.token_bytes or chosen.token.encode()
+            if chosen.token_id in self.hidden_ids:
+                data = b""
+            # A token that begins inside a character points at that character.
+            offsets.append(choice.num_chars - (data[:1] > b"\x7f" and data[0] & 0xC0 == 0x80))
+            choice.num_chars += sum(byte & 0xC0 != 0x80 for byte in data)
+            tokens.append(_name(chosen))
+            values.append(None if position is None else chosen.logprob)
+            tops.append(None if position is None else {_name(t): t.logprob for t in (*position.top, chosen)})
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
-    def _first_token(self, facts: PromptFacts) -> str:
-        """The token that nothing precedes: it has no log-probability."""
+    @cached_property
+    def hidden_ids(self) -> frozenset[int]:
+        """Tokens that do not show in the text."""
         tokenizer = self.state.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(facts.token_ids[:1], skip_special_tokens=False)
+        return tokenizer.special_ids if tokenizer is not None and self.sampling.skip_special_tokens else frozenset()
 
-
-def _legacy_logprobs(choice: Choice, first: list[str], positions: list[PositionLogprobs]) -> dict[str, Any]:
-    offsets: list[int] = []
-    for token in first:
-        offsets.append(choice.num_chars)
-        choice.num_chars += len(token)
-    for position in positions:
-        # A token that begins inside a character points at that character.
-        data = position.chosen.token_bytes or position.chosen.token.encode()
-        inside = bool(data) and data[0] & 0xC0 == 0x80
-        offsets.append(choice.num_chars - inside)
-        choice.num_chars += sum(byte & 0xC0 != 0x80 for byte in data)
-    unknown = [None] * len(first)
-    return {
-        "tokens": first + [_name(p.chosen) for p in positions],
-        "token_logprobs": unknown + [p.chosen.logprob for p in positions],
-        "top_logprobs": unknown + [{_name(a): a.logprob for a in (*p.top, p.chosen)} for p in positions],
-        "text_offset": offsets,
-    }
+    def _first_token(self, token_id: int) -> Logprob:
+        tokenizer = self.state.engine.tokenizer
+        token = "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(token_id, token, 0.0)
 
 
 def _name(token: Logprob) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -30,7 +31,8 @@ from slipstream.server.state import Engine, ServerSettings, ServerState
 logger = logging.getLogger("slipstream.server")
 
 MAX_HEADER_BYTES = 64 * 1024
-KEEP_ALIVE_S = 75.0  # longer than load balancers usually keep idle connections, so that they close first
+BACKLOG = 2048
+KEEP_ALIVE_S = 75  # longer than load balancers usually keep idle connections, so that they close first
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -109,7 +111,12 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """The listening socket; its port is known before the engine starts, and a busy one fails early."""
+    """The server's socket. Made before the engine starts, so that a busy port or a bad certificate fails early."""
+    if settings.ssl_certfile is not None:
+        try:
+            ssl.create_default_context().load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        except OSError as exc:  # ssl.SSLError is one
+            raise ConfigError(f"the TLS certificate or key cannot be used: {exc}", field="ssl_certfile") from None
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,16 +146,12 @@ def make_server(engine: Engine, settings: ServerSettings) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=2048,
-        timeout_keep_alive=int(KEEP_ALIVE_S),
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,  # everything was drained before; this is for clients that do not read their answer
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
-    try:
-        config.load()
-    except OSError as exc:  # ssl.SSLError is one
-        raise ConfigError(f"the TLS certificate or key cannot be used: {exc}", field="ssl_certfile") from None
     return Server(config, app.state.server)
 
 
@@ -162,6 +165,7 @@ async def serve(
     """Serve until a signal; the engine is shut down at the end."""
     try:
         server = make_server(engine, settings)
+        listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
         on_ready()
         await server.serve(sockets=[listener])
     finally:
