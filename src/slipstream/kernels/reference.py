@@ -79,8 +79,9 @@ class ReferenceOps(OpSet):
     ) -> Tensor:
         num_tokens = qkv.shape[0]
         heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q, k = q.float(), k.float()
+        q = heads[:, :num_heads].float()
+        k = heads[:, num_heads : num_heads + num_kv_heads].float()
+        v = heads[:, num_heads + num_kv_heads :]
         if q_norm is not None and k_norm is not None:
             q, k = (rms(t, w, norm_eps, norm_offset) for t, w in ((q, q_norm), (k, k_norm)))
         if cos_sin is not None:
@@ -260,11 +261,15 @@ def nucleus(ordered: Tensor, probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """For each row of weights [S, V] ≥ 0, the first kept token, in id order, at which the running sum exceeds u · total."""
+    """For each row of weights [S, V] ≥ 0 the first kept token, in id order, where the running sum exceeds u · total."""
+    return first_beyond(weights, u.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64))
+
+
+def first_beyond(weights: Tensor, target: Tensor) -> Tensor:
+    """The first token with a weight at which the running sum exceeds target [S, 1]; the last one should rounding leave
+    none. A token without a weight is never returned."""
     kept = weights > 0
-    running = weights.cumsum(dim=-1, dtype=torch.float64)
-    reached = kept & (running > u.double()[:, None] * running[:, -1:])
-    # Should rounding leave none, it is the last kept token.
+    reached = kept & (weights.cumsum(dim=-1, dtype=torch.float64) > target)
     last = weights.shape[-1] - 1 - kept.flip(-1).int().argmax(-1)
     return torch.where(reached.any(-1), reached.int().argmax(-1), last)
 
@@ -272,9 +277,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     """Numbers in (0, 1), float32 [S], that depend on (seed, counter) alone.
 
-    The counter-th state of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) started
-    at the seed, passed twice through its finaliser since seeds and counters are both small and consecutive. The upper
-    23 bits, plus a half, are a float32 exactly. Wrapping int64 arithmetic: the same bits on every device.
+    The counter-th state of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) that
+    started at the seed, passed twice through its finaliser since seeds and counters are both small and consecutive.
+    The upper 23 bits, plus a half, are a float32 exactly. Wrapping int64 arithmetic: the same bits on every device.
     """
     x = seeds.long() + counters.long() * _GOLDEN
     x = _mix(_mix(x) + _GOLDEN)
