@@ -2,8 +2,8 @@
 
 The file is mapped, not read: opening costs the header alone (49k tokens and as many merges in a few hundredths of a
 second), and a tensor's bytes are touched when asked for. Every count, length and offset is checked against the file's
-size before it is believed, so a damaged or hostile file ends in a CheckpointError that names the place: never in a hang,
-a huge allocation or a read beyond the end. Little-endian GGUF 2 and 3. No torch until a tensor is dequantised.
+size before it is believed, so a damaged or hostile file ends in a CheckpointError that names the place: never in a
+hang, a huge allocation or a read beyond the end. Little-endian GGUF 2 and 3. No torch until a tensor is dequantised.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TYPES: dict[int, QuantType] = {
 """The types that can be read, by their number in the file."""
 
 _OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 """Names of types that are known and not supported, for the message."""
@@ -111,7 +111,7 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = self._read_tensors(reader, num_tensors)
 
     def raw(self, name: str) -> RawBytes:
-        """The tensor's bytes as they stand in the file (mapped; do not write), shape [numel / block_size, block_bytes]."""
+        """The tensor's bytes as they stand in the file (mapped; don't write): [numel / block_size, block_bytes]."""
         tensor = self._find(name)
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)
@@ -158,7 +158,8 @@ class GGUFFile:
                 raise reader.error(f"the tensor {name!r} stands there twice", name)
             if 0 in shape or shape[-1] % quant.block_size:
                 raise reader.error(
-                    f"the tensor {name!r} has shape {list(shape)}; rows of {quant.name} are multiples of {quant.block_size}",
+                    f"the tensor {name!r} has shape {list(shape)}; rows of {quant.name} are multiples of "
+                    f"{quant.block_size}, and nothing is empty",
                     name,
                 )
             if offset % alignment:

@@ -1,7 +1,7 @@
 """GGUF's block formats as numbers. Each `_q…` takes whole blocks, uint8 [N, block_bytes], to float32 [N, block_size].
 
-The formats are ggml's: a block begins (Q6_K: ends) with float16 scales, and holds small integers in nibbles and loose bits.
-The order of operations is ggml's too, so that float32 results agree bit for bit with its reference.
+The formats are ggml's: a block begins (Q6_K: ends) with float16 scales, and holds small integers in nibbles and loose
+bits. The order of operations is ggml's too, so that float32 results agree bit for bit with its reference.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _q5_k(b: Tensor) -> Tensor:
 
 
 def _q6_k(b: Tensor) -> Tensor:
-    # Two halves of 128 values: nibbles of 64 bytes, upper two bits in 32 more; 16 groups of 16 with a signed scale each.
+    # Two halves of 128 values: nibbles of 64 bytes, upper two bits in 32 more; each group of 16 has a signed scale.
     low = torch.cat((b[:, :128].view(-1, 2, 64) & 15, b[:, :128].view(-1, 2, 64) >> 4), dim=2)
     high = _bits(b[:, 128:192].reshape(-1, 32), 2).view(-1, 2, 128) << 4
     scale = b[:, 192:208].view(torch.int8).float() * _half(b, 208)
