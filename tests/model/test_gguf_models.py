@@ -1,0 +1,109 @@
+"""Whole models in GGUF files, written as llama.cpp writes them: their logits against transformers."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tests import tiny_models
+from tests.model.harness import load, run
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.model.description import read_spec
+from slipstream.model.families import FAMILIES
+
+
+def write(path, tensors, architecture="llama", **metadata):
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        key = key.replace("__", ".")
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_string(key, value)
+    for name, (value, kind) in tensors.items():
+        value = np.ascontiguousarray(value, dtype=np.float32)
+        if kind == "F32":
+            writer.add_tensor(name, value)
+        else:
+            qtype = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quants.quantize(value, qtype), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+CASES = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "query_pre_attn_scalar": 16,
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
+    family, overrides = CASES[case]
+    theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
+    spec, table = read_spec(tmp_path / "hf").spec, FAMILIES[family].gguf
+    state = {k: v.detach().numpy() for k, v in theirs.state_dict().items()}
+    tensors = {}
+    for pattern, name in table.names.items():
+        for i in range(spec.num_layers) if "{i}" in pattern else (0,):
+            value = state.get(name.replace("{i}", str(i)))
+            if value is None or (name == "lm_head.weight" and spec.tied_embeddings):
+                continue
+            attention = spec.layers[i].attention
+            if case.startswith("llama") and ("attn_q." in pattern or "attn_k." in pattern):  # llama.cpp's order of rows
+                heads = attention.num_heads if "attn_q" in pattern else attention.num_kv_heads
+                value = value.reshape(heads, 2, -1, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
+            if family == "gemma3_text" and pattern.endswith("norm.weight"):
+                value = value + 1
+            tensors[pattern.replace("{i}", str(i))] = (value, "F32")
+    arch, a = table.architecture, spec.layers[0].attention
+    metadata = {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_position,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.layers[0].mlp.intermediate_size,
+        "attention.head_count": a.num_heads,
+        "attention.head_count_kv": a.num_kv_heads,
+        "attention.key_length": a.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": next(x.attention.position.theta for x in spec.layers if x.attention.window is None),
+    }
+    if family == "gemma3_text":
+        metadata["attention.sliding_window"] = 6
+    write(tmp_path / "model.gguf", tensors, arch, **{f"{arch}.{k}": v for k, v in metadata.items()})
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    ours = run(load(tmp_path / "model.gguf"), tokens)
+    assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    write(tmp_path / "x.gguf", {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        read_spec(tmp_path / "x.gguf")
