@@ -1,4 +1,4 @@
-"""Whole models in GGUF files, written as llama.cpp writes them: their logits against transformers."""
+"""Models in GGUF files as llama.cpp writes them: names, order of rows, norms; and architectures that are not known."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests import tiny_models
-from tests.model.harness import load, run
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.model.description import read_spec
 from slipstream.model.families import FAMILIES
+from tests import tiny_models
+from tests.model.harness import load, run
 
 
 def write(path, tensors, architecture="llama", **metadata):
@@ -104,6 +104,7 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
 
 
 def test_an_unknown_architecture_is_named(tmp_path):
-    write(tmp_path / "x.gguf", {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")
+    path = tmp_path / "x.gguf"
+    write(path, {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")
     with pytest.raises(UnsupportedModelError, match="mamba"):
-        read_spec(tmp_path / "x.gguf")
+        read_spec(path)
