@@ -17,6 +17,18 @@ def plan_kv(*, budget_bytes: int, spec: ModelSpec, block_size: int, dtype_bytes:
     return max(0, budget_bytes) // block_bytes(spec, block_size, dtype_bytes)
 
 
+MAX_HOST_CACHE_BYTES = 4 * 2**30
+"""The most host memory the KV cache takes unasked."""
+
+HOST_CACHE_SHARE = 0.4
+"""And the largest share of what is free."""
+
+
+def host_cache_budget(*, free_bytes: int, wanted_bytes: int) -> int:
+    """Bytes for a KV cache in host memory, where other programs live too; `wanted_bytes` would serve all sequences."""
+    return min(MAX_HOST_CACHE_BYTES, int(free_bytes * HOST_CACHE_SHARE), wanted_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
     """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
@@ -68,6 +80,7 @@ class MemoryLedger:
         lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
         lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
         lines.append(
-            f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}"
+            f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of "
+            f"{self.max_model_len:,}"
         )
         return lines

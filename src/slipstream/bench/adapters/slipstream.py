@@ -1,0 +1,96 @@
+"""Slipstream here: `LLM` for everything at once, `AsyncLLM` (engine in its own process) for arrivals over time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Self
+
+from slipstream.bench.load import Delta
+from slipstream.bench.metrics import RequestRecord
+from slipstream.bench.workload import BenchRequest
+from slipstream.config import EngineArgs
+from slipstream.engine.async_llm import AsyncLLM
+from slipstream.engine.llm import LLM
+from slipstream.types import Prompt, SamplingParams
+
+
+def greedy(output_tokens: int) -> SamplingParams:
+    """Exactly so many tokens, the likeliest each time."""
+    return SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+
+
+def prompt_of(request: BenchRequest) -> Prompt:
+    return {"prompt_token_ids": list(request.prompt_token_ids)}
+
+
+class OfflineSlipstream:
+    """All requests handed over at once; the engine tells when each one's first and last token came."""
+
+    def __init__(self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> None:
+        settings = {name: getattr(args, name) for name in args.__slots__ if name != "model"}
+        self.llm = LLM(args.model, progress=progress, **settings)
+
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+        """A record of each request. What earlier runs left in the prefix cache is forgotten first."""
+        self.llm.reset_prefix_cache()
+        outputs = self.llm.generate(
+            [prompt_of(r) for r in requests], [greedy(r.output_tokens) for r in requests], progress=True
+        )
+        return [
+            RequestRecord(
+                input_tokens=len(output.prompt_token_ids),
+                output_tokens=len(output.outputs[0].token_ids),
+                sent=output.times.arrival,
+                first_token=output.times.first_token,
+                last_token=output.times.last_token,
+                cached_tokens=output.num_cached_tokens,
+            )
+            for output in outputs
+            if output.times is not None
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        llm = self.llm
+        stats = llm.stats()
+        return {
+            "name": "slipstream",
+            "config": llm.config,
+            "ledger": llm.ledger,
+            "start_phases_s": llm.phases,
+            "stats": stats,
+        }
+
+    def close(self) -> None:
+        self.llm.shutdown()
+
+
+class AsyncSlipstream:
+    """A `StreamingEngine` over `AsyncLLM`; used as `async with await AsyncSlipstream.start(args)`."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+
+    @classmethod
+    async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
+        return cls(await AsyncLLM.start(args, progress=progress))
+
+    async def stream(self, request: BenchRequest, /) -> AsyncGenerator[Delta, None]:
+        async for output in self.engine.generate(prompt_of(request), greedy(request.output_tokens)):
+            tokens = sum(len(choice.token_ids) for choice in output.outputs)
+            yield Delta(num_tokens=tokens, cached_tokens=output.num_cached_tokens)
+
+    async def describe(self) -> dict[str, Any]:
+        engine = self.engine
+        return {
+            "name": "slipstream",
+            "config": engine.config,
+            "ledger": engine.ledger,
+            "start_phases_s": engine.phases,
+            "stats": await engine.stats(),
+        }
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.shutdown()

@@ -1,0 +1,135 @@
+"""Hugging Face transformers: `generate` on static batches, first come first served, padded on the left.
+
+Honest to it: the model in the same type, its own attention kernels, greedy, no end-of-sequence check, batches in the
+order of arrival. A batch runs until its longest answer is done; tokens beyond a request's own length are not counted. A
+request's tokens are timed as they are computed, as a server that streams from `generate` could deliver them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.metrics import RequestRecord
+from slipstream.bench.workload import BenchRequest
+from slipstream.errors import ConfigError
+
+
+class StepClock:
+    """A transformers streamer that only notes when each step's tokens came. The first call is the prompt's."""
+
+    def __init__(self, synchronize: Any) -> None:
+        self.times: list[float] = []
+        self._prompt_seen = False
+        self._synchronize = synchronize
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            self._synchronize()
+            self.times.append(time.monotonic())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class OfflineTransformers:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        batch_size: int,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        dummy: bool,
+        seed: int = 0,
+    ) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise ConfigError("engine='transformers' needs it: pip install transformers", field="engine") from None
+        import torch
+
+        if batch_size < 1:
+            raise ConfigError("batch_size must be above 0", field="batch_size")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.batch_size, self.dtype = batch_size, dtype
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self._torch = torch
+        torch_dtype = getattr(torch, dtype)
+        auto: Any = transformers.AutoModelForCausalLM  # parts of it are untyped
+        begin = time.monotonic()
+        if dummy:
+            torch.manual_seed(seed)
+            with torch.device(self.device):
+                config = transformers.AutoConfig.from_pretrained(path)
+                model = auto.from_config(config, dtype=torch_dtype)
+        elif path.is_file():
+            model = auto.from_pretrained(path.parent, gguf_file=path.name, dtype=torch_dtype)
+        else:
+            model = auto.from_pretrained(path, dtype=torch_dtype)
+        self.model = model.to(self.device).eval()
+        self.model.generation_config.eos_token_id = None
+        self.load_s = time.monotonic() - begin
+
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+        """A record of each request; all are sent at the beginning."""
+        sent = time.monotonic()
+        records: list[RequestRecord] = []
+        for i in range(0, len(requests), self.batch_size):
+            records += self._batch(requests[i : i + self.batch_size], sent)
+        return records
+
+    def _batch(self, requests: Sequence[BenchRequest], sent: float) -> list[RequestRecord]:
+        torch = self._torch
+        width = max(len(r.prompt_token_ids) for r in requests)
+        ids = torch.zeros(len(requests), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            count = len(request.prompt_token_ids)
+            ids[row, width - count :] = torch.tensor(request.prompt_token_ids)
+            mask[row, width - count :] = 1
+        clock = StepClock(torch.cuda.synchronize if self.device.startswith("cuda") else lambda: None)
+        steps = max(r.output_tokens for r in requests)
+        with torch.inference_mode():
+            self.model.generate(
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                max_new_tokens=steps,
+                do_sample=False,
+                pad_token_id=0,
+                streamer=clock,
+            )
+        if len(clock.times) != steps:
+            raise RuntimeError(f"transformers made {len(clock.times)} steps instead of {steps}")
+        return [
+            RequestRecord(
+                input_tokens=len(r.prompt_token_ids),
+                output_tokens=r.output_tokens,
+                sent=sent,
+                first_token=clock.times[0],
+                last_token=clock.times[r.output_tokens - 1],
+                gaps_s=tuple(b - a for a, b in zip(clock.times, clock.times[1 : r.output_tokens], strict=False)),
+            )
+            for r in requests
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": "transformers",
+            "config": {
+                "batch_size": self.batch_size,
+                "dtype": self.dtype,
+                "device": self.device,
+                "num_threads": self._torch.get_num_threads(),
+                "attention": self.model.config._attn_implementation,
+            },
+            "start_phases_s": {"load": self.load_s},
+        }
+
+    def close(self) -> None:
+        del self.model

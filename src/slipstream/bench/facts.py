@@ -1,0 +1,51 @@
+"""What a result needs to be understood later: versions, machine, commit. Nothing is imported for it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from slipstream import __version__
+from slipstream.plan.hardware import gpus, host_facts
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "transformers")
+
+
+def facts() -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "machine": {"host": host_facts(), "gpus": gpus()},
+    }
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"slipstream": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit this code was checked out from, with "+" if it was changed since; None outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,157 @@
+"""What was measured, and the one place where it is turned into numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+DEFINITIONS = {
+    "TTFT": "first non-empty token − send",
+    "TPOT": "(E2E − TTFT) / (output tokens − 1)",
+    "ITL": "each gap between two deliveries of one answer",
+    "E2E": "last token − send",
+    "output throughput": "output tokens / wall time",
+    "total throughput": "(input + output tokens) / wall time",
+    "goodput": "requests/s that meet every objective",
+    "wall time": "first send to last token",
+}
+OBJECTIVES = ("ttft_s", "tpot_s", "e2e_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request. Times are seconds on one clock; `gaps_s` is None where only the first and last token are timed."""
+
+    input_tokens: int
+    output_tokens: int
+    sent: float
+    first_token: float | None = None
+    last_token: float | None = None
+    gaps_s: tuple[float, ...] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.first_token is not None and self.last_token is not None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.sent
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.last_token is None else self.last_token - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.e2e_s is None or self.ttft_s is None or self.output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
+
+    def meets(self, objectives: dict[str, float]) -> bool:
+        """Every objective is met; one that can't be computed (TPOT of a single token) is."""
+        return self.ok and all(
+            (value := getattr(self, name)) is None or value <= most for name, most in objectives.items()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """All requests of a run. Failed ones count in `num_failed` and nowhere else; `errors` has the first few texts."""
+
+    num_requests: int
+    num_failed: int
+    errors: tuple[str, ...]
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    wall_s: float
+    requests_per_s: float
+    output_throughput: float
+    total_throughput: float
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    itl_s: Distribution | None
+    e2e_s: Distribution | None
+    objectives: dict[str, float]
+    goodput: float | None  # None without objectives
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarize(records: Sequence[RequestRecord], objectives: dict[str, float] | None = None) -> Summary:
+    done = [r for r in records if r.ok]
+    errors = tuple(dict.fromkeys(r.error or "no token came" for r in records if not r.ok))
+    wall_s = (
+        max((r.last_token or 0.0 for r in done), default=0.0) - min((r.sent for r in records), default=0.0)
+        if done
+        else 0.0
+    )
+
+    def rate(count: int) -> float:
+        return count / wall_s if wall_s > 0 else 0.0
+
+    n_in, n_out = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
+    gaps = [gap for r in done if r.gaps_s is not None for gap in r.gaps_s]
+    return Summary(
+        num_requests=len(records),
+        num_failed=len(records) - len(done),
+        errors=errors[:5],
+        input_tokens=n_in,
+        output_tokens=n_out,
+        cached_tokens=sum(r.cached_tokens for r in done),
+        wall_s=wall_s,
+        requests_per_s=rate(len(done)),
+        output_throughput=rate(n_out),
+        total_throughput=rate(n_in + n_out),
+        ttft_s=distribution(r.ttft_s for r in done),
+        tpot_s=distribution(r.tpot_s for r in done),
+        itl_s=distribution(gaps),
+        e2e_s=distribution(r.e2e_s for r in done),
+        objectives=dict(objectives or {}),
+        goodput=rate(sum(r.meets(objectives) for r in done)) if objectives else None,
+    )
+
+
+def distribution(values: Iterable[float | None]) -> Distribution | None:
+    """None if there is no value."""
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return None
+    mean = sum(known) / len(known)
+    return Distribution(mean=mean, p50=percentile(known, 50), p90=percentile(known, 90), p99=percentile(known, 99))
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """Linear interpolation between the two nearest values of a sorted, non-empty sequence (numpy's default)."""
+    at = (len(ordered) - 1) * q / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def parse_objectives(text: str) -> dict[str, float]:
+    """`ttft_s=0.5,tpot_s=0.05` as a dict."""
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"slo: {part!r} is not NAME=SECONDS", field="slo") from None
+        if name not in OBJECTIVES or not found[name] > 0:
+            raise ConfigError(f"slo: {part!r} is not one of {', '.join(OBJECTIVES)} with a value above 0", field="slo")
+    return found

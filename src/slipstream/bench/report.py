@@ -1,0 +1,63 @@
+"""A result as one document for machines and a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.bench.facts import facts
+from slipstream.bench.metrics import DEFINITIONS, Distribution, Summary
+
+
+def document(kind: str, **parts: Any) -> dict[str, Any]:
+    """`parts` with everything that is needed to read them later."""
+    return {"benchmark": kind, **facts(), **parts, "definitions": DEFINITIONS}
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, ...]]:
+    """Rows of (name, mean, p50, p90, p99) in milliseconds, for the distributions that were measured."""
+    named = {"TTFT": summary.ttft_s, "TPOT": summary.tpot_s, "ITL": summary.itl_s, "E2E": summary.e2e_s}
+    return [(f"{name}, ms", *_milliseconds(d)) for name, d in named.items() if d is not None]
+
+
+def _milliseconds(d: Distribution) -> tuple[str, ...]:
+    return tuple(f"{value * 1e3:,.2f}" for value in (d.mean, d.p50, d.p90, d.p99))
+
+
+def print_summary(title: str, summary: Summary) -> None:
+    """The table of one run, with the definitions below."""
+    print_table(title, ("", "mean", "p50", "p90", "p99"), summary_rows(summary))
+    lines = [
+        f"requests            {summary.num_requests:,}, of which {summary.num_failed:,} failed; "
+        f"{summary.requests_per_s:,.2f} requests/s over {summary.wall_s:,.2f} s",
+        f"tokens              {summary.input_tokens:,} in ({summary.cached_tokens:,} cached), "
+        f"{summary.output_tokens:,} out",
+        f"output throughput   {summary.output_throughput:,.1f} tok/s",
+        f"total throughput    {summary.total_throughput:,.1f} tok/s",
+    ]
+    if summary.goodput is not None:
+        wanted = ", ".join(f"{name} ≤ {value:g}" for name, value in summary.objectives.items())
+        lines.append(f"goodput             {summary.goodput:,.2f} requests/s ({wanted})")
+    lines += [f"error               {text}" for text in summary.errors]
+    print("\n".join(lines))
+    print_definitions()
+
+
+def print_definitions() -> None:
+    print("\n" + "\n".join(f"{name}: {text}" for name, text in DEFINITIONS.items()))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column is a name, the others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,106 @@
+"""What `run` and `chat` share: a model opened with its phases shown, and one answer streamed and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.cli.console import phases
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream import LLM, RequestOutput, SamplingParams
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Measured in this process. TTFT counts from the request; `decode_tokens_per_s` is (tokens − 1) over the time after
+    the first token. `start_s` is from the start of the process until the model was ready."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    decode_tokens_per_s: float | None
+    start_s: float | None = None
+
+    def line(self) -> str:
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        parts = [f"{self.prompt_tokens} prompt tokens{cached}"]
+        if self.ttft_s is not None:
+            parts.append(f"first token after {self.ttft_s:.3f} s")
+        speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s is not None else ""
+        parts.append(f"{self.output_tokens} tokens{speed}")
+        if self.start_s is not None:
+            parts.append(f"started in {self.start_s:.2f} s")
+        return " · ".join(parts)
+
+
+@contextmanager
+def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
+    """The engine in this process, and the seconds from the process's start until it was ready."""
+    with phases(f"starting {args.model}") as on_phase:
+        from slipstream.engine.llm import LLM
+        from slipstream.plan.hardware import seconds_since_process_start
+
+        settings = {name: getattr(args, name) for name in args.__slots__ if name != "model"}
+        llm = LLM(args.model, progress=on_phase, **settings)
+        start_s = seconds_since_process_start()
+    with llm:
+        yield llm, start_s
+
+
+def stream_answer(
+    llm: LLM,
+    prompt: str | Sequence[Message],
+    sampling: SamplingParams,
+    write: Callable[[str], None],
+    *,
+    start_s: float | None = None,
+) -> tuple[RequestOutput, Speed]:
+    """Write the answer to a text or a conversation as it comes; the whole, and how fast it was.
+
+    An exception of `write`, or an interrupt, cancels the request.
+    """
+    from slipstream.engine.processor import merge
+
+    text = prompt if isinstance(prompt, str) else apply_template(llm, prompt)
+    whole: RequestOutput | None = None
+    with closing(llm.stream(text, sampling, add_special_tokens=isinstance(prompt, str))) as deltas:  # type: ignore[type-var]
+        for delta in deltas:
+            for choice in delta.outputs:
+                if choice.text:
+                    write(choice.text)
+            whole = merge(whole, delta)
+    assert whole is not None
+    return whole, measure(whole, start_s)
+
+
+def apply_template(llm: LLM, messages: Sequence[Message]) -> str:
+    tokenizer = llm.get_tokenizer()
+    if tokenizer.chat_template is None:
+        raise ConfigError("the model has no chat template; use `slipstream run --raw`", field="model")
+    return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+
+
+def measure(output: RequestOutput, start_s: float | None = None) -> Speed:
+    count = sum(len(choice.token_ids) for choice in output.outputs)
+    times = output.times
+    ttft = rate = None
+    if times is not None and times.first_token is not None and times.last_token is not None:
+        ttft = times.first_token - times.arrival
+        if count > 1 and times.last_token > times.first_token:
+            rate = (count - 1) / (times.last_token - times.first_token)
+    return Speed(
+        prompt_tokens=len(output.prompt_token_ids),
+        cached_tokens=output.num_cached_tokens,
+        output_tokens=count,
+        ttft_s=ttft,
+        decode_tokens_per_s=rate,
+        start_s=start_s,
+    )

@@ -1,0 +1,168 @@
+"""`slipstream chat [MODEL]`: a conversation in the terminal. The end of the input, or /quit, ends it.
+
+What was said stays in the KV cache, so that each turn computes only what is new. Ctrl-C stops an answer; between
+answers it ends the conversation. With standard input from a pipe each line is a turn, and nothing is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.cli.console import print_json, say
+from slipstream.cli.options import (
+    MODEL_HELP,
+    TEXT_ONLY,
+    add_engine_options,
+    add_output_options,
+    add_sampling_options,
+    engine_args,
+    sampling_params,
+)
+from slipstream.errors import ContextLengthError, RequestError
+from slipstream.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from slipstream import LLM, SamplingParams
+    from slipstream.cli.answer import Message, Speed
+
+DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": None}
+HELP = """/reset        forget the conversation (the system message stays)
+/system TEXT  set the system message; without TEXT, remove it
+/save FILE    write the conversation as JSON
+/help         these lines
+/quit         end"""
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser(
+        "chat",
+        help="talk with a model",
+        description=__doc__,
+        epilog="commands in the chat:\n" + HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    add_output_options(parser)
+    add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.cli.answer import open_llm
+
+    sampling = sampling_params(args, **DEFAULTS)
+    with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
+        conversation = Conversation(llm, sampling, args.system, quiet=args.json)
+        conversation.template("")  # a model without a chat template is refused before the first turn
+        if sys.stdin.isatty():
+            say(f"{args.model} on {llm.config.device.facts.name}. /help lists the commands.")
+        conversation.loop()
+        if args.json:
+            print_json({"model": args.model, "messages": conversation.messages, "turns": conversation.speeds})
+    return 0
+
+
+@dataclass
+class Conversation:
+    """The history, and what a line typed into it does."""
+
+    llm: LLM
+    sampling: SamplingParams
+    system: str | None
+    quiet: bool = False
+    history: list[Message] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.history]
+
+    def template(self, text: str) -> str:
+        from slipstream.cli.answer import apply_template
+
+        return apply_template(self.llm, [*self.messages, {"role": "user", "content": text}])
+
+    def loop(self) -> None:
+        interactive = sys.stdin.isatty()
+        if interactive:
+            import readline  # noqa: F401  (gives input() line editing and history)
+        while True:
+            try:
+                line = input("> ") if interactive else sys.stdin.readline()
+            except EOFError:
+                say("")
+                return
+            if not interactive and not line:
+                return
+            if not self.take(line.strip()):
+                return
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; False ends the conversation."""
+        if not line.startswith("/"):
+            if line:
+                self.turn(line)
+            return True
+        command, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if command == "/quit":
+            return False
+        if command == "/reset":
+            self.history.clear()
+        elif command == "/system":
+            self.system = rest or None
+        elif command == "/save":
+            self.save(rest)
+        else:
+            say(HELP if command == "/help" else f"{command} is no command\n{HELP}")
+        return True
+
+    def turn(self, text: str) -> None:
+        from slipstream.cli.answer import stream_answer
+
+        parts: list[str] = []
+
+        def write(piece: str) -> None:
+            parts.append(piece)
+            if not self.quiet:
+                print(piece, end="", flush=True)
+
+        self.history.append({"role": "user", "content": text})
+        try:
+            _, speed = stream_answer(self.llm, self.messages, self.sampling, write)
+        except ContextLengthError as error:
+            self.history.pop()
+            say(f"{error}\n/reset makes room")
+            return
+        except RequestError as error:
+            self.history.pop()
+            say(str(error))
+            return
+        except KeyboardInterrupt:
+            # What was said so far stands; the request was cancelled.
+            self.history.append({"role": "assistant", "content": "".join(parts)})
+            say("\n(stopped)")
+            return
+        self.history.append({"role": "assistant", "content": "".join(parts)})
+        self.speeds.append(speed)
+        if not self.quiet:
+            print(flush=True)
+            if sys.stderr.isatty():
+                say(speed.line())
+
+    def save(self, name: str) -> None:
+        if not name:
+            say("/save needs a file name")
+            return
+        try:
+            Path(name).expanduser().write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", "utf-8")
+            say(f"saved {len(self.messages)} messages to {name}")
+        except OSError as error:
+            say(f"cannot save to {name}: {error.strerror}")

@@ -1,0 +1,173 @@
+"""`slipstream doctor`: what this machine has, what Slipstream will use, what is missing and the command that gets it.
+
+The exit code is 1 if something is missing without which no model can run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from slipstream.cli.console import print_facts, print_json, size
+from slipstream.cli.options import add_output_options
+from slipstream.plan.hardware import GpuFacts, HostFacts, gpus, host_facts
+
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """`needed`: nothing runs without it. `command` gets it; empty where no command does."""
+
+    what: str
+    command: str
+    needed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts:
+    """`cuda_build` is the CUDA version torch was built for, None for a CPU build."""
+
+    version: str
+    cuda_build: str | None
+    sees_gpu: bool
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("doctor", help="what this machine has and lacks", description=__doc__)
+    add_output_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream import __version__
+    from slipstream.hub import DEFAULT_MODEL, cache_folder, list_cached
+
+    host, cards, torch = host_facts(), gpus(), torch_facts()
+    packages = {name: package_version(name) for name in PACKAGES}
+    model = list_cached().get(DEFAULT_MODEL)
+    used = will_use() if torch is not None else None
+    missing = find_missing(host, cards, torch, packages, has_model=model is not None)
+    if args.json:
+        print_json(
+            {
+                "slipstream": __version__,
+                "python": platform.python_version(),
+                "host": host,
+                "gpus": cards,
+                "torch": torch,
+                "packages": packages,
+                "cache_folder": cache_folder(),
+                "default_model": {"name": DEFAULT_MODEL, "path": model},
+                "will_use": used,
+                "missing": missing,
+            }
+        )
+        return exit_code(missing)
+    rows = [
+        ("slipstream", __version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", host.system),
+        ("CPU", f"{host.cpu}; {', '.join(host.cpu_features) or 'no known features'}"),
+        ("cores", f"{host.num_cores} of {host.num_cpus} for this process (affinity and control group)"),
+        ("memory", f"{size(host.memory_bytes)}, of which {size(host.free_bytes)} is free"),
+        *(("GPU", f"{g.name}, {size(g.memory_bytes)}, driver {g.driver}") for g in cards),
+        *([] if cards else [("GPU", "none that nvidia-smi shows")]),
+        ("torch", "not there" if torch is None else f"{torch.version}, {cuda_text(torch)}"),
+        *((name, found or "not there") for name, found in packages.items() if name != "torch"),
+        ("cache folder", str(cache_folder())),
+        (f"model {DEFAULT_MODEL}", str(model or "not fetched yet")),
+    ]
+    print_facts("this machine", rows)
+    if used is not None:
+        print()
+        print_facts("will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()])
+    print()
+    if missing:
+        print_facts("missing", [(m.what, m.command) for m in missing])
+    else:
+        print("nothing is missing")
+    return exit_code(missing)
+
+
+def exit_code(missing: list[Missing]) -> int:
+    return 1 if any(m.needed for m in missing) else 0
+
+
+def cuda_text(torch: TorchFacts) -> str:
+    if torch.cuda_build is None:
+        return "CPU build"
+    return f"built for CUDA {torch.cuda_build}, " + ("sees a GPU" if torch.sees_gpu else "sees no GPU")
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def torch_facts() -> TorchFacts | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return TorchFacts(version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=torch.cuda.is_available())
+
+
+def will_use() -> dict[str, Any]:
+    """What device="auto", dtype="auto", kernels="auto" come to."""
+    import torch
+
+    from slipstream.kernels.ops import select_ops
+    from slipstream.worker.device import detect
+
+    facts = detect("auto")
+    ops = select_ops(torch.device(facts.device))
+    return {
+        "device": f"{facts.device} ({facts.name})",
+        "dtype": facts.best_dtype,
+        "dtype_reason": facts.dtype_reason or "the GPU's fast type",
+        "kernels": type(ops).__name__,
+        "threads": facts.num_threads,
+    }
+
+
+def find_missing(
+    host: HostFacts,
+    cards: tuple[GpuFacts, ...],
+    torch: TorchFacts | None,
+    packages: dict[str, str | None],
+    *,
+    has_model: bool,
+) -> list[Missing]:
+    """What would make more work, most needed first. Pure."""
+    found = []
+    if torch is None:
+        found.append(Missing(what="torch", command="pip install 'torch>=2.11'", needed=True))
+    elif cards and torch.cuda_build is None:
+        found.append(
+            Missing(what="a CUDA build of torch for the GPU", command="pip install --force-reinstall 'torch>=2.11'")
+        )
+    elif cards and not torch.sees_gpu:
+        found.append(
+            Missing(
+                what="a GPU that torch can use",
+                command=f"install a driver for CUDA {torch.cuda_build} or newer (now: {cards[0].driver}), or check "
+                "CUDA_VISIBLE_DEVICES",
+            )
+        )
+    if cards and packages.get("triton") is None:
+        found.append(Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'"))
+    if packages.get("huggingface-hub") is None:
+        found.append(Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'"))
+    if not has_model:
+        found.append(Missing(what="the default model", command="slipstream pull smollm2"))
+    if host.free_bytes < 2**30:
+        found.append(Missing(what="1 GiB of free memory", command="end other programs"))
+    return found

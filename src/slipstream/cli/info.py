@@ -1,0 +1,164 @@
+"""`slipstream info MODEL`: what a model is, what it weighs, and what would fit on this machine. Loads no weights.
+
+The memory part is an estimate: activations and graphs are only known once the engine has measured them at its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from slipstream.cli.console import print_facts, print_json, size
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, resolve
+from slipstream.errors import ConfigError
+from slipstream.hub import DEFAULT_MODEL
+from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv
+
+if TYPE_CHECKING:
+    from slipstream.model.description import ModelDescription
+    from slipstream.model.spec import LayerSpec, ModelSpec
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("info", help="what a model is and needs", description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    add_output_options(parser)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...)), for the memory part"))
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.cli.pull import files_bytes
+    from slipstream.hub import resolve_model
+    from slipstream.model.description import read_spec
+
+    settings = engine_args(args)
+    path = resolve_model(settings.model, download_dir=settings.download_dir)
+    description = read_spec(path)
+    config, ledger = estimate(settings, description)
+    spec, dtype = description.spec, config.model.dtype
+    element = DTYPE_BYTES[dtype]
+    parts = parts_bytes(spec, element)
+    if args.json:
+        print_json(
+            {
+                "model": settings.model,
+                "path": path,
+                "format": description.format,
+                "file_bytes": files_bytes(path),
+                "checkpoint_dtype": description.dtype,
+                "dtype": dtype,
+                "num_parameters": spec.num_parameters,
+                "bytes_by_part": parts,
+                "kv_bytes_per_token": spec.kv_bytes_per_token(element),
+                "spec": spec,
+                "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": ledger.num_full_sequences},
+            }
+        )
+        return 0
+    tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
+    rows = [
+        ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),
+        ("family", spec.family),
+        ("parameters", f"{spec.num_parameters:,}"),
+        ("context", f"{spec.max_position:,} tokens"),
+        ("vocabulary", f"{spec.vocab_size:,}{tied}"),
+        ("hidden size", f"{spec.hidden_size:,}"),
+        *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.layers).items()),
+        ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"),
+    ]
+    print_facts(settings.model, rows)
+    print()
+    print_facts(
+        f"weights in {dtype}", [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))]
+    )
+    print("\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)")
+    print("\n".join(ledger.describe()))
+    return 0
+
+
+def describe(layer: LayerSpec) -> str:
+    """A layer in a few words."""
+    a, m = layer.attention, layer.mlp
+    kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
+    parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+    if a.window is not None:
+        parts.append(f"window {a.window:,}")
+    if a.position is not None:
+        parts.append(type(a.position).__name__.removesuffix("Spec"))
+    parts.append(f"{'gated ' if m.gated else ''}{m.activation} {m.intermediate_size:,}")
+    return ", ".join(parts)
+
+
+def parts_bytes(spec: ModelSpec, element_bytes: int) -> dict[str, int]:
+    """Bytes of the parameters by part; they add up to `spec.num_parameters` × `element_bytes`."""
+    attention = sum(layer.attention.num_parameters(spec.hidden_size) for layer in spec.layers)
+    mlp = sum(layer.mlp.num_parameters(spec.hidden_size) for layer in spec.layers)
+    embeddings = spec.vocab_size * spec.hidden_size
+    head = (0 if spec.tied_embeddings else embeddings) + spec.vocab_size * spec.head_bias
+    positions = spec.learned_positions.num_positions * spec.hidden_size if spec.learned_positions else 0
+    known = {"embeddings": embeddings + positions, "attention": attention, "mlp": mlp, "output head": head}
+    known["norms"] = spec.num_parameters - sum(known.values())
+    return {name: count * element_bytes for name, count in known.items()}
+
+
+def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineConfig, MemoryLedger]:
+    """Settings and ledger that an engine would have here, as far as they can be known without starting one.
+
+    Which type is faster on a CPU is measured at an engine's start; here it is bfloat16 unless `args` say otherwise.
+    """
+    from slipstream.plan.hardware import available_cores, cpu_name, gpus, host_memory
+
+    gpu = None if args.device == "cpu" else next(iter(gpus()), None)
+    if gpu is not None:
+        facts = DeviceFacts(
+            device="cuda:0",
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            free_bytes=gpu.free_bytes,
+            best_dtype="bfloat16",
+        )
+    elif args.device in ("auto", "cpu"):
+        total, free = host_memory()
+        facts = DeviceFacts(
+            device="cpu",
+            name=cpu_name(),
+            memory_bytes=total,
+            free_bytes=free,
+            best_dtype="bfloat16",
+            num_threads=available_cores(),
+        )
+    else:
+        raise ConfigError(f"device={args.device!r}: nvidia-smi shows no GPU; use 'cpu'", field="device")
+    config = resolve(args, description, facts)
+    spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
+    one_block = block_bytes(spec, block_size, element)
+    weights = spec.num_parameters * DTYPE_BYTES[config.model.dtype]
+    if facts.is_cuda:
+        allowed = int(facts.memory_bytes * config.cache.gpu_memory_utilization)
+        budget = allowed - (facts.memory_bytes - facts.free_bytes) - weights
+    else:
+        allowed = facts.memory_bytes
+        wanted = (config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1) * one_block
+        budget = host_cache_budget(free_bytes=facts.free_bytes, wanted_bytes=wanted)
+    if config.cache.kv_cache_bytes is not None:
+        budget = config.cache.kv_cache_bytes
+    num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=block_size, dtype_bytes=element)
+    config = config.with_memory_limits(num_blocks - 1, one_block)
+    return config, MemoryLedger(
+        device=facts.name,
+        total_bytes=facts.memory_bytes,
+        allowed_bytes=allowed,
+        weights_bytes=weights,
+        activation_bytes=0,
+        graph_bytes=0,
+        kv_bytes=num_blocks * one_block,
+        other_bytes=0,
+        block_bytes=one_block,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=config.model.max_model_len,
+    )

@@ -1,0 +1,109 @@
+"""`slipstream run [MODEL] PROMPT`: answer one prompt, streamed, and say how fast.
+
+One word is the prompt, for the default model; two are a model and a prompt; `-` reads the prompt from standard input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slipstream.cli.console import print_json, say
+from slipstream.cli.options import (
+    MODEL_HELP,
+    TEXT_ONLY,
+    add_engine_options,
+    add_output_options,
+    add_sampling_options,
+    engine_args,
+    sampling_params,
+)
+from slipstream.errors import ConfigError
+from slipstream.hub import DEFAULT_MODEL
+
+DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("run", help="answer a prompt", description=__doc__)
+    parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help=f"MODEL: {MODEL_HELP}")
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the prompt")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
+    add_output_options(parser)
+    add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.cli.answer import open_llm, stream_answer
+
+    model, prompt = choose(args.words, args.model_option)
+    if args.raw and args.system is not None:
+        raise ConfigError("--system needs the chat template; leave out --raw", field="system")
+    sampling = sampling_params(args, **DEFAULTS)
+    with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
+        templated = not args.raw and llm.get_tokenizer().chat_template is not None
+        if args.system is not None and not templated:
+            raise ConfigError(
+                "the model has no chat template, so --system cannot be told; leave it out", field="system"
+            )
+        messages = [{"role": "user", "content": prompt}]
+        if args.system is not None:
+            messages.insert(0, {"role": "system", "content": args.system})
+
+        def write(text: str) -> None:
+            if not args.json:
+                print(text, end="", flush=True)
+
+        output, speed = stream_answer(llm, messages if templated else prompt, sampling, write, start_s=start_s)
+        (choice,) = output.outputs
+        if args.json:
+            print_json(
+                {
+                    "model": model,
+                    "prompt": prompt,
+                    "text": choice.text,
+                    "finish_reason": choice.finish_reason,
+                    "device": llm.config.device.facts.name,
+                    "dtype": llm.config.model.dtype,
+                    "speed": speed,
+                    "start_phases_s": llm.phases,
+                }
+            )
+        else:
+            print(flush=True)
+            say(speed.line())
+    return 0
+
+
+def choose(words: list[str], model: str | None) -> tuple[str, str]:
+    """Model and prompt from the words of the command line."""
+    if len(words) > 2:
+        raise ConfigError(f"{len(words)} words; quote the prompt: slipstream run 'Tell me a joke'", field="prompt")
+    if len(words) == 2 and model is not None:
+        raise ConfigError("the model is given twice, as a word and as --model; leave one out", field="model")
+    prompt = words[-1]
+    if len(words) == 2:
+        model = words[0]
+    elif model is None and (prompt == DEFAULT_MODEL or (Path(prompt) / "config.json").is_file() or is_gguf(prompt)):
+        raise ConfigError(
+            f"{prompt!r} is a model, and there is no prompt; write slipstream run {prompt} 'PROMPT', or slipstream "
+            f"chat {prompt}",
+            field="prompt",
+        )
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("the prompt is not valid UTF-8", field="prompt") from None
+    if not prompt:
+        raise ConfigError("the prompt is empty", field="prompt")
+    return model or DEFAULT_MODEL, prompt
+
+
+def is_gguf(word: str) -> bool:
+    return word.endswith(".gguf") and Path(word).is_file()

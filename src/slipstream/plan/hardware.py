@@ -1,0 +1,138 @@
+"""What this machine has, asked of the operating system alone. No torch: `info`, `doctor` and reports must be quick.
+
+A number that the system does not give is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+CPU_FEATURES = {  # flag of /proc/cpuinfo: what it is called
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx_vnni": "AVX-VNNI",
+    "amx_tile": "AMX",
+    "amx_bf16": "AMX BF16",
+    "amx_int8": "AMX INT8",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """`num_cores` is what this process may use (affinity and control group); `num_cpus` what the machine has."""
+
+    system: str
+    cpu: str
+    cpu_features: tuple[str, ...]
+    num_cores: int
+    num_cpus: int
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+
+
+def host_facts() -> HostFacts:
+    total, free = host_memory()
+    return HostFacts(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=cpu_name(),
+        cpu_features=cpu_features(),
+        num_cores=available_cores(),
+        num_cpus=os.cpu_count() or 1,
+        memory_bytes=total,
+        free_bytes=free,
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, and its control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no control group, or one that sets no quota
+    return cores
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of host memory, within the control group's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = total
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass  # not Linux, or no control group: the physical size stands
+    return total, available
+
+
+def cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Those of `CPU_FEATURES` that this CPU shows; empty where the system does not list them."""
+    flags = set(_cpuinfo("flags").split())
+    return tuple(name for flag, name in CPU_FEATURES.items() if flag in flags)
+
+
+def gpus() -> tuple[GpuFacts, ...]:
+    """NVIDIA GPUs as the driver's own tool lists them; empty if there is no driver or it does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = "--query-gpu=name,memory.total,memory.free,driver_version"
+    try:
+        answer = subprocess.run(
+            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = []
+    for line in answer.stdout.splitlines():
+        name, total, free, driver = (part.strip() for part in line.rsplit(",", 3))
+        if total.isdigit() and free.isdigit():
+            found.append(
+                GpuFacts(name=name, memory_bytes=int(total) * 2**20, free_bytes=int(free) * 2**20, driver=driver)
+            )
+    return tuple(found)
+
+
+def seconds_since_process_start() -> float | None:
+    """Age of this process by the kernel's clock, to a hundredth of a second; None where there is no /proc."""
+    try:
+        # The name, in parentheses, may itself hold spaces; the start time is the 20th field after it.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""  # not Linux
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
