@@ -1,0 +1,327 @@
+"""Exact attention over the paged cache: one launch for decodes (and one that combines their parts), one for prefill chunks.
+
+Decode is bound by reading the cache, so the query heads that share a kv head are rows of one tile and every block is read
+once; a sequence is split over several programs when there are too few sequences to fill the chip (flash-decoding, Dao et
+al. 2023). Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum.
+Scores are kept in units of log 2.
+
+How a sequence is split depends on its own length and on the launch, never on timing: the sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionMetadata, LayerKV
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MAX_SPLITS = 64
+CTAS_PER_SM = 4
+"""Decode programs wanted per multiprocessor before sequences are no longer split."""
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, slope, distance, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """[M, N] scores in units of log 2, not yet masked. `distance` is how far each key lies behind its query."""
+    s = tl.dot(q, tl.trans(k)) * scale
+    if HAS_SOFTCAP:
+        # tanh by exp: tl has none that runs everywhere
+        s = softcap * (1.0 - 2.0 / (tl.exp2((s / softcap) * 2.885390081777927) + 1.0))
+    if HAS_ALIBI:
+        s = s - slope * distance
+    return s * LOG2E
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    table_ptr,
+    lens_ptr,
+    slopes_ptr,
+    scale,
+    softcap,
+    window,
+    table_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lens_ptr + seq)
+    rows, ds = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    live = rows < G
+    heads = head * G + rows
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), SPLITS) * BLOCK_N
+    begin = low + split * span
+    end = tl.minimum(begin + span, length)
+
+    q = tl.load(
+        q_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :], mask=live[:, None] & (ds[None, :] < D), other=0.0
+    )
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[:, None]
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        inside = at < end
+        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
+        mask = inside[:, None] & (ds[None, :] < D)
+        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+        s = _scores(q, k, scale, softcap, slope, (length - 1 - at)[None, :].to(tl.float32), HAS_SOFTCAP, HAS_ALIBI)
+        seen = inside
+        if HAS_WINDOW:
+            seen = seen & (at >= length - window)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - safe[:, None])
+        alpha = tl.exp2(best - safe)
+        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+        best = new
+    store = live[:, None] & (ds[None, :] < D)
+    if SPLITS == 1:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = out_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=store)
+    else:
+        part = (seq * (K * G) + heads) * SPLITS + split
+        empty = total == 0.0
+        tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))), mask=live)
+        if begin < end:
+            acc = acc / tl.where(empty, 1.0, total)[:, None]
+            tl.store(part_ptr + part[:, None].to(tl.int64) * D + ds[None, :], acc, mask=store)
+
+
+@triton.jit
+def _combine_kernel(part_ptr, lse_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+    """One program a (sequence, query head): parts weighted by their share of the sum. Parts that hold nothing are skipped."""
+    row = tl.program_id(0)
+    ds = tl.arange(0, BLOCK_D)
+    splits = tl.arange(0, SPLITS)
+    lse = tl.load(lse_ptr + row * SPLITS + splits)
+    best = tl.max(lse, 0)
+    weights = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best)))
+    total = tl.sum(weights, 0)
+    mask = (lse != float("-inf"))[:, None] & (ds < D)[None, :]
+    places = part_ptr + (row * SPLITS + splits)[:, None].to(tl.int64) * D + ds[None, :]
+    parts = tl.load(places, mask=mask, other=0.0)
+    out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * D + ds, out.to(out_ptr.dtype.element_ty), mask=ds < D)
+
+
+@triton.jit
+def _prefill_step(
+    q,
+    acc,
+    best,
+    total,
+    start,
+    end,
+    positions,
+    table,
+    k_ptr,
+    v_ptr,
+    scale,
+    softcap,
+    slope,
+    window,
+    head,
+    ds,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    """One tile of keys. MASKED: some of them lie ahead of a query, or beyond the end."""
+    at = start + tl.arange(0, BLOCK_N)
+    if MASKED:
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+    place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
+    if MASKED or BLOCK_D != D:
+        mask = (at < end)[:, None] & (ds < D)[None, :]
+        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+    else:
+        k = tl.load(k_ptr + place[:, None] + ds[None, :])
+        v = tl.load(v_ptr + place[:, None] + ds[None, :])
+    distance = positions[:, None] - at[None, :]
+    s = _scores(q, k, scale, softcap, slope, distance.to(tl.float32), HAS_SOFTCAP, HAS_ALIBI)
+    if MASKED:
+        s = tl.where(distance >= 0, s, float("-inf"))
+    if HAS_WINDOW:
+        s = tl.where(distance < window, s, float("-inf"))
+    new = tl.maximum(best, tl.max(s, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - safe[:, None])
+    alpha = tl.exp2(best - safe)
+    total = total * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new, total
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    starts_ptr,
+    lens_ptr,
+    slopes_ptr,
+    scale,
+    softcap,
+    window,
+    table_stride,
+    first_seq,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    head, seq = tl.program_id(0), tl.program_id(1) + first_seq
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest first
+    start = tl.load(starts_ptr + seq)
+    num_queries = tl.load(starts_ptr + seq + 1) - start
+    if tile * BLOCK_M >= num_queries:
+        return
+    length = tl.load(lens_ptr + seq)
+    context = length - num_queries
+    rows, ds = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    live = rows < num_queries
+    positions = context + rows
+    place = ((start + rows).to(tl.int64) * (K * G) + head)[:, None] * D + ds[None, :]
+    q = tl.load(q_ptr + place, mask=live[:, None] & (ds < D)[None, :], other=0.0)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + head)
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, context + tile * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N
+    whole = (context + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N  # keys that every query of the tile may see
+    whole = tl.maximum(whole, low)
+    end = tl.minimum(length, context + (tile + 1) * BLOCK_M)
+    for at in range(low, whole, BLOCK_N):
+        acc, best, total = _prefill_step(
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head // G, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+    for at in range(whole, end, BLOCK_N):
+        acc, best, total = _prefill_step(
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head // G, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :])
+
+
+def paged_attention(
+    q: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    decode_tile: tuple[int, int, int] | None = None,
+    prefill_tile: tuple[int, int, int, int] | None = None,
+) -> Tensor:
+    """`OpSet.attention`. Tiles, for measurements: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages)."""
+    out = torch.empty_like(q)
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = kv.k.shape[1:3]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    num_seqs = meta.seq_lens.shape[0]
+    shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
+    flags = dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_ALIBI=alibi_slopes is not None)
+    slopes = q if alibi_slopes is None else alibi_slopes
+    numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
+    if meta.num_decodes:
+        group_rows = max(16, triton.next_power_of_2(shape["G"]))
+        block_n, warps, stages = decode_tile or ((64, 4, 3) if block_d <= 128 else (32, 4, 2))
+        splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
+        part = lse = out
+        if splits > 1:
+            rows = meta.num_decodes * num_heads * splits
+            part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
+            lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+        _decode_kernel[(meta.num_decodes, num_kv_heads, splits)](
+            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, *numbers,
+            BLOCK_M=group_rows, BLOCK_N=block_n, SPLITS=splits, num_warps=warps, num_stages=stages, **shape, **flags,
+        )  # fmt: skip
+        if splits > 1:
+            grid = (meta.num_decodes * num_heads,)
+            _combine_kernel[grid](part, lse, out, D=head_dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4)
+    if num_seqs > meta.num_decodes:
+        default = (128, 64, 8, 3) if block_d <= 128 else (64, 32, 8, 2)
+        if q.dtype == torch.float32:
+            default = (32, 32, 4, 2)
+        block_m, block_n, warps, stages = prefill_tile or default
+        if meta.max_query_len <= 32:
+            block_m = min(block_m, 32)
+            warps = min(warps, 4)
+        grid = (num_heads, num_seqs - meta.num_decodes, triton.cdiv(meta.max_query_len, block_m))
+        _prefill_kernel[grid](
+            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, *numbers, meta.num_decodes,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
+        )  # fmt: skip
+    return out
+
+
+def num_splits(num_programs: int, max_seq_len: int, block_n: int, num_processors: int) -> int:
+    """A power of two: enough programs to fill the chip, none with less than two tiles of the longest sequence."""
+    wanted = triton.cdiv(CTAS_PER_SM * num_processors, num_programs)
+    most = max(1, max_seq_len // (2 * block_n))
+    splits = min(wanted, most, MAX_SPLITS)
+    return 1 << (splits.bit_length() - 1)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,143 @@
+"""Sampling without a sort: one program a row of logits.
+
+A kept set is all tokens at or above a threshold, so top-k and top-p are searches for a threshold: probabilities relative to
+the best lie in [0, 1], where float32 bit patterns are in order, so thirty halvings find it exactly. Then one walk in id
+order finds the token at which the running sum passes u · total. Sums are taken in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.ops import SamplingTensors
+
+ONE = tl.constexpr(0x3F800000)
+"""The bits of 1.0."""
+
+
+@triton.jit
+def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
+    """exp((logit − best) / temperature): 1 for the best token, 0 beyond the vocabulary."""
+    at = start + tl.arange(0, BLOCK)
+    logits = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    return tl.exp((logits - best) / temperature)
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    u_ptr,
+    out_ptr,
+    vocab,
+    row_stride,
+    BLOCK: tl.constexpr,
+    ANY_TOP_K: tl.constexpr,
+    ANY_TOP_P: tl.constexpr,
+    ANY_MIN_P: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    temperature = tl.load(temperature_ptr + row)
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    ids = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logits = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        ids = tl.where(logits > peaks, at, ids)
+        peaks = tl.maximum(peaks, logits)
+    best = tl.max(peaks, 0)
+    chosen = tl.min(tl.where(peaks == best, ids, 2147483647), 0)
+    if temperature > 0.0:
+        least = 1  # the bits of the smallest positive number: tokens of weight 0 are never kept
+        if ANY_MIN_P:
+            least = tl.maximum(least, tl.load(min_p_ptr + row).to(tl.int32, bitcast=True))
+        if ANY_TOP_K:
+            k = tl.load(top_k_ptr + row)
+            if (k > 0) & (k < vocab):
+                low, high = 0, ONE  # count(≥ low) ≥ k always; the answer is the largest such
+                while low < high:
+                    middle = (low + high + 1) // 2
+                    count = tl.zeros((BLOCK,), tl.int32)
+                    for start in range(0, vocab, BLOCK):
+                        w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
+                        count += (w.to(tl.int32, bitcast=True) >= middle).to(tl.int32)
+                    if tl.sum(count, 0) >= k:
+                        low = middle
+                    else:
+                        high = middle - 1
+                least = tl.maximum(least, low)
+        if ANY_TOP_P:
+            top_p = tl.load(top_p_ptr + row)
+            if top_p < 1.0:
+                mass = tl.zeros((BLOCK,), tl.float64)
+                for start in range(0, vocab, BLOCK):
+                    w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
+                    mass += tl.where(w.to(tl.int32, bitcast=True) >= least, w, 0.0).to(tl.float64)
+                wanted = tl.sum(mass, 0) * top_p
+                low, high = least, ONE
+                while low < high:
+                    middle = (low + high + 1) // 2
+                    mass = tl.zeros((BLOCK,), tl.float64)
+                    for start in range(0, vocab, BLOCK):
+                        w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
+                        mass += tl.where(w.to(tl.int32, bitcast=True) >= middle, w, 0.0).to(tl.float64)
+                    if tl.sum(mass, 0) >= wanted:
+                        low = middle
+                    else:
+                        high = middle - 1
+                least = low
+        total = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, vocab, BLOCK):
+            w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
+            total += tl.where(w.to(tl.int32, bitcast=True) >= least, w, 0.0).to(tl.float64)
+        target = tl.load(u_ptr + row).to(tl.float64) * tl.sum(total, 0)
+        running = tl.sum(tl.zeros((BLOCK,), tl.float64), 0)
+        found = -1
+        for start in range(0, vocab, BLOCK):
+            if found < 0:
+                w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
+                kept = w.to(tl.int32, bitcast=True) >= least
+                sums = running + tl.cumsum(tl.where(kept, w, 0.0).to(tl.float64), 0)
+                at = start + tl.arange(0, BLOCK)
+                reached = tl.min(tl.where(kept & (sums > target), at, 2147483647), 0)
+                if reached < 2147483647:
+                    found = reached
+                else:
+                    chosen_here = tl.max(tl.where(kept, at, -1), 0)
+                    if chosen_here >= 0:
+                        chosen = chosen_here  # should rounding leave none: the last kept
+                    running += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
+        if found >= 0:
+            chosen = found
+    tl.store(out_ptr + row, chosen.to(tl.int64))
+
+
+def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tensor:
+    """Biased and penalised logits [S, V] → int64 [S]; u float32 [S] in (0, 1)."""
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _sample_kernel[(num_rows,)](
+            logits,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            u,
+            out,
+            vocab,
+            logits.stride(0),
+            BLOCK=min(block, triton.next_power_of_2(vocab)),
+            ANY_TOP_K=params.any_top_k,
+            ANY_TOP_P=params.any_top_p,
+            ANY_MIN_P=params.any_min_p,
+            num_warps=8,
+        )
+    return out
