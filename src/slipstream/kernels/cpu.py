@@ -2,17 +2,21 @@
 
 What was measured (benchmarks/cpu_ops.py): oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
 `scaled_dot_product_attention` over gathered blocks, with the query heads of a kv head packed as rows, keeps scores in
-float32 and beats matrix products of our own but for many long sequences (`enable_gqa` expands the cache: never).
+float32 and is at least level with matrix products of our own (`enable_gqa` expands the cache: never).
 Argmax, top-k and the draw over a vocabulary go chunk by chunk, and nothing is sorted that need not be.
 
 A packed weight replaces the dense one. Of a tied embedding the table stays for the look-up and a packed copy serves as
 the head: V · E elements more, for a head 2 × as fast.
+
+Temporaries of some megabytes are the rule here, and giving their pages back to the system each time costs more than
+filling them (5 × in sampling and attention): see `keep_freed_memory`.
 
 Everything gathered is masked, but a masked value still meets a weight of 0: the cache must be finite (made with zeros).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +41,8 @@ from slipstream.kernels.reference import (
 )
 from slipstream.model.spec import Activation
 
-MAX_MASK_BYTES = 64 * 2**20
-"""A prefill chunk's mask, or its scores, are made for as many queries at a time as fit in this."""
+MAX_TEMPORARY_BYTES = 4 * 2**20
+"""Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
 
 PACK_BATCH = 32
 """The number of tokens that oneDNN lays weights out for; the layout serves other numbers as well."""
@@ -78,6 +82,14 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def keep_freed_memory() -> bool:
+    """Tell glibc to reuse freed memory of this process instead of giving it back: blocks under 32 MiB come from the
+    heap, and up to 256 MiB stay at its end. False where the C library has no such setting (it changes speed only)."""
+    trim_threshold, mmap_threshold = -1, -3  # names in malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(trim_threshold, 256 * 2**20) and mallopt(mmap_threshold, 32 * 2**20))
+
+
 class CpuOps(ReferenceOps):
     """Holds one thing: what was derived from the last step's metadata, which every layer needs again. It is told by the
     identity of the metadata object, whose tensors must therefore never be written to."""
@@ -87,6 +99,7 @@ class CpuOps(ReferenceOps):
     def __init__(self) -> None:
         self._meta: AttentionMetadata | None = None
         self._derived: dict[object, Any] = {}
+        keep_freed_memory()
 
     def _once_a_step(self, meta: AttentionMetadata, key: object, make: Callable[[], Made]) -> Made:
         if self._meta is not meta:
@@ -182,9 +195,8 @@ class CpuOps(ReferenceOps):
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         lens = self._once_a_step(meta, "lens", meta.seq_lens.tolist)
-        shape = (kv.k.shape[1], kv.block_size)
         groups = self._once_a_step(
-            meta, (shape, window, q.dtype), lambda: decode_groups(meta, lens, *shape, window, q.dtype)
+            meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
         )
         if len(groups) == 1 and groups[0].rows is None:
             return _decode(q, kv, groups[0], scale, softcap, alibi_slopes)
@@ -256,14 +268,15 @@ def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Ten
 
 
 def decode_groups(
-    meta: AttentionMetadata, lens: list[int], num_kv_heads: int, block_size: int, window: int | None, dtype: torch.dtype
+    meta: AttentionMetadata, lens: list[int], kv: LayerKV, window: int | None, dtype: torch.dtype
 ) -> list[DecodeGroup]:
     """The step's decodes, in groups that padding makes little dearer. Blocks before the window are not gathered."""
-    count = meta.num_decodes
+    _, num_kv_heads, block_size, _ = kv.k.shape
+    count, block_bytes = meta.num_decodes, kv.k[0].nbytes
     firsts = [0 if window is None else max(0, length - window) // block_size for length in lens[:count]]
     needed = [max(1, -(-length // block_size) - first) for length, first in zip(lens, firsts, strict=False)]
     groups = []
-    for rows in _alike(needed):
+    for rows in _alike(needed, MAX_TEMPORARY_BYTES // block_bytes):
         n = max(needed[i] for i in rows)
         index = torch.tensor(rows)
         group_lens = meta.seq_lens[index][:, None]
@@ -289,17 +302,18 @@ def decode_groups(
     return groups
 
 
-def _alike(needed: list[int]) -> list[list[int]]:
+def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
     """Sequences grouped by the blocks they need: all together if padding them to the longest costs little, else so that
-    none is padded to more than twice its own."""
-    if not needed:
-        return []
-    if max(needed) * len(needed) <= 1.5 * sum(needed) + 8 * len(needed):
-        return [list(range(len(needed)))]
+    none is padded to more than twice its own; and no group of several with more than `max_blocks`."""
     groups: dict[int, list[int]] = {}
+    even = max(needed, default=0) * len(needed) <= 1.5 * sum(needed) + 8 * len(needed)
     for i, count in enumerate(needed):
-        groups.setdefault((count - 1).bit_length(), []).append(i)
-    return list(groups.values())
+        groups.setdefault(0 if even else (count - 1).bit_length(), []).append(i)
+    cut = []
+    for rows in groups.values():
+        size = max(1, max_blocks // max(needed[i] for i in rows))
+        cut += [rows[i : i + size] for i in range(0, len(rows), size)]
+    return cut
 
 
 def _decode(
@@ -342,7 +356,7 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float,
         )
         out.copy_(mixed[0].transpose(0, 1))
         return
-    step = max(1, MAX_MASK_BYTES // (length * group * q.element_size()))
+    step = max(1, MAX_TEMPORARY_BYTES // (length * group * q.element_size()))
     if window is not None:  # longer pieces would read far more than the window
         step = min(step, max(window, 64))
     for begin in range(0, num_queries, step):
@@ -375,7 +389,7 @@ def _tiled(
     """The reference's attention, a few queries at a time, so that the scores stay small."""
     num_queries, num_heads, _ = q.shape
     length = keys.shape[1]
-    step = max(1, MAX_MASK_BYTES // (length * num_heads * 4))
+    step = max(1, MAX_TEMPORARY_BYTES // (length * num_heads * 4))
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
         last = length - num_queries + end

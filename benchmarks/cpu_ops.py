@@ -1,0 +1,177 @@
+"""What each op of CpuOps costs at SmolLM2-135M's sizes, beside the alternatives it was chosen over. Microseconds.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_ops.py [OUT.json] [--threads 2]
+
+The lowest and the median of many runs are kept: the lowest is what the op costs, the distance between them is how busy
+the machine was. Weights rotate among enough copies to come from memory, as in a model. `used` marks what CpuOps does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from slipstream.kernels import cpu
+from slipstream.kernels.cpu import CpuOps
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors
+from slipstream.kernels.reference import ReferenceOps
+
+E, H, K, D, FF, V, CONTEXT, BLOCK = 576, 9, 3, 64, 1536, 49152, 512, 16
+Run = Callable[[], Any]
+reference = ReferenceOps()
+
+
+def measure(run: Run, seconds: float = 0.25) -> dict[str, float]:
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        begin = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return {"min_us": round(min(times), 1), "median_us": round(sorted(times)[len(times) // 2], 1)}
+
+
+def rotating(items: list[Any], use: Callable[[Any], Any]) -> Run:
+    state = iter(range(10**9))
+    return lambda: use(items[next(state) % len(items)])
+
+
+def decode_step(batch: int, dtype: torch.dtype) -> tuple[AttentionMetadata, LayerKV]:
+    blocks = CONTEXT // BLOCK
+    table = (torch.randperm(batch * blocks) + 1).int().view(batch, blocks)
+    lens = torch.full((batch,), CONTEXT - 3, dtype=torch.int32)
+    at = lens.long() - 1
+    meta = AttentionMetadata(
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+        seq_lens=lens,
+        block_table=table,
+        positions=at,
+        slot_mapping=table.gather(1, (at // BLOCK)[:, None])[:, 0].long() * BLOCK + at % BLOCK,
+        num_decodes=batch,
+        max_query_len=1,
+        max_seq_len=CONTEXT,
+    )
+    kv = LayerKV(*(torch.randn(batch * blocks + 1, K, BLOCK, D).to(dtype) for _ in range(2)))
+    return meta, kv
+
+
+def products_decode(q: torch.Tensor, kv: LayerKV, group: cpu.DecodeGroup, scores: torch.dtype) -> torch.Tensor:
+    """Decode attention by matrix products, scores in the type given: what SDPA was chosen over."""
+    q = q if group.rows is None else q[group.rows]
+    n, length = len(q) * K, group.num_blocks * BLOCK
+    keys, values = (t.view(-1, BLOCK * D).index_select(0, group.blocks).view(n, length, D) for t in (kv.k, kv.v))
+    s = torch.bmm(q.view(n, H // K, D).to(scores), keys.to(scores).transpose(1, 2)).float() * 0.125
+    s = s.view(len(q), K, H // K, length) + group.mask
+    return torch.bmm(s.softmax(-1).view(n, H // K, length).to(q.dtype), values)
+
+
+def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
+    ops = CpuOps()
+    found: dict[str, dict[str, Run]] = {}
+    for name, (out, inner) in {
+        "qkv": (960, E),
+        "out": (E, E),
+        "up": (2 * FF, E),
+        "down": (E, FF),
+        "head": (V, E),
+    }.items():
+        x = torch.randn(batch, inner).to(dtype)
+        weights = [torch.randn(out, inner).to(dtype) for _ in range(max(2, min(24, int(1e8 / (out * inner * 2)))))]
+        packed = [ops.prepare_linear(w, None) for w in weights]
+        found[f"linear {name}"] = {
+            "used": rotating(packed, lambda w, x=x: ops.linear(x, w)),
+            "F.linear": rotating(weights, lambda w, x=x: F.linear(x, w)),
+        }
+    x, residual, g = torch.randn(batch, E).to(dtype), torch.randn(batch, E).to(dtype), torch.randn(E).to(dtype)
+    found["rms_norm + residual"] = {
+        "used": lambda: ops.rms_norm(x, g, 1e-5, residual=residual),
+        "reference": lambda: reference.rms_norm(x, g, 1e-5, residual=residual),
+    }
+    up = torch.randn(batch, 2 * FF).to(dtype)
+    found["gated silu"] = {
+        "used": lambda: ops.gated_activation(up, "silu"),
+        "reference": lambda: reference.gated_activation(up, "silu"),
+        "two roundings": lambda: F.silu(up[:, :FF]) * up[:, FF:],
+    }
+    meta, kv = decode_step(batch, dtype)
+    qkv, table = torch.randn(batch, (H + 2 * K) * D).to(dtype), torch.randn(CONTEXT, D)
+    sizes: dict[str, Any] = {"num_heads": H, "num_kv_heads": K, "head_dim": D, "cos_sin": table}
+    found["rope_and_cache"] = {
+        "used": lambda: ops.rope_and_cache(qkv, kv, meta, **sizes),
+        "first layer": lambda: CpuOps().rope_and_cache(qkv, kv, meta, **sizes),
+        "reference": lambda: reference.rope_and_cache(qkv, kv, meta, **sizes),
+    }
+    q = torch.randn(batch, H, D).to(dtype)
+    groups = cpu.decode_groups(meta, meta.seq_lens.tolist(), kv, None, dtype)
+    found["attention, decode"] = {
+        "used": lambda: ops.attention(q, kv, meta, scale=0.125),
+        "first layer": lambda: CpuOps().attention(q, kv, meta, scale=0.125),
+        "products, float32 scores": lambda: [products_decode(q, kv, g, torch.float32) for g in groups],
+        "products, scores as the cache": lambda: [products_decode(q, kv, g, dtype) for g in groups],
+        "reference": lambda: reference.attention(q, kv, meta, scale=0.125),
+    }
+    logits = torch.randn(batch, V).to(dtype) * 4
+    one = torch.ones(batch)
+    for name, (temperature, top_k, top_p) in {
+        "greedy": (0.0, 0, 1.0),
+        "plain": (1.0, 0, 1.0),
+        "top_k 50": (1.0, 50, 1.0),
+        "top_p 0.95": (0.7, 0, 0.95),
+        "both": (0.7, 50, 0.95),
+    }.items():
+        params = SamplingTensors(
+            temperature=one * temperature,
+            top_k=one.int() * top_k,
+            top_p=one * top_p,
+            min_p=one * 0,
+            seeds=torch.arange(batch),
+            history_lens=one.int(),
+            all_greedy=temperature == 0,
+            any_top_k=top_k > 0,
+            any_top_p=top_p < 1,
+        )
+        found[f"sample, {name}"] = {
+            "used": lambda p=params: ops.sample(logits.clone(), p),
+            "reference": lambda p=params: reference.sample(logits.clone(), p),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    rows = []
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            for batch in (1, 16, 32):
+                for op, variants in cases(batch, dtype).items():
+                    times = {name: measure(run) for name, run in variants.items()}
+                    rows.append({"dtype": str(dtype).removeprefix("torch."), "batch": batch, "op": op, "times": times})
+                    shown = " · ".join(f"{name} {t['min_us']:.0f} ({t['median_us']:.0f})" for name, t in times.items())
+                    print(f"{rows[-1]['dtype']:9}{batch:4}  {op:20} {shown}", flush=True)
+    if args.out:
+        sizes = {"E": E, "H": H, "K": K, "D": D, "F": FF, "V": V, "context": CONTEXT, "block_size": BLOCK}
+        facts = {"torch": torch.__version__, "python": platform.python_version(), "cpu": model, "threads": args.threads}
+        facts["instructions"] = torch.backends.cpu.get_cpu_capability()
+        args.out.write_text(
+            json.dumps({**facts, "sizes": sizes, "unit": "microseconds", "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
