@@ -7,7 +7,6 @@ explains each number.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +176,8 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    import asyncio
+
     from slipstream.bench.load import parse_arrivals
     from slipstream.bench.metrics import parse_objectives
     from slipstream.bench.report import document, print_summary

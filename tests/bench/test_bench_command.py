@@ -1,0 +1,195 @@
+"""`slipstream bench`, each kind and adapter, over tiny dummy models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
+from slipstream.bench.adapters.transformers import OfflineTransformers
+from slipstream.bench.metrics import DEFINITIONS
+from slipstream.bench.workload import BenchRequest, fixed
+from slipstream.cli.main import main
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+from tests.server.conftest import serving
+
+DUMMY = ["--load-format=dummy", "--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=8MiB"]
+SHORT = ["--num-requests=6", "--input-len=20", "--output-len=9"]
+
+
+def result(capsys, *words, code=0):
+    assert main(["bench", *map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def check_document(found, kind):
+    assert found["benchmark"] == kind
+    assert found["definitions"] == DEFINITIONS
+    assert set(found["versions"]) >= {"slipstream", "torch", "python", "triton", "transformers"}
+    assert found["machine"]["host"]["num_cores"] >= 1
+
+
+def test_latency(config_only, capsys):
+    words = ["latency", config_only, "--batch-sizes=1,3", "--input-len=8", "--output-len=6", "--repeat=2", *DUMMY]
+    found = result(capsys, *words)
+    check_document(found, "latency")
+    assert [row["batch_size"] for row in found["results"]] == [1, 3]
+    for row in found["results"]:
+        assert 0 < row["ttft_s"] < row["e2e_s"]
+        assert row["e2e_s"] == pytest.approx(row["ttft_s"] + 5 * row["tpot_s"], rel=0.5)
+
+
+@pytest.mark.parametrize("policy", ["inflight", "dynamic", "static"])
+def test_throughput_of_each_policy(config_only, capsys, policy):
+    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, f"--scheduling-policy={policy}", "--repeat=2")
+    check_document(found, "throughput")
+    assert found["engine"]["config"]["scheduling"]["policy"] == policy
+    assert found["engine"]["config"]["cache"]["enable_prefix_caching"] is False
+    assert (found["results"]["input_tokens"], found["results"]["output_tokens"]) == (120, 54)
+    assert found["results"]["cached_tokens"] == 0
+    assert found["results"]["output_throughput"] == min(found["output_throughput_of_each_run"])  # of two, the lower
+
+
+def test_throughput_random_and_lengths(config_only, capsys, tmp_path):
+    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, "--workload=random", "--range-ratio=0.2")
+    assert found["workload"]["input_range"] == [4, 20]
+    path = tmp_path / "lengths.json"
+    path.write_text('{"lengths": [[3, 4], [5, 6]]}')
+    words = ["--workload=lengths", f"--lengths-file={path}", "--num-requests=2"]
+    found = result(capsys, "throughput", config_only, *DUMMY, *words)
+    assert (found["results"]["input_tokens"], found["results"]["output_tokens"]) == (8, 10)
+
+
+def test_shared_prefix_is_shared(config_only, capsys):
+    words = ["--workload=shared-prefix", "--prefix-len=64", "--warmup=2", "--max-num-seqs=1"]
+    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, *words)
+    assert found["results"]["cached_tokens"] == 5 * 64  # all but the first, and nothing of the warm-up
+    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, *words, "--no-enable-prefix-caching")
+    assert found["results"]["cached_tokens"] == 0
+
+
+def test_runs_do_not_profit_from_earlier_ones(config_only):
+    args = EngineArgs(
+        model=str(config_only), load_format="dummy", device="cpu", skip_tokenizer_init=True, num_threads=1
+    )
+    engine = OfflineSlipstream(args)
+    workload = fixed(3, 40, 2, vocab_size=200)
+    for _ in range(2):
+        assert [r.cached_tokens for r in engine.run(workload.requests)] == [0, 0, 0]
+
+
+def test_answers_have_exactly_the_length_asked_for():
+    sampling = greedy(7)
+    assert sampling.is_greedy
+    assert sampling.ignore_eos
+    assert sampling.max_tokens == 7
+
+
+def test_throughput_transformers(config_only, capsys):
+    words = ["--engine=transformers", "--batch-size=4", "--workload=random"]
+    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, *words)
+    assert found["engine"]["name"] == "transformers"
+    assert found["engine"]["config"]["dtype"] == "float32"
+    assert found["results"]["num_failed"] == 0
+    assert found["results"]["output_tokens"] == found["workload"]["output_tokens"]
+
+
+def test_transformers_batches_compute_what_single_requests_do(tiny_model, monkeypatch):
+    """Left padding and the mask are right: in a batch of uneven prompts each gets the tokens it gets alone."""
+    engine = OfflineTransformers(tiny_model, batch_size=3, dtype="float32", device="cpu", num_threads=1, dummy=False)
+    made = []
+    generate = engine.model.generate
+
+    def spy(**arguments):
+        made.append(generate(**arguments)[:, arguments["input_ids"].shape[1] :])
+        return made[-1]
+
+    monkeypatch.setattr(engine.model, "generate", spy)
+    requests = [
+        BenchRequest(prompt_token_ids=tuple(range(5, 5 + n)), output_tokens=m) for n, m in ((3, 6), (20, 9), (9, 4))
+    ]
+    records = engine.run(requests)
+    (together,) = made
+    assert [r.output_tokens for r in records] == [6, 9, 4]
+    assert records[2].last_token < records[0].last_token < records[1].last_token
+    made.clear()
+    for row, request in enumerate(requests):
+        engine.run([request])
+        assert torch.equal(made[-1][0], together[row][: request.output_tokens])
+
+
+def test_serve_in_process(config_only, capsys, tmp_path):
+    output = tmp_path / "result.json"
+    words = ["--arrivals=poisson:200", "--slo=e2e_s=60", f"--output={output}"]
+    found = result(capsys, "serve", config_only, *SHORT, *DUMMY, *words)
+    check_document(found, "serve")
+    assert found["arrivals"] == {"kind": "poisson", "rate": 200.0}
+    assert found["results"]["goodput"] == pytest.approx(found["results"]["requests_per_s"])
+    assert found["results"]["itl_s"]["mean"] > 0
+    assert found["engine"]["stats"]["num_free_blocks"] == found["engine"]["stats"]["num_blocks"]
+    assert json.loads(output.read_text()) == found
+
+
+def test_serve_a_url(tiny_model, capsys):
+    from slipstream.engine.async_llm import AsyncLLM
+
+    args = EngineArgs(
+        model=str(tiny_model), dtype="float32", device="cpu", num_threads=1, max_num_seqs=8, kv_cache_bytes=2**24
+    )
+    with serving(start=lambda: AsyncLLM.start(args), served_model_names=("tiny",)) as server:
+        found = result(capsys, "serve", "--url", server.url, "--vocab-size=200", "--arrivals=closed:2", *SHORT)
+        assert (found["engine"]["model"], found["arrivals"]["concurrency"]) == ("tiny", 2)
+        assert (found["results"]["input_tokens"], found["results"]["output_tokens"]) == (120, 54)
+        assert found["results"]["num_failed"] == 0
+        words = ["--url", server.url, "--vocab-size=200", "--served-model-name=other"]
+        told = result(capsys, "serve", *words, *SHORT, code=2)
+        assert "404" in told["error"]["message"]
+
+
+def test_no_server(capsys):
+    told = result(capsys, "serve", "--url=http://127.0.0.1:1", "--vocab-size=10", code=1)
+    assert "does not answer" in told["error"]["message"]
+
+
+def test_tables(config_only, capsys):
+    assert main(["bench", "throughput", str(config_only), *SHORT, *DUMMY]) == 0
+    out = capsys.readouterr().out
+    for part in ("TTFT, ms", "output throughput", "total throughput", "p99", *DEFINITIONS.values()):
+        assert part in out
+    assert main(["bench", "latency", str(config_only), "--batch-sizes=1", "--output-len=3", "--repeat=1", *DUMMY]) == 0
+    assert "decode, ms/token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["latency", "M", "--batch-sizes=1,x"], "batch_sizes"),
+        (["latency", "M", "--repeat=0"], "repeat"),
+        (["throughput", "M", "--num-requests=0"], "num_requests"),
+        (["throughput", "M", "--workload=lengths"], "lengths_file"),
+        (["throughput", "M", "--workload=random", "--range-ratio=0"], "range_ratio"),
+        (["throughput", "M", "--warmup=-1"], "warmup"),
+        (["throughput", "M", "--engine=transformers"], "dtype"),
+        (["serve"], "model"),
+        (["serve", "--url=http://127.0.0.1:1"], "vocab_size"),
+        (["serve", "M", "--arrivals=x"], "arrivals"),
+        (["serve", "M", "--slo=x"], "slo"),
+        (["throughput", "M", "--output-len=600", *DUMMY], "max_tokens"),
+    ],
+)
+def test_refuses(config_only, capsys, words, field):
+    found = result(capsys, *[config_only if w == "M" else w for w in words], code=2)
+    assert found["error"]["field"] == field
+
+
+def test_output_that_cannot_be_written(config_only, capsys):
+    words = ["throughput", config_only, *SHORT, *DUMMY, "--output=/no/such/folder/x.json"]
+    assert result(capsys, *words, code=2)["error"]["field"] == "output"
+
+
+def test_batch_size_of_transformers(tiny_model):
+    with pytest.raises(ConfigError, match="batch_size"):
+        OfflineTransformers(tiny_model, batch_size=0, dtype="float32", device="cpu", num_threads=1, dummy=False)

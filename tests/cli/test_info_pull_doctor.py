@@ -1,0 +1,117 @@
+"""`info`, `pull` and `doctor`: what they say, by numbers that are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import doctor
+from slipstream.cli.info import describe, parts_bytes
+from slipstream.cli.main import main
+from slipstream.model.description import read_spec
+from slipstream.plan.hardware import GpuFacts, HostFacts
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
+def test_info_llama_8b(capsys):
+    assert main(["info", str(CONFIGS / "llama-3-8b"), "--json", "--device=cpu", "--max-model-len=4096"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_parameters"] == 8_030_261_248
+    assert sum(found["bytes_by_part"].values()) == 2 * found["num_parameters"]
+    assert found["kv_bytes_per_token"] == 131_072
+    ledger = found["memory_estimate"]
+    assert ledger["block_bytes"] == 16 * 131_072
+    assert ledger["max_model_len"] <= 4096
+    assert ledger["kv_bytes"] == ledger["num_blocks"] * ledger["block_bytes"]
+
+
+def test_info_text(capsys):
+    assert main(["info", str(CONFIGS / "gpt-j-6b"), "--device=cpu", "--dtype=float32"]) == 0
+    out = capsys.readouterr().out
+    for part in ("6,050,882,784", "28 × MHA 16 heads", "917,504 B a token", "estimated"):
+        assert part in out
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt-j-6b"])
+def test_parts_add_up(name):
+    spec = read_spec(CONFIGS / name).spec
+    parts = parts_bytes(spec, 4)
+    assert sum(parts.values()) == 4 * spec.num_parameters
+    norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms)
+    assert parts["norms"] == 4 * (norms + spec.final_norm.size * (2 if spec.final_norm.bias else 1))
+    assert "heads" in describe(spec.layers[0])
+
+
+def test_info_unsupported_model(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "frobnicator"}')
+    assert main(["info", str(tmp_path)]) == 3
+    assert "frobnicator" in capsys.readouterr().err
+
+
+def test_info_cannot_fit(capsys):
+    words = ["info", str(CONFIGS / "llama-3-8b"), "--device=cpu", "--max-model-len=8192", "--kv-cache-bytes=64MiB"]
+    assert main(words) == 1
+    assert "max_model_len=8192" in capsys.readouterr().err
+
+
+def test_pull_of_a_path_checks_it(tiny_model, capsys):
+    assert main(["pull", str(tiny_model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["family"]) == ("safetensors", "llama")
+    assert found["bytes"] == sum(f.stat().st_size for f in tiny_model.iterdir())
+
+
+def test_pull_of_nothing(tmp_path, capsys):
+    assert main(["pull", str(tmp_path)]) == 3
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_doctor_json(capsys):
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (1 if any(m["needed"] for m in found["missing"]) else 0)
+    assert found["host"]["num_cores"] >= 1
+    assert found["will_use"]["device"].startswith(("cpu", "cuda"))
+    assert found["packages"]["torch"]
+
+
+def test_doctor_text(capsys):
+    main(["doctor"])
+    out = capsys.readouterr().out
+    for part in ("this machine", "will be used", "cache folder", "cores"):
+        assert part in out
+
+
+HOST = HostFacts(
+    system="Linux", cpu="x", cpu_features=(), num_cores=2, num_cpus=2, memory_bytes=2**34, free_bytes=2**33
+)
+GPU = GpuFacts(name="NVIDIA H200", memory_bytes=2**37, free_bytes=2**37, driver="470.1")
+CPU_TORCH = doctor.TorchFacts(version="2.13.0", cuda_build=None, sees_gpu=False)
+CUDA_TORCH = doctor.TorchFacts(version="2.13.0", cuda_build="13.0", sees_gpu=True)
+BLIND_TORCH = doctor.TorchFacts(version="2.13.0", cuda_build="13.0", sees_gpu=False)
+ALL = {"triton": "3", "huggingface-hub": "2"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch", "packages", "has_model", "words", "needed"),
+    [
+        ((), CPU_TORCH, ALL, True, [], False),
+        ((), CUDA_TORCH, ALL, True, [], False),
+        ((GPU,), CUDA_TORCH, ALL, True, [], False),
+        ((), None, ALL, True, ["torch"], True),
+        ((GPU,), CPU_TORCH, ALL, True, ["CUDA build"], False),
+        ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
+        ((GPU,), CUDA_TORCH, {}, True, ["triton", "hub"], False),
+        ((), CPU_TORCH, {}, False, ["hub", "default model"], False),
+    ],
+)
+def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
+    missing = doctor.find_missing(HOST, gpus, torch, packages, has_model=has_model)
+    assert len(missing) == len(words)
+    for item, word in zip(missing, words, strict=True):
+        assert word in item.what
+        assert item.command
+    assert doctor.exit_code(missing) == int(needed)

@@ -1,0 +1,134 @@
+"""Exit codes, errors and --json, whatever the verb."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slipstream import __version__, errors
+from slipstream.cli import main as cli
+from slipstream.cli.main import main
+
+
+@pytest.fixture
+def fails_with(monkeypatch):
+    """Make `slipstream doctor` raise an error."""
+
+    def make(error):
+        def handler(args):
+            raise error
+
+        monkeypatch.setattr("slipstream.cli.doctor.run", handler)
+
+    return make
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_module_runs_as_a_program():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    result = subprocess.run([sys.executable, "-m", "slipstream", "--version"], env=env, capture_output=True, check=True)
+    assert result.stdout.decode().split() == ["slipstream", __version__]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x", field="dtype"), 2),
+        (errors.ContextLengthError("x", field="prompt"), 2),
+        (errors.UnsupportedModelError("x"), 3),
+        (errors.CheckpointError("x"), 3),
+        (errors.DownloadError("x"), 3),
+        (errors.OutOfMemoryError("x"), 1),
+        (errors.EngineDeadError("x"), 1),
+        (RuntimeError("x"), 1),
+    ],
+)
+def test_exit_codes(fails_with, capsys, error, code):
+    fails_with(error)
+    assert main(["doctor"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1  # one clear line
+    assert "Traceback" not in err
+    assert main(["doctor", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert told["type"] == type(error).__name__
+    assert told["field"] == getattr(error, "field", None)
+
+
+def test_notes_are_told(fails_with, capsys):
+    error = errors.RequestError("too long")
+    error.add_note("in prompt 3 of 5")
+    fails_with(error)
+    main(["doctor"])
+    assert capsys.readouterr().err == "slipstream: too long; in prompt 3 of 5\n"
+
+
+@pytest.mark.parametrize("words", [["--debug", "doctor"], ["doctor", "--debug"]])
+def test_debug_shows_the_traceback(fails_with, capsys, words):
+    fails_with(errors.ConfigError("x"))
+    assert main(words) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt(fails_with):
+    fails_with(KeyboardInterrupt())
+    assert main(["doctor"]) == 130
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["frob"],
+        ["run"],
+        ["run", "x", "--no-such-option"],
+        ["serve"],
+        ["bench"],
+        ["run", "x", "--max-tokens", "few"],
+    ],
+)
+def test_usage_errors(capsys, words):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: slipstream")
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "UsageError"
+
+
+def test_a_closed_pipe_is_quiet():
+    """`slipstream … | head -0`"""
+    read, write = os.pipe()
+    os.close(read)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "slipstream", "doctor", "--json"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=env, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "serve", "pull", "info", "doctor", "bench", "bench serve"])
+def test_help_of_every_verb(capsys, verb):
+    with pytest.raises(SystemExit) as end:
+        main([*verb.split(), "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "usage: slipstream " + verb in out
+    assert verb == "bench" or "--json" in out
+
+
+def test_help_lists_the_exit_codes():
+    text = " ".join(cli.build_parser().format_help().split())
+    for code in ("0 done", "1 failed", "2 wrong argument", "3 model", "130 interrupted"):
+        assert code in text

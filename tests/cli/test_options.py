@@ -1,0 +1,79 @@
+"""Every setting of the engine is an option, and none that is not given is set."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.cli import options
+from slipstream.config import EngineArgs
+from slipstream.types import SamplingParams
+
+
+def parse(*words, **defaults):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    options.add_engine_options(parser, without=("seed",))
+    options.add_sampling_options(parser, **defaults)
+    return parser.parse_args(["some-model", *words])
+
+
+def test_every_field_is_explained():
+    fields = {f.name for f in dataclasses.fields(EngineArgs)}
+    assert set(options.ENGINE_HELP) == fields - {"model"}
+    assert set(options.SAMPLING_HELP) <= {f.name for f in dataclasses.fields(SamplingParams)}
+
+
+def test_nothing_given_means_the_defaults():
+    assert options.engine_args(parse()) == EngineArgs(model="some-model")
+    assert options.sampling_params(parse()) == SamplingParams()
+
+
+@pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineArgs) if f.name not in ("model", "seed")])
+def test_every_field_can_be_set(field):
+    flag = "--" + field.name.replace("_", "-")
+    if isinstance(field.default, bool):
+        words, value = [flag if not field.default else flag.replace("--", "--no-", 1)], not field.default
+    elif "str" in str(field.type):
+        words, value = [flag, "word"], "word"
+    elif field.type == "float":
+        words, value = [flag, "0.25"], 0.25
+    else:
+        words, value = [flag, "7"], 7
+    assert options.engine_args(parse(*words)) == dataclasses.replace(
+        EngineArgs(model="some-model"), **{field.name: value}
+    )
+
+
+def test_what_the_verb_sets_gives_way_to_the_user():
+    assert options.engine_args(parse(), max_num_seqs=1).max_num_seqs == 1
+    assert options.engine_args(parse("--max-num-seqs", "4"), max_num_seqs=1).max_num_seqs == 4
+    assert options.sampling_params(parse(), temperature=0.0).temperature == 0.0
+    assert options.sampling_params(parse("--temperature=2"), temperature=0.0).temperature == 2.0
+
+
+def test_stop_may_be_repeated():
+    assert options.sampling_params(parse("--stop", "a", "--stop", "b")).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("123", 123), ("2GiB", 2**31), ("1.5g", 3 * 2**29), ("512MB", 2**29), ("4 kib", 4096), ("1t", 2**40), ("8b", 8)],
+)
+def test_sizes(text, size):
+    assert options.parse_bytes(text) == size
+
+
+@given(st.integers(0, 2**50))
+def test_plain_bytes(count):
+    assert options.parse_bytes(str(count)) == count
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "1gg", "1 2", "GiB", "1e9"])
+def test_no_sizes(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+        options.parse_bytes(text)

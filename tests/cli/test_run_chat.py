@@ -1,0 +1,180 @@
+"""`run` and `chat` over the real engine with a tiny random model."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.cli import chat
+from slipstream.cli.answer import measure
+from slipstream.cli.main import main
+from slipstream.types import CompletionOutput, RequestOutput, RequestTimes
+
+FAST = ["--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=16MiB", "--max-model-len=1024"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(str(tiny_model), device="cpu", dtype="float32", num_threads=1, max_model_len=1024) as llm:
+        yield llm
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def expected(llm, messages, **sampling):
+    (output,) = llm.chat(messages, SamplingParams(temperature=0, **sampling), progress=False)
+    return output.outputs[0].text
+
+
+def test_run_answers_through_the_chat_template(tiny_model, llm, capsys):
+    assert main(["run", str(tiny_model), "hello", "--max-tokens=12", *FAST]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(llm, [{"role": "user", "content": "hello"}], max_tokens=12) + "\n"
+    assert "12 tokens at" in err
+    assert "started in" in err
+
+
+def test_run_json_is_one_object(tiny_model, llm, capsys):
+    words = ["run", "--model", str(tiny_model), "hello", "--system", "be brief", "--max-tokens=5", "--json", *FAST]
+    assert main(words) == 0
+    out, _ = capsys.readouterr()
+    answer = json.loads(out)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert answer["text"] == expected(llm, messages, max_tokens=5)
+    assert answer["finish_reason"] == "length"
+    assert answer["speed"]["output_tokens"] == 5
+    assert answer["speed"]["ttft_s"] > 0
+
+
+def test_run_raw_continues_the_prompt(tiny_model, llm, capsys, stdin):
+    stdin("hello the")
+    assert main(["run", str(tiny_model), "-", "--raw", "--max-tokens=8", *FAST]) == 0
+    (output,) = llm.generate("hello the", SamplingParams(temperature=0, max_tokens=8), progress=False)
+    assert capsys.readouterr().out == output.outputs[0].text + "\n"
+
+
+def test_run_seed_and_stop(tiny_model, llm, capsys):
+    hot = ["run", str(tiny_model), "x", "--temperature=3", "--max-tokens=16", *FAST]
+    texts = set()
+    for seed in ("1", "1", "2"):
+        assert main([*hot, "--seed", seed]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 2
+    whole = expected(llm, [{"role": "user", "content": "x"}], max_tokens=24)
+    stop = whole[4:7]
+    assert main(["run", str(tiny_model), "x", "--max-tokens=24", "--stop", stop, *FAST]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["smollm2"], "prompt"),
+        (["a", "b", "c"], "prompt"),
+        (["smollm2", "x", "--model", "smollm2"], "model"),
+        (["x", "--raw", "--system", "y"], "system"),
+        ([""], "prompt"),
+        (["\udcff"], "prompt"),
+        (["x", "--temperature", "-1"], "temperature"),
+    ],
+)
+def test_run_refuses(capsys, words, field):
+    assert main(["run", *words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["field"] == field
+
+
+def test_run_names_a_model_without_a_prompt(tiny_model, capsys):
+    assert main(["run", str(tiny_model)]) == 2
+    assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_run_prompt_too_long(tiny_model, capsys):
+    assert main(["run", str(tiny_model), "x " * 2000, "--json", *FAST]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "ContextLengthError"
+
+
+def test_unknown_model_is_exit_3(capsys):
+    assert main(["run", "no-such-model", "hello"]) == 3
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_chat_keeps_the_history(tiny_model, llm, capsys, stdin, tmp_path):
+    saved = tmp_path / "chat.json"
+    stdin(f"hello\n\nthe\n/save {saved}\n/quit\nnot read\n")
+    assert main(["chat", str(tiny_model), "--temperature=0", "--max-tokens=6", *FAST]) == 0
+    messages = [{"role": "user", "content": "hello"}]
+    messages.append({"role": "assistant", "content": expected(llm, messages, max_tokens=6)})
+    messages.append({"role": "user", "content": "the"})
+    messages.append({"role": "assistant", "content": expected(llm, messages, max_tokens=6)})
+    assert json.loads(saved.read_text()) == messages
+    assert capsys.readouterr().out == "".join(m["content"] + "\n" for m in messages[1::2])
+
+
+def test_chat_json_is_one_object(tiny_model, capsys, stdin):
+    stdin("hello\n/reset\n/system be brief\nthe\n/nonsense\n")
+    assert main(["chat", str(tiny_model), "--json", "--max-tokens=4", *FAST]) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert [m["role"] for m in answer["messages"]] == ["system", "user", "assistant"]
+    assert [turn["output_tokens"] for turn in answer["turns"]] == [4, 4]
+    assert "/nonsense is no command" in err
+
+
+def test_chat_reuses_what_was_said(llm):
+    conversation = chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=20), "be brief", quiet=True)
+    llm.reset_prefix_cache()
+    conversation.take("hello " * 20)
+    conversation.take("the")
+    first, second = conversation.speeds
+    assert first.cached_tokens == 0
+    assert second.cached_tokens >= first.prompt_tokens - 16  # all but the last, unfilled block
+
+
+def test_chat_over_the_context_keeps_the_history(llm, capsys):
+    conversation = chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=4), None, quiet=True)
+    assert conversation.take("x " * 2000)
+    assert conversation.history == []
+    assert "/reset makes room" in capsys.readouterr().err
+
+
+def test_chat_interrupt_keeps_what_came(llm, monkeypatch, capsys):
+    from slipstream.cli import answer
+
+    def interrupted(llm, prompt, sampling, write, **_):
+        write("so far")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answer, "stream_answer", interrupted)
+    conversation = chat.Conversation(llm, SamplingParams(), None, quiet=True)
+    assert conversation.take("hello")
+    assert conversation.history[-1] == {"role": "assistant", "content": "so far"}
+
+
+def test_an_interrupt_cancels_the_request(llm):
+    from slipstream.cli.answer import stream_answer
+
+    def write(text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream_answer(llm, [{"role": "user", "content": "hello"}], SamplingParams(max_tokens=500, temperature=0), write)
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_speed_by_the_definitions():
+    choice = CompletionOutput(index=0, text="x", token_ids=[1] * 11)
+    times = RequestTimes(arrival=10.0, first_token=10.5, last_token=12.5)
+    output = RequestOutput("r", None, [1, 2, 3], [choice], True, times=times, num_cached_tokens=2)
+    speed = measure(output, start_s=1.25)
+    assert (speed.ttft_s, speed.decode_tokens_per_s) == (0.5, 5.0)
+    assert speed.line() == (
+        "3 prompt tokens (2 cached) · first token after 0.500 s · 11 tokens at 5.0 tok/s · started in 1.25 s"
+    )

@@ -1,0 +1,30 @@
+"""What tests of several parts share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The folder of a tiny model with random weights, a tokenizer and a chat template; its context is 1,024 tokens."""
+    from tests import tiny_models  # here, since it takes torch and transformers
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
+    return folder
+
+
+@pytest.fixture
+def config_only(tmp_path):
+    """The folder of a model that is a config.json and nothing else, for load_format="dummy"."""
+    import json
+
+    from tests import tiny_models
+
+    folder = tmp_path / "config-only"
+    folder.mkdir()
+    config = {**tiny_models.FAMILIES["llama"], "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512}
+    more = {"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    return folder
