@@ -3,13 +3,16 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_ops.py [OUT.json] [--threads 2]
 
 The lowest and the median of many runs are kept: the lowest is what the op costs, the distance between them is how busy
-the machine was. Weights rotate among enough copies to come from memory, as in a model. `used` marks what CpuOps does.
+the machine was. Threads that wait passively add some 50 µs to every op that uses both; threads that spin give times
+of whole scheduler ticks (8, 16, 24 ms) as soon as anything else runs. Weights rotate among enough copies to come from
+memory, as in a model. `used` marks what CpuOps does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -166,7 +169,13 @@ def main() -> None:
                     print(f"{rows[-1]['dtype']:9}{batch:4}  {op:20} {shown}", flush=True)
     if args.out:
         sizes = {"E": E, "H": H, "K": K, "D": D, "F": FF, "V": V, "context": CONTEXT, "block_size": BLOCK}
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "cpu": model, "threads": args.threads}
+        facts: dict[str, Any] = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpu": model,
+            "threads": args.threads,
+        }
+        facts["openmp"] = {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))}
         facts["instructions"] = torch.backends.cpu.get_cpu_capability()
         args.out.write_text(
             json.dumps({**facts, "sizes": sizes, "unit": "microseconds", "rows": rows}, indent=1) + "\n"
