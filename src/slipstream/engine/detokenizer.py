@@ -1,8 +1,8 @@
 """Tokens to text as they come, and stop strings across their borders.
 
-Text is built from the bytes of each token, once; a character whose bytes are not all there is held back. So is text that
-may be the beginning of a stop string. What was given out is never taken back, and all of it together is what decoding all
-tokens at once gives.
+Text is built from the bytes of each token, once; a character whose bytes are not all there is held back. So is text
+that may be the beginning of a stop string. What was given out is never taken back, and all of it together is what
+decoding all tokens at once gives. Work per character is constant (amortised), whatever the length of a stop string.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from slipstream.engine.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """`stop` strings end the text: before the first that occurs, or after it with `include_stop`. They are not looked for
-    in the text of the first `min_tokens` tokens."""
+    """`stop` strings end the text: before the one that is complete first (of two at once, the longer), or after it with
+    `include_stop`. They are not looked for in the text of the first `min_tokens` tokens."""
 
     def __init__(
         self,
@@ -28,13 +28,12 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._stop = stop
+        self._stops = [_Matcher(s) for s in sorted(stop, key=len, reverse=True)]
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_leading_space
-        self._longest = max((len(s) for s in stop), default=0)
-        self._held = ""  # decoded, not yet given out
+        self._held = ""  # decoded, not yet given out: the longest beginning of a stop string that the text ends with
         self.num_tokens = 0
         self.num_tokens_used = 0  # of all tokens, how many the answer keeps; they differ after a stop string
         self.stop_reason: str | None = None
@@ -68,22 +67,35 @@ class IncrementalDetokenizer:
 
     def _add(self, text: str) -> str:
         """Take in new text; give out what no stop string can still claim."""
-        if not self._stop:
-            return text
-        held = self._held + text
-        if self.num_tokens <= self._min_tokens:
-            # Text of the first tokens goes out as it is; a stop string begins after it.
-            self._held = ""
-            return held
-        found = [(held.find(s), -len(s), s) for s in self._stop if s in held]
-        if found:
-            at, _, self.stop_reason = min(found)
-            self._held = ""
-            return held[: at + (len(self.stop_reason) if self._include_stop else 0)]
-        keep = next(
-            n
-            for n in range(min(self._longest - 1, len(held)), -1, -1)
-            if n == 0 or any(s.startswith(held[-n:]) for s in self._stop)
-        )
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        if not self._stops or self.num_tokens <= self._min_tokens:
+            return text  # nothing is held before the first min_tokens are over, so a stop string begins after them
+        seen = self._held + text
+        for at, character in enumerate(text, len(self._held) + 1):
+            complete = [m.stop for m in self._stops if m.step(character)]  # longest first
+            if complete:
+                self.stop_reason, self._held = complete[0], ""
+                return seen[: at if self._include_stop else at - len(complete[0])]
+        given = len(seen) - max(m.length for m in self._stops)
+        self._held = seen[given:]
+        return seen[:given]
+
+
+class _Matcher:
+    """Knuth, Morris and Pratt: `length` is how much of `stop` the text so far ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._shorter = [0] * len(stop)  # [i]: the longest proper beginning of stop that stop[:i + 1] ends with
+        for i in range(1, len(stop)):
+            self._shorter[i] = self._extend(self._shorter[i - 1], stop[i])
+
+    def step(self, character: str) -> bool:
+        """Take in one character: is `stop` complete? (It is asked no more once it was.)"""
+        self.length = self._extend(self.length, character)
+        return self.length == len(self.stop)
+
+    def _extend(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._shorter[length - 1]
+        return length + (self.stop[length] == character)

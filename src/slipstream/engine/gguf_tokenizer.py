@@ -1,138 +1,187 @@
 """The tokenizer inside a GGUF file, rebuilt from its own fields.
 
 Byte-level BPE (`gpt2`) differs between models in how text is split before merging; `tokenizer.ggml.pre` names that, and
-the table below says how. Rebuilding it without that field gives wrong ids: SmolLM2, for one, keeps digits apart.
-SentencePiece vocabularies (`llama`) carry scores in place of merges; llama.cpp always joins the neighbours whose union scores
-best, which is byte-pair merging in the order of scores. Facts of both: llama.cpp's llama-vocab.cpp.
+the table below says how. Rebuilding it without that field gives wrong ids: SmolLM2, for one, keeps digits apart. The
+facts are those of llama.cpp's llama-vocab.cpp, or of the models' own tokenizer.json where llama.cpp approximates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from slipstream.engine import sentencepiece
+from slipstream.engine.sentencepiece import Kind
 from slipstream.engine.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.gguf import GGUFFile
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a byte-level model cuts text before it merges: each pattern cuts what the ones before it left.
+
+    `whole_tokens`: a piece that is a token as it stands is that token, whatever the merges say. `add_bos`: whether text
+    begins with the beginning-of-sequence token, where the file does not say.
+    """
+
+    patterns: tuple[str, ...]
+    whole_tokens: bool = False
+    add_bos: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _END
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _END
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_END}"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_CASED_END}"
 )
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
-_SPLITS: dict[str, tuple[bool, str]] = {
-    "gpt-2": (False, _GPT2),
-    "gpt2": (False, _GPT2),
-    "smollm": (True, _GPT2),
-    "starcoder": (True, _GPT2),
-    "refact": (True, _GPT2),
-    "command-r": (True, _GPT2),
-    "llama-bpe": (False, _LLAMA3),
-    "llama3": (False, _LLAMA3),
-    "llama-v3": (False, _LLAMA3),
-    "qwen2": (False, _QWEN2),
-    "deepseek-r1-qwen": (False, _QWEN2),
+_SPLITS: dict[tuple[str, ...], Split] = {
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion"): Split((_GPT2,)),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split((r"\p{N}", _GPT2)),
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"): Split(
+        (_LLAMA3,), whole_tokens=True, add_bos=True
+    ),
+    ("dbrx", "smaug-bpe", "chatglm-bpe"): Split((_LLAMA3,)),
+    ("glm4",): Split((_LLAMA3,), whole_tokens=True),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"): Split((_QWEN2,)),
+    ("tekken",): Split((_TEKKEN,), whole_tokens=True, add_bos=True),
+    ("gpt-4o", "llama4"): Split((_GPT4O,)),
+    ("deepseek-v3", "hunyuan-dense"): Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    ("deepseek-coder",): Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    ("falcon",): Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    ("bloom", "poro-chat", "gpt3-finnish"): Split((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    ("viking",): Split((r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
+    ("default",): Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
-"""`tokenizer.ggml.pre` → (digits one by one first?, how to split)."""
+SPLITS = {name: split for names, split in _SPLITS.items() for name in names}
+"""By `tokenizer.ggml.pre`."""
+
+_ENDS = (
+    *(
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+    ),
+    "<｜end▁of▁sentence｜>",
+)
+"""Control tokens that end an answer by their name: many files give the number of one such token only."""
 
 
 def from_gguf(path: Path) -> Tokenizer:
-    meta = GGUFFile(path).metadata
-    kind = meta.get("tokenizer.ggml.model")
-    tokens = meta.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
-        raise CheckpointError(f"{path.name} carries no tokenizer (tokenizer.ggml.tokens)", field="tokenizer.ggml.tokens")
-    types = meta.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    fields = _Fields(GGUFFile(path).metadata, path)
+    kind = fields.get("model", str, None)
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(fields.array("tokens", str))]
+    if not tokens:
+        raise CheckpointError(f"{path} carries no tokenizer", field="tokenizer.ggml.tokens")
+    kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
     if kind == "gpt2":
-        backend = _byte_level(meta, tokens)
+        pre = fields.get("pre", str, "default")
+        if pre not in SPLITS:
+            raise UnsupportedModelError(
+                f"tokenizer.ggml.pre = {pre!r} is not known; {', '.join(SPLITS)} are. Pass tokenizer=PATH of the "
+                "model's Hugging Face folder",
+                field="tokenizer.ggml.pre",
+            )
+        bos = eos = None
+        add_bos = SPLITS[pre].add_bos
+        backend = _byte_level(fields, tokens, kinds, SPLITS[pre])
     elif kind == "llama":
-        backend = _sentencepiece(meta, tokens, types)
+        bos, eos, add_bos = 1, 2, True  # SentencePiece's own, where the file is silent
+        scores = fields.array("scores", float, len(tokens))
+        if not scores:
+            raise CheckpointError(f"{path} lacks tokenizer.ggml.scores", field="tokenizer.ggml.scores")
+        prefix = fields.get("add_space_prefix", bool, True)
+        backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
     else:
         raise UnsupportedModelError(
             f"tokenizer.ggml.model = {kind!r} is not supported; gpt2 and llama are", field="tokenizer.ggml.model"
         )
-    added = [
-        AddedToken(token, special=kind_of == _CONTROL, normalized=False)
-        for token, kind_of in zip(tokens, types, strict=True)
-        if kind_of in (_CONTROL, _USER_DEFINED)
-    ]
-    backend.add_tokens(added)
-    bos, eos = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-    first = meta.get("tokenizer.ggml.add_bos_token", kind == "llama") and bos is not None
-    last = meta.get("tokenizer.ggml.add_eos_token", False) and eos is not None
-    if first or last:
-        pieces = [*([tokens[bos]] if first else []), "$A", *([tokens[eos]] if last else [])]
-        known = [(tokens[i], i) for i, wanted in ((bos, first), (eos, last)) if wanted]
-        template = processors.TemplateProcessing(single=" ".join(pieces), special_tokens=known)
-        backend.post_processor = template
-    ends = (eos, meta.get("tokenizer.ggml.eot_token_id"), meta.get("tokenizer.ggml.eom_token_id"))
-    texts = {f"{n}_token": tokens[i] for n, i in (("bos", bos), ("eos", eos)) if i is not None}
-    special = SpecialTokens(bos_id=bos, eos_ids=tuple(dict.fromkeys(e for e in ends if e is not None)), texts=texts)
-    return Tokenizer(backend, special, meta.get("tokenizer.chat_template"), sentencepiece=kind == "llama")
-
-
-def _byte_level(meta: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
-    pre = meta.get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in _SPLITS:
-        raise UnsupportedModelError(
-            f"tokenizer.ggml.pre = {pre!r} is not known; {', '.join(_SPLITS)} are. Pass tokenizer=PATH of the model's "
-            "Hugging Face folder",
-            field="tokenizer.ggml.pre",
-        )
-    merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=merges,
-            # Llama 3: a piece that is a token as it stands is that token, whatever the merges say.
-            ignore_merges=pre in ("llama-bpe", "llama3", "llama-v3"),
-        )
+    bos, eos = fields.token_id("bos", bos, len(tokens)), fields.token_id("eos", eos, len(tokens))
+    others = [fields.token_id(name, None, len(tokens)) for name in ("eot", "eom")]
+    named = [i for i, token in enumerate(tokens) if kinds[i] == Kind.CONTROL and token in _ENDS]
+    ends = tuple(dict.fromkeys(i for i in (eos, *others, *named) if i is not None))
+    ids = {name: fields.token_id(key, None, len(tokens)) for name, key in (("unk", "unknown"), ("pad", "padding"))}
+    special = SpecialTokens(
+        bos_id=bos,
+        eos_ids=ends,
+        prefix=(bos,) if bos is not None and fields.get("add_bos_token", bool, add_bos) else (),
+        suffix=(eos,) if eos is not None and fields.get("add_eos_token", bool, False) else (),
+        texts={f"{name}_token": tokens[i] for name, i in {"bos": bos, "eos": eos, **ids}.items() if i is not None},
     )
-    digits, pattern = _SPLITS[pre]
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    steps += [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    templates = {"default": fields.metadata.get("tokenizer.chat_template")}
+    for name in fields.metadata.get("tokenizer.chat_templates", ()):
+        templates[name] = fields.metadata.get(f"tokenizer.chat_template.{name}")
+    return Tokenizer(backend, special, chat_templates={k: v for k, v in templates.items() if isinstance(v, str)})
+
+
+def _byte_level(fields: _Fields, tokens: list[str], kinds: list[int], split: Split) -> tokenizers.Tokenizer:
+    merges = []
+    for line in fields.array("merges", str):
+        at = line.find(" ", 1)  # a merge of spaces begins with one
+        merges.append((line[:at], line[at + 1 :]))
+    try:
+        vocab = {token: i for i, token in enumerate(tokens)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_tokens))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{fields.path}: {error}", field="tokenizer.ggml.merges") from error
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
     backend.decoder = decoders.ByteLevel()
+    sentencepiece.add_tokens(backend, tokens, kinds)
     return backend
 
 
-def _sentencepiece(meta: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    scores = meta.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise CheckpointError("tokenizer.ggml.scores is missing or of the wrong length", field="tokenizer.ggml.scores")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    merges: list[tuple[float, int, int, tuple[str, str]]] = []
-    for token, i in vocab.items():
-        if types[i] != _NORMAL:
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-scores[i], vocab[left], vocab[right], (left, right)))
-    merges.sort(key=lambda m: m[:3])
-    unknown = meta.get("tokenizer.ggml.unknown_token_id")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[m[3] for m in merges],
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=_BYTE in types,
-        )
-    )
-    prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
-    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    strip: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return backend
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The metadata under tokenizer.ggml, with their types checked. CheckpointError names the field."""
+
+    metadata: Mapping[str, Any]
+    path: Path
+
+    def get(self, name: str, kind: type, default: Any) -> Any:
+        value = self.metadata.get(f"tokenizer.ggml.{name}", default)
+        if value is not default and type(value) is not kind:
+            raise self._error(name, f"is not of type {kind.__name__}")
+        return value
+
+    def array(self, name: str, kind: type, length: int | None = None) -> list[Any]:
+        """Empty if it is not there; else of `length`."""
+        value = self.get(name, list, None) or []
+        if any(type(item) is not kind for item in value):
+            raise self._error(name, f"is not made of {kind.__name__}")
+        if length is not None and len(value) not in (0, length):
+            raise self._error(name, f"has {len(value)} entries for {length} tokens")
+        return value
+
+    def token_id(self, name: str, default: int | None, num_tokens: int) -> int | None:
+        value: int | None = self.get(f"{name}_token_id", int, default)
+        if value is not None and not 0 <= value < num_tokens:
+            raise self._error(f"{name}_token_id", f"is {value}, and there are {num_tokens} tokens")
+        return value
+
+    def _error(self, name: str, problem: str) -> CheckpointError:
+        key = f"tokenizer.ggml.{name}"
+        return CheckpointError(f"{self.path}: {key} {problem}", field=key)

@@ -1,52 +1,62 @@
 """Text to tokens and back, through the `tokenizers` library: from a Hugging Face folder or from a GGUF file. No torch.
 
-Chat templates are the model's own Jinja, run in a sandbox with the names that Hugging Face templates expect.
+Two kinds of vocabulary are known: byte-level ones, whose tokens spell bytes in printable characters, and those of
+SentencePiece, with ▁ for a space and <0x0A> for a byte. Both come down to bytes, and decoding is joining those: a
+character split over tokens becomes whole, bytes that are no UTF-8 become replacement characters. The library's own
+decoders differ from that only in broken text (one bad byte token spoils the good ones next to it). Other decoders are
+refused by name.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from slipstream.engine.chat_template import render
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.model.description import read_json
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """What the model's files say of them. `texts` are the names that chat templates use: bos_token, eos_token, …"""
+    """What a model's files say of them. `prefix` and `suffix` stand around every text that is encoded with special
+    tokens. `texts` are the names that chat templates use: bos_token, eos_token, …"""
 
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    texts: Mapping[str, str]
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tokenizer:
+    """`backend` splits and merges; what surrounds a text, and the way back, are done here. `chat_templates` by name."""
+
     def __init__(
-        self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | None, *, sentencepiece: bool = False
+        self, backend: tokenizers.Tokenizer, special: SpecialTokens, *, chat_templates: Mapping[str, str] | None = None
     ) -> None:
         self._backend = backend
         self._special = special
-        self.chat_template = chat_template
-        self._sentencepiece = sentencepiece
+        self._templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._added = {i: token.content for i, token in added.items()}
+        self.vocab_size: int = max((backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)))
+        self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
+        self._byte_level, self.strips_leading_space = _decoding(backend)
 
     @classmethod
-    def from_pretrained(cls, path: Path) -> Tokenizer:
-        """From a folder with tokenizer.json (or vocab.json and merges.txt), or from a .gguf file."""
-        if path.is_dir() and not (path / "tokenizer.json").is_file() and not (path / "config.json").is_file():
+    def from_pretrained(cls, path: str | Path) -> Tokenizer:
+        """From a .gguf file, or from a folder with tokenizer.json, GPT-2's vocab.json and merges.txt, or
+        SentencePiece's tokenizer.model."""
+        path = Path(path)
+        if path.is_dir() and not any((path / name).is_file() for name in _FILES):
             path = next(iter(sorted(path.glob("*.gguf"))), path)
         if path.is_file():
             from slipstream.engine.gguf_tokenizer import from_gguf
@@ -57,43 +67,55 @@ class Tokenizer:
     # --- Text and tokens ----------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        """Special tokens written out in the text count as such. What they already say is not said twice: a text from a
+        chat template that begins with the beginning-of-sequence token gets no second one."""
+        return self._surrounded(self._encodings([text])[0], add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        """The same for many texts, on all cores."""
+        return [self._surrounded(ids, add_special_tokens) for ids in self._encodings(texts)]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+    def _encodings(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            if len(texts) == 1:
+                return [self._backend.encode(texts[0], add_special_tokens=False).ids]
+            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except TypeError as error:  # no str, or one that UTF-8 can't write
+            raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
+
+    def _surrounded(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        if add_special_tokens:
+            if (prefix := list(self._special.prefix)) and ids[: len(prefix)] != prefix:
+                ids = prefix + ids
+            if (suffix := list(self._special.suffix)) and ids[-len(suffix) :] != suffix:
+                ids = ids + suffix
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        skip = self.special_ids if skip_special_tokens else frozenset[int]()
+        data = b"".join([self.token_bytes(i) for i in ids if i not in skip])
+        if self.strips_leading_space:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, also where that is part of a character; nothing for an unused id."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._sentencepiece:
-            if len(token) == 6 and token.startswith("<0x"):
-                return bytes([int(token[3:5], 16)])
-            return token.replace("▁", " ").encode()
-        table = _byte_alphabet()
-        return b"".join(table[c] if c in table else c.encode() for c in token)
+        """What one token stands for, also where that is part of a character; nothing for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spelled(self.id_to_token(token_id) or "")
+        return known
+
+    def _spelled(self, token: str) -> bytes:
+        if self._byte_level:
+            return b"".join([_BYTE_OF.get(c) or c.encode() for c in token])
+        if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+            return bytes.fromhex(byte[1])
+        return token.replace("▁", " ").encode()
 
     def id_to_token(self, token_id: int) -> str | None:
-        token: str | None = self._backend.id_to_token(token_id)
+        """The token as the vocabulary spells it; None for an id without one."""
+        token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         return token
-
-    @property
-    def strips_leading_space(self) -> bool:
-        """SentencePiece puts a space before the first word, which decoding takes off again."""
-        return self._sentencepiece
-
-    @property
-    def vocab_size(self) -> int:
-        size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        return size
 
     @property
     def bos_token_id(self) -> int | None:
@@ -101,9 +123,14 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer, the main one first."""
         return self._special.eos_ids
 
     # --- Chat ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._templates.get("default")
 
     def apply_chat_template(
         self,
@@ -113,120 +140,184 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as the model wants to see it. RequestError (field "messages") says what the template refused."""
-        if self.chat_template is None:
-            raise RequestError("this model has no chat template; use completions, with a plain prompt", field="messages")
-        from jinja2 import TemplateError
-
-        try:
-            return _compile(self.chat_template).render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **self._special.texts,
-                **variables,
+        """The conversation as the model wants to see it. RequestError (field "messages") says what the template
+        refused. `tools` choose the template named tool_use, where there is one."""
+        template = self._templates.get("tool_use", self.chat_template) if tools else self.chat_template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; use completions, with a plain prompt", field="messages"
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return render(template, {**self._special.texts, **variables, **given})
 
 
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> Template:
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %} … {% endgeneration %}` marks the answers for training; here it is its contents."""
-
-        tags = {"generation"}  # noqa: RUF012 (jinja2's own convention)
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(template)
-    except TemplateError as error:
-        raise RequestError(f"the model's chat template is broken: {error}", field="messages") from error
-
-
-@functools.cache
 def _byte_alphabet() -> dict[str, bytes]:
     """Byte-level BPE writes each byte as one printable character (Radford et al. 2019): that character to its byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in set(printable)]
+    others = sorted(set(range(256)) - set(printable))
     pairs = [(chr(b), b) for b in printable] + [(chr(256 + i), b) for i, b in enumerate(others)]
     return {character: bytes([b]) for character, b in pairs}
 
 
-# --- Hugging Face folders -----------------------------------------------------------------------------------------------
+_BYTE_OF = _byte_alphabet()
+
+
+def _decoding(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """From the backend's decoder: (byte-level rather than SentencePiece?, is a space at the beginning taken off?)."""
+    state = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    parts = state.get("decoders", [state])
+    match [part.get("type") for part in parts]:
+        case ["ByteLevel"]:
+            return True, False
+        case ["Metaspace"]:
+            return False, parts[0].get("prepend_scheme") != "never"
+        case ["Replace", "ByteFallback", "Fuse", *strip] if strip in ([], ["Strip"]):
+            return False, bool(strip)
+        case kinds:
+            raise UnsupportedModelError(
+                f"the tokenizer's decoder {kinds} is not supported; ByteLevel and SentencePiece's are",
+                field="tokenizer",
+            )
+
+
+# --- Hugging Face folders ---------------------------------------------------------------------------------------------
+
+_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "config.json")
+_GPT2_END = "<|endoftext|>"
 
 
 def _from_folder(path: Path) -> Tokenizer:
-    config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    if (path / "tokenizer.json").is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path / 'tokenizer.json'} can't be read: {error}", field="tokenizer") from error
-    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        backend = _byte_level(path, config)
-    else:
-        raise UnsupportedModelError(
-            f"{path} has no tokenizer.json; pass tokenizer=PATH of a folder that has one, or skip_tokenizer_init", field="tokenizer"
-        )
+    config = {**_optional(path / "special_tokens_map.json"), **_optional(path / "tokenizer_config.json")}
+    generation, model = _optional(path / "generation_config.json"), _optional(path / "config.json")
+    backend = _backend(path, config)
     backend.no_truncation()
     backend.no_padding()
-    texts = {key: _text(value) for key, value in config.items() if key.endswith("_token") and _text(value)}
+    if not (path / "tokenizer.json").is_file() and backend.token_to_id(_GPT2_END) is not None:
+        config = {"bos_token": _GPT2_END, "eos_token": _GPT2_END, "unk_token": _GPT2_END, **config}
+    _add_tokens(backend, {str(i): {"content": t} for t, i in _optional(path / "added_tokens.json").items()})
+    _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    _mark_special(backend, config)
+
+    texts = {key: text for key, value in config.items() if key.endswith("_token") and (text := _text(value))}
     ids = {key: backend.token_to_id(text) for key, text in texts.items()}
-    eos = [ids.get("eos_token")]
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
-        eos += value if isinstance(value, list) else [value]
+    for key in ("bos_token", "eos_token"):  # GPT-2's folder names them by number, in the model's config
+        if ids.get(key) is None and (found := _ids([model.get(f"{key}_id")])):
+            ids[key] = found[0]
+            texts[key] = backend.id_to_token(found[0]) or ""
+    prefix, suffix = _surroundings(backend, config, ids)
     special = SpecialTokens(
-        bos_id=ids.get("bos_token"), eos_ids=tuple(dict.fromkeys(e for e in eos if isinstance(e, int))), texts=texts
+        bos_id=ids.get("bos_token"),
+        eos_ids=_ids([ids.get("eos_token"), generation.get("eos_token_id"), model.get("eos_token_id")]),
+        prefix=prefix,
+        suffix=suffix,
+        texts=texts,
     )
-    return Tokenizer(backend, special, _chat_template(path, config), sentencepiece=_is_sentencepiece(backend))
+    return Tokenizer(backend, special, chat_templates=_chat_templates(path, config))
 
 
-def _text(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, Mapping) else value if isinstance(value, str) else ""
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    if (path / "tokenizer.json").is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path / 'tokenizer.json'} can't be read: {error}", field="tokenizer") from error
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        return _gpt2_backend(path, config)
+    if (path / "tokenizer.model").is_file():
+        from slipstream.engine.sentencepiece import from_file
+
+        return from_file(path / "tokenizer.model")
+    raise UnsupportedModelError(
+        f"{path} has no tokenizer.json; pass tokenizer=PATH of a folder that has one, or skip_tokenizer_init",
+        field="tokenizer",
+    )
 
 
-def _byte_level(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """GPT-2's files."""
-    from tokenizers import decoders, models, pre_tokenizers
-
-    backend = tokenizers.Tokenizer(models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt")))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+def _gpt2_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """GPT-2's files. Others use the same names and split text differently, so it must say that it is one."""
+    kind = config.get("tokenizer_class") or {"gpt2": "GPT2Tokenizer"}.get(
+        str(_optional(path / "config.json").get("model_type"))
+    )
+    if kind not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+        raise UnsupportedModelError(
+            f"{path} has vocab.json and merges.txt for a {kind}; without a tokenizer.json only GPT2Tokenizer's are "
+            "supported; pass tokenizer=PATH of a folder that has one",
+            field="tokenizer_class",
+        )
+    try:
+        bpe = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path}: vocab.json and merges.txt can't be read: {error}", field="tokenizer") from error
+    backend = tokenizers.Tokenizer(bpe)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.get("add_prefix_space") is True)
     backend.decoder = decoders.ByteLevel()
-    named = [_text(config.get(f"{kind}_token")) for kind in ("bos", "eos", "unk", "pad")]
-    backend.add_special_tokens([t for t in dict.fromkeys(named) if t])
     return backend
 
 
-def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
-    """Whether tokens mark spaces with ▁ (SentencePiece's vocabularies) rather than write bytes as characters."""
-    return backend.token_to_id("<0x0A>") is not None
+def _add_tokens(backend: tokenizers.Tokenizer, declared: Mapping[str, Any]) -> None:
+    """Tokens that stand beside tokenizer.json, by id. A text that holds one means that token."""
+    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    for number, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        text = _text(entry)
+        if known.get(text) != bool(entry.get("special")):
+            flags = {
+                name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
+            backend.add_tokens([AddedToken(text, **flags)])
+        if backend.token_to_id(text) != int(number):
+            raise CheckpointError(
+                f"the added token {text!r} has the id {number}, and its place is {backend.token_to_id(text)}",
+                field="added_tokens_decoder",
+            )
+
+
+def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    named = [_text(config.get(f"{kind}_token")) for kind in ("bos", "eos", "unk", "pad", "cls", "sep", "mask")]
+    named += [_text(entry) for entry in config.get("additional_special_tokens") or ()]
+    new = {t for t in named if t and t not in known and backend.token_to_id(t) is not None}
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in sorted(new)])
+
+
+def _surroundings(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], ids: Mapping[str, int | None]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What stands before and after a text: what the post-processor puts there, or what add_bos_token and add_eos_token
+    say instead."""
+    bare: list[int] = backend.encode("a", add_special_tokens=False).ids
+    full: list[int] = backend.encode("a", add_special_tokens=True).ids
+    at = next(i for i in range(len(full) + 1) if full[i : i + len(bare)] == bare)
+    prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
+    bos, eos = ids.get("bos_token"), ids.get("eos_token")
+    if isinstance(wanted := config.get("add_bos_token"), bool) and bos is not None and wanted != (bos in prefix):
+        prefix = (bos, *prefix) if wanted else tuple(i for i in prefix if i != bos)
+    if isinstance(wanted := config.get("add_eos_token"), bool) and eos is not None and wanted != (eos in suffix):
+        suffix = (*suffix, eos) if wanted else tuple(i for i in suffix if i != eos)
+    return prefix, suffix
+
+
+def _text(value: Any) -> str:
+    """A token in a config: its text, or an object that holds it."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else ""
+
+
+def _ids(values: Iterable[Any]) -> tuple[int, ...]:
+    """Token ids of configs, each one, a list or none, in order and without repetition."""
+    flat = [i for value in values for i in (value if isinstance(value, list) else [value])]
+    return tuple(dict.fromkeys(i for i in flat if isinstance(i, int) and not isinstance(i, bool) and i >= 0))
+
+
+def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; a file of its own goes before the config's entry."""
+    if (path / "chat_template.jinja").is_file():
+        return {"default": (path / "chat_template.jinja").read_text(encoding="utf-8")}
+    found = _optional(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(found, list):
+        named = [(t.get("name"), t.get("template")) for t in found if isinstance(t, Mapping)]
+        return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+    return {"default": found} if isinstance(found, str) else {}
