@@ -21,12 +21,12 @@ HERE = Path(__file__).parent
 CHUNK = 10_000
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 # Every name in engine/gguf_tokenizer.py.
-PRE = (
+PRE = (  # noqa: SIM905 (shorter)
     "gpt-2 phi-2 mpt olmo jais gigachat mellum exaone4 trillion smollm starcoder refact command-r codeshell "
     "exaone minerva-7b llama-bpe llama3 llama-v3 falcon3 pixtral lfm2 dbrx smaug-bpe chatglm-bpe glm4 qwen2 "
     "deepseek-r1-qwen stablelm2 megrez hunyuan grok-2 tekken gpt-4o llama4 deepseek-v3 hunyuan-dense "
     "deepseek-coder falcon bloom poro-chat gpt3-finnish viking default"
-).split()  # noqa: SIM905 (shorter)
+).split()
 TEXTS = """The quick brown fox can't jump over 13 lazy dogs; it's 2024-05-17, 23:59:59.999 and they've paid $1,234,567.89 (−12 %).
 Der süße Übermut ließ die Straße größer wirken. À l'été, où l'œuvre naïve s'achève, ça coûte 3½ €. ¿Dónde está el niño?
 Съешь же ещё этих мягких французских булок, да выпей чаю. Η γρήγορη αλεπού πηδάει. השועל החום המהיר. نص عربي قصير ١٢٣٤٥.
