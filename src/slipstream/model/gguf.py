@@ -93,8 +93,7 @@ class GGUFFile:
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
-                # Copy on write, so that torch may wrap the bytes without a warning; nobody writes.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
@@ -111,7 +110,7 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = self._read_tensors(reader, num_tensors)
 
     def raw(self, name: str) -> RawBytes:
-        """The tensor's bytes as they stand in the file (mapped; don't write): [numel / block_size, block_bytes]."""
+        """The tensor's bytes as they stand in the file, mapped read-only: [numel / block_size, block_bytes]."""
         tensor = self._find(name)
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)

@@ -16,19 +16,15 @@ from torch import Tensor
 _CHUNK_VALUES = 1 << 20
 """Values dequantised at a time: bounds the float32 temporaries to a few MB, whatever the tensor's size."""
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 def dequantize(blocks: npt.NDArray[np.uint8], kind: str, dtype: torch.dtype) -> Tensor:
     """The values of `blocks` [N, block_bytes] of the type `kind`, flat, in a fresh tensor of `dtype`."""
-    raw = torch.from_numpy(blocks)
-    if kind in _PLAIN:
-        return raw.view(_PLAIN[kind]).flatten().to(dtype, copy=True)
     decode, block_size = _DECODERS[kind]
-    result = torch.empty((raw.shape[0], block_size), dtype=dtype)
+    result = torch.empty((len(blocks), block_size), dtype=dtype)
     step = _CHUNK_VALUES // block_size
-    for begin in range(0, raw.shape[0], step):
-        result[begin : begin + step].copy_(decode(raw[begin : begin + step]))
+    for begin in range(0, len(blocks), step):
+        chunk = torch.from_numpy(blocks[begin : begin + step].copy())  # torch takes no read-only memory
+        result[begin : begin + step].copy_(decode(chunk))
     return result.flatten()
 
 
@@ -106,6 +102,9 @@ def _q6_k(b: Tensor) -> Tensor:
 
 
 _DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "F32": (lambda b: b.view(torch.float32), 1),
+    "F16": (lambda b: b.view(torch.float16), 1),
+    "BF16": (lambda b: b.view(torch.bfloat16), 1),
     "Q8_0": (_q8_0, 32),
     "Q4_0": (_q4_0, 32),
     "Q4_1": (_q4_1, 32),
