@@ -10,13 +10,20 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import torch
 import triton
 
 from slipstream.kernels.triton.gemv import gemv
 
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
 
 
 def time_us(run, copies: int) -> float:
@@ -39,13 +46,17 @@ def time_us(run, copies: int) -> float:
 
 
 def main() -> None:
-    results = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name(), "rows": []}
-    big = torch.zeros(2**29, device="cuda")
+    results = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "device": torch.cuda.get_device_name(),
+        "rows": [],
+    }
+    big: torch.Tensor = torch.zeros(2**28, device="cuda")
     other = torch.empty_like(big)
     copy_us = time_us(lambda i: other.copy_(big), 4)
     bandwidth = 8 * big.numel() / copy_us * 1e6
     results["copy_bytes_per_s"] = bandwidth
-    del big, other
     for name, (n, k) in SHAPES.items():
         copies = max(3, min(12, int(2e9 / (n * k * 2))))
         ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
@@ -66,9 +77,9 @@ def main() -> None:
                 results["rows"].append(row)
                 best = row if best is None or us < best["us"] else best
             results["rows"].append({"shape": name, "m": m, "library_us": lib, "floor_us": floor, "best": best})
-            print(f"{name:8} M={m} floor {floor:6.1f} lib {lib:6.1f} best {best['us']:6.1f} {best['block_n']}x{best['block_k']}w{best['warps']}", flush=True)
-        del ws
-    json.dump(results, open(sys.argv[1], "w"), indent=1)
+            tile = f"{best['block_n']}x{best['block_k']} w{best['warps']}"
+            print(f"{name:8} floor {floor:6.1f} library {lib:6.1f} best {best['us']:6.1f} ({tile})", flush=True)
+    Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,16 @@ _LLAMA = dict(
     pad_token_id=None,
     initializer_range=0.3,
 )
-_GPT = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
+_GPT = dict(
+    vocab_size=VOCAB,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=256,
+    bos_token_id=0,
+    eos_token_id=1,
+    initializer_range=0.3,
+)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -74,7 +83,17 @@ def write_tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "t"), ("Ġt", "he"), ("o", "u"), ("i", "n"), ("e", "r")]
+    merges = [
+        ("h", "e"),
+        ("l", "l"),
+        ("he", "ll"),
+        ("hell", "o"),
+        ("Ġ", "t"),
+        ("Ġt", "he"),
+        ("o", "u"),
+        ("i", "n"),
+        ("e", "r"),
+    ]
     tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     assert len(vocab) <= VOCAB

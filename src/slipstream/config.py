@@ -242,7 +242,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
 
     for f in dataclasses.fields(args):
-        origins.setdefault(f.name, Origin(getattr(args, f.name), "default" if getattr(args, f.name) == f.default else "user"))
+        origins.setdefault(
+            f.name, Origin(getattr(args, f.name), "default" if getattr(args, f.name) == f.default else "user")
+        )
     return EngineConfig(
         model=ModelConfig(
             model=args.model,
@@ -300,7 +302,9 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
         ("kv_cache_dtype", "auto", "a KV cache type other than the model's is"),
     ):
         if getattr(args, name) != only:
-            raise ConfigError(f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name)
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name
+            )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -111,9 +111,19 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(finite(value) and -2 <= value <= 2, name, "between -2 and 2")
-        require(all(t >= 0 and finite(b) for t, b in self.logit_bias.items()), "logit_bias", "a map of token ids to finite numbers")
-        require(self.seed is None or whole(self.seed) and -(2**63) <= self.seed < 2**63, "seed", "a 64-bit whole number")
-        require(self.max_tokens is None or whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "a whole number ≥ 1")
+        require(
+            all(t >= 0 and finite(b) for t, b in self.logit_bias.items()),
+            "logit_bias",
+            "a map of token ids to finite numbers",
+        )
+        require(
+            self.seed is None or (whole(self.seed) and -(2**63) <= self.seed < 2**63), "seed", "a 64-bit whole number"
+        )
+        require(
+            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            "a whole number ≥ 1",
+        )
         require(whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a whole number ≥ 0")
         if self.max_tokens is not None:
             require(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})")
@@ -121,7 +131,7 @@ class SamplingParams:
         require(all(whole(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "made of token ids")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(value is None or whole(value) and 0 <= value <= MAX_LOGPROBS, name, f"from 0 to {MAX_LOGPROBS}")
+            require(value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS), name, f"from 0 to {MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

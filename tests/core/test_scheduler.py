@@ -74,7 +74,9 @@ class Worker:
 
 def request(name, prompt, max_tokens=4, **kw):
     sampling = kw.pop("sampling", SamplingParams(max_tokens=max_tokens))
-    return EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, max_tokens=max_tokens, **kw)
+    return EngineRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, max_tokens=max_tokens, **kw
+    )
 
 
 def config(**kw):

@@ -8,12 +8,12 @@ import signal
 
 import pytest
 import pytest_asyncio
-from tests import tiny_models
 
 from slipstream import LLM, AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
+from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [5, 9, 200, 31, 7]}

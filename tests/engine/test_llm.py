@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from tests import tiny_models
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
+from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [
@@ -31,7 +31,9 @@ def path(tmp_path_factory):
 
 
 def make(path, **settings):
-    defaults = dict(dtype="float32", device="cpu", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, num_threads=1)
+    defaults = dict(
+        dtype="float32", device="cpu", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, num_threads=1
+    )
     return LLM(str(path), **{**defaults, **settings})
 
 
@@ -142,7 +144,7 @@ def test_prefix_cache_is_hit_and_changes_nothing(path):
     assert cold.num_cached_tokens == 0
     assert warm.num_cached_tokens == 32
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-    (whole,) = llm.generate([PROMPTS[2]], GREEDY), 
+    (whole,) = (llm.generate([PROMPTS[2]], GREEDY),)
     (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes only its last token
     assert again.num_cached_tokens == 15
     assert again.outputs[0].token_ids == whole[0].outputs[0].token_ids

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernels import cases
 
 from slipstream.kernels.ops import LayerKV
 from slipstream.kernels.reference import (
@@ -23,6 +22,7 @@ from slipstream.kernels.reference import (
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import num_splits
 from slipstream.kernels.triton.gemv import gemv
+from tests.kernels import cases
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -10,13 +10,13 @@ import random
 
 import pytest
 import torch
-from tests import tiny_models
-from tests.model.harness import Paged, greedy, load, run
 
 from slipstream.config import DTYPE_BYTES
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from slipstream.model.parameters import parameters
+from tests import tiny_models
+from tests.model.harness import Paged, greedy, load, run
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -29,12 +29,18 @@ LLAMA3 = {
 CASES = {
     **{name: (name, {}) for name in tiny_models.FAMILIES},
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "rope_theta": None, "head_dim": 16}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_theta": None}),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_theta": None},
+    ),
     "llama-yarn": (
         "llama",
         {
             "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
             },
             "rope_theta": None,
         },
@@ -203,7 +209,8 @@ def test_dummy_weights_need_only_a_config(tiny):
     (tiny / "model.safetensors").unlink()
     cpu = torch.device("cpu")
     models = [
-        load_model(tiny, ops=select_ops(cpu), device=cpu, dtype=torch.bfloat16, load_format="dummy", seed=s) for s in (1, 1, 2)
+        load_model(tiny, ops=select_ops(cpu), device=cpu, dtype=torch.bfloat16, load_format="dummy", seed=s)
+        for s in (1, 1, 2)
     ]
     a, b, c = (run(m, TOKENS) for m in models)
     assert a.dtype == torch.bfloat16

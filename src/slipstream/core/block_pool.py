@@ -20,7 +20,9 @@ NULL_BLOCK = 0
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ConfigError(f"num_blocks={num_blocks}: the null block and at least one more are needed", field="num_blocks")
+            raise ConfigError(
+                f"num_blocks={num_blocks}: the null block and at least one more are needed", field="num_blocks"
+            )
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.ref_counts[NULL_BLOCK] = 1  # for ever

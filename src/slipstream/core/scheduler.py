@@ -377,9 +377,9 @@ class Scheduler:
 
     def _end_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
         last = request.token_ids[-1]
-        if last in request.stops:
-            if len(request.token_ids) - request.num_prompt_tokens >= request.spec.sampling.min_tokens:
-                return FinishReason.STOP, last
+        num_generated = len(request.token_ids) - request.num_prompt_tokens
+        if last in request.stops and num_generated >= request.spec.sampling.min_tokens:
+            return FinishReason.STOP, last
         if len(request.token_ids) >= request.end:
             return FinishReason.LENGTH, None
         return None, None
@@ -489,7 +489,9 @@ class Scheduler:
         request.forks = []
         del self._requests[request.request_id]
         self.policy.finished(request)
-        return EngineOutput(request.request_id, finish_reason=reason, num_preemptions=request.num_preemptions, error=error)
+        return EngineOutput(
+            request.request_id, finish_reason=reason, num_preemptions=request.num_preemptions, error=error
+        )
 
     def _drop_finished(self) -> None:
         self._running = [r for r in self._running if r.status is Status.RUNNING]

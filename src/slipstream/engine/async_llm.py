@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,7 @@ class AsyncLLM:
         deadline_s: float | None = None,
         add_special_tokens: bool = True,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """What is new, until `finished`. RequestError or EngineDeadError come before anything is queued;
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
         request = self._input.prepare(

@@ -173,7 +173,8 @@ class CoreProcess:
             self._send(Stats(core.stats()))
 
     def _receive(self) -> ToChild:
-        return self._decoder.decode(self._socket.recv())
+        message: ToChild = self._decoder.decode(self._socket.recv())
+        return message
 
     def _send(self, message: ToParent) -> None:
         self._socket.send(self._encoder.encode(message))
@@ -193,7 +194,9 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches the parent, which decides
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return CoreProcess(sys.argv[1]).run()
 

@@ -206,4 +206,6 @@ def _fit(
 def check_alive(core: EngineCore) -> None:
     """Raise if requests wait and nothing can run them: a scheduler's bug, better seen than hung on."""
     if core.scheduler.has_requests and core.next_wakeup() is None:
-        raise EngineError("requests are waiting but no step can be scheduled; please report this with the settings used")
+        raise EngineError(
+            "requests are waiting but no step can be scheduled; please report this with the settings used"
+        )

@@ -1,8 +1,8 @@
 """`LLM`: offline generation, in this process.
 
-    llm = LLM("smollm2")
-    for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
-        print(answer.outputs[0].text)
+llm = LLM("smollm2")
+for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+    print(answer.outputs[0].text)
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     def _run(
@@ -139,7 +141,9 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = SamplingParams()
-        each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        each = (
+            [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        )
         if len(each) != len(prompts):
             raise RequestError(
                 f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one for each",
@@ -157,7 +161,7 @@ class LLM:
             for request in requests:
                 self._output.add(request)
                 self.core.add(request.engine_requests)
-            with _bar(len(requests), shown=progress) as advance:
+            with _Progress(len(requests), shown=progress) as advance:
                 while self._output:
                     for delta in self._step():
                         done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
@@ -199,7 +203,7 @@ def input_processor(core: EngineCore, tokenizer: Tokenizer | None) -> InputProce
     )
 
 
-class _bar:
+class _Progress:
     """A progress bar on a terminal, with output tokens per second; nothing elsewhere."""
 
     def __init__(self, total: int, *, shown: bool) -> None:

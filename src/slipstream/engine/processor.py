@@ -83,7 +83,9 @@ class InputProcessor:
                 field="max_tokens",
             )
         if sampling.min_tokens > max_tokens:
-            raise RequestError(f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit", field="min_tokens")
+            raise RequestError(
+                f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit", field="min_tokens"
+            )
         self._check_ids("logit_bias", sampling.logit_bias)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         if sampling.stop and self.tokenizer is None:
@@ -121,7 +123,8 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids", field="prompt"
+                    "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
+                    field="prompt",
                 )
             # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
             if len(prompt) > self.max_model_len * 128:
@@ -164,6 +167,7 @@ class _Choice:
 class _State:
     request: PreparedRequest
     choices: dict[str, _Choice]
+    prompt_token_ids: list[int]  # one list, shared by all deltas
     first_token: float | None = None
     last_token: float | None = None
     num_cached_tokens: int = 0
@@ -184,7 +188,7 @@ class OutputProcessor:
         if request.request_id in self._states:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
         choices = {r.request_id: _Choice(i, self._detokenizer(r)) for i, r in enumerate(request.engine_requests)}
-        self._states[request.request_id] = _State(request, choices)
+        self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids))
         self._owner.update(dict.fromkeys(choices, request.request_id))
 
     def discard(self, request_id: str) -> list[str]:
@@ -218,7 +222,8 @@ class OutputProcessor:
                 state.first_token = state.first_token or now
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-            self._add_prompt_logprobs(state, output)
+            if output.prompt_logprobs:
+                state.prompt_logprobs.extend(self._decode_logprobs(p) for p in output.prompt_logprobs)
             delta = news.get(owner)
             if delta is None:
                 delta = news[owner] = self._delta(state)
@@ -273,7 +278,9 @@ class OutputProcessor:
             index=choice.index,
             text=text,
             token_ids=tokens,
-            logprobs=[self._decode_logprobs(p) for p in logprobs] if state.request.sampling.logprobs is not None else None,
+            logprobs=[self._decode_logprobs(p) for p in logprobs]
+            if state.request.sampling.logprobs is not None
+            else None,
             finish_reason=None if reason is None else str(reason),
             stop_reason=stop_reason,
         )
@@ -283,7 +290,7 @@ class OutputProcessor:
         delta = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=state.prompt_token_ids,
             outputs=[],
             finished=False,
             num_cached_tokens=state.num_cached_tokens,
@@ -293,9 +300,6 @@ class OutputProcessor:
             delta.prompt_logprobs = [None, *state.prompt_logprobs]
             state.sent_prompt_logprobs = True
         return delta
-
-    def _add_prompt_logprobs(self, state: _State, output: EngineOutput) -> None:
-        state.prompt_logprobs.extend(self._decode_logprobs(p) for p in output.prompt_logprobs)
 
     def _decode_logprobs(self, position: TokenLogprobs) -> PositionLogprobs:
         chosen = self._logprob(position.token_id, position.logprob, position.rank)

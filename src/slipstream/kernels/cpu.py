@@ -76,7 +76,7 @@ class DecodeGroup:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine's torch has oneDNN for the type; without, weights stay dense and go through `F.linear`."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

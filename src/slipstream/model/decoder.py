@@ -13,13 +13,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, OpSet
 from slipstream.model.parameters import block_norms
 from slipstream.model.positions import alibi_slopes, rope_table
-from slipstream.model.spec import AlibiSpec, AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock
+from slipstream.model.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    SequentialBlock,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,7 @@ class Attention:
             norm_eps=s.qk_norm.eps if s.qk_norm else 0.0,
             norm_offset=s.qk_norm.weight_offset if s.qk_norm else 0.0,
         )
-        seen = ops.attention(
-            q, kv, meta, scale=s.scale, window=s.window, softcap=s.softcap, alibi_slopes=self.slopes
-        )
+        seen = ops.attention(q, kv, meta, scale=s.scale, window=s.window, softcap=s.softcap, alibi_slopes=self.slopes)
         return ops.linear(seen.flatten(1), self.out)
 
 

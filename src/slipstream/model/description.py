@@ -38,7 +38,9 @@ def read_spec(path: Path) -> ModelDescription:
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return _read_gguf(files[0])
-        raise CheckpointError(f"{path} holds no config.json" + (" and several .gguf files" if files else ""), field="model")
+        raise CheckpointError(
+            f"{path} holds no config.json" + (" and several .gguf files" if files else ""), field="model"
+        )
     return _read_folder(path)
 
 

@@ -29,7 +29,9 @@ def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
         case Llama3Scaling() as s:
             wavelength = 2 * math.pi / base
             low, high = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
-            smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (
+                s.high_freq_factor - s.low_freq_factor
+            )
             between = (1 - smooth) * base / s.factor + smooth * base
             scaled = torch.where(wavelength > low, base / s.factor, base)
             return torch.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0

@@ -173,7 +173,11 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[NormSpec, ...]:
         b = self.block
-        found = (b.pre_attention, b.post_attention, b.pre_mlp, b.post_mlp) if isinstance(b, SequentialBlock) else (b.norm, b.mlp_norm)
+        found = (
+            (b.pre_attention, b.post_attention, b.pre_mlp, b.post_mlp)
+            if isinstance(b, SequentialBlock)
+            else (b.norm, b.mlp_norm)
+        )
         return tuple(n for n in found if n is not None)
 
     def num_parameters(self, hidden_size: int) -> int:

@@ -56,7 +56,9 @@ def load_parameters(
         into = target[placement.start : placement.start + rows]
         expected = tuple(into.shape[::-1] if placement.transform == "transpose" else into.shape)
         if tuple(shape) != expected:
-            raise CheckpointError(f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name)
+            raise CheckpointError(
+                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
+            )
         into.copy_(_transform(read(), placement))
         filled.add(key)
         done += into.numel()
@@ -140,9 +142,7 @@ def _safetensors_files(path: Path) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickled = [f.name for f in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
-        why = (
-            f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
-        )
+        why = f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
         raise CheckpointError(f"{path} holds no .safetensors file{why} (load_format='dummy' needs none)", field="model")
     return files
 

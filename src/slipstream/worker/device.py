@@ -116,5 +116,7 @@ def _fastest_cpu_dtype(threads: int) -> tuple[DType, str]:
     finally:
         torch.set_num_threads(before)
     best: DType = "bfloat16" if seconds["bfloat16"] < seconds["float32"] else "float32"
-    reason = f"measured at start: bfloat16 {seconds['bfloat16'] * 1e6:.0f} µs, float32 {seconds['float32'] * 1e6:.0f} µs"
+    reason = (
+        f"measured at start: bfloat16 {seconds['bfloat16'] * 1e6:.0f} µs, float32 {seconds['float32'] * 1e6:.0f} µs"
+    )
     return best, reason

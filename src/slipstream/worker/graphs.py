@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class DecodeGraphs:
         self.max_model_len = config.model.max_model_len
         self.sizes = ladder(config.scheduling.max_num_seqs)
         self._captured: dict[int, _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of the first graph; the others share it
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -66,7 +66,7 @@ class RowTable:
 
     def _add(self, new: Sequence[NewSequence]) -> None:
         width = self.tokens.shape[1]
-        where: list[IntArray | npt.NDArray[np.int64]] = []
+        where: list[npt.NDArray[np.int64]] = []
         for sequence in new:
             sampling = sequence.sampling
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**62))

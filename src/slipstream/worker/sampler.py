@@ -83,7 +83,7 @@ def _bias(
     if not entries:
         return None
     where, tokens, values = zip(*entries, strict=True)
-    return np.array(where, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)  # type: ignore[return-value]
+    return np.array(where, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
 
 
 def best_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

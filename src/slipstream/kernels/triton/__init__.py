@@ -57,7 +57,18 @@ class TritonOps(OpSet):
         norm_offset: float = 0.0,
     ) -> Tensor:
         return pointwise.rope_and_cache(
-            qkv, kv, meta, num_heads, num_kv_heads, head_dim, cos_sin, interleaved, q_norm, k_norm, norm_eps, norm_offset
+            qkv,
+            kv,
+            meta,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            cos_sin,
+            interleaved,
+            q_norm,
+            k_norm,
+            norm_eps,
+            norm_offset,
         )
 
     def attention(

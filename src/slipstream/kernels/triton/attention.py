@@ -306,8 +306,8 @@ def paged_attention(
         if meta.max_query_len <= 32:
             block_m = min(block_m, 32)
             warps = min(warps, 4)
-        grid = (num_heads, num_seqs - meta.num_decodes, triton.cdiv(meta.max_query_len, block_m))
-        _prefill_kernel[grid](
+        tiles = triton.cdiv(meta.max_query_len, block_m)
+        _prefill_kernel[(num_heads, num_seqs - meta.num_decodes, tiles)](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, *numbers, meta.num_decodes,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
@@ -318,7 +318,7 @@ def num_splits(num_programs: int, max_seq_len: int, block_n: int, num_processors
     """A power of two: enough programs to fill the chip, none with less than two tiles of the longest sequence."""
     wanted = triton.cdiv(CTAS_PER_SM * num_processors, num_programs)
     most = max(1, max_seq_len // (2 * block_n))
-    splits = min(wanted, most, MAX_SPLITS)
+    splits = int(min(wanted, most, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
 
 

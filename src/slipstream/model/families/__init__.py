@@ -16,7 +16,8 @@ def find_family(model_type: object, architectures: object) -> Family:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(FAMILIES))}", field="model_type"
+            f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(FAMILIES))}",
+            field="model_type",
         )
     named = architectures if isinstance(architectures, list) and architectures else list(family.architectures)
     if not set(named) & set(family.architectures):

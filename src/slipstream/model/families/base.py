@@ -27,16 +27,16 @@ from slipstream.model.spec import (
 T = TypeVar("T")
 Names = dict[str, Placement]
 
-NO_EFFECT = frozenset(
-    """
-    _name_or_path architectures attention_dropout attention_probs_dropout_prob attn_pdrop auto_map bos_token_id
-    cls_token_id dtype embd_pdrop eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
-    initializer_range label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp
-    problem_type resid_pdrop return_dict sep_token_id summary_activation summary_first_dropout summary_proj_to_labels
-    summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype transformers_version
-    unsloth_fixed unsloth_version use_cache is_llama_config transformers.js_config rope_interleaved _from_model_config
-    """.split()
-)
+NO_EFFECT = frozenset((
+    "_from_model_config", "_name_or_path", "architectures", "attention_dropout", "attention_probs_dropout_prob",
+    "attn_pdrop", "auto_map", "bos_token_id", "cls_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "id2label", "initializer_range",
+    "is_llama_config", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version",
+    "unsloth_fixed", "unsloth_version", "use_cache",
+))  # fmt: skip
 """Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
 
 
@@ -66,7 +66,8 @@ class ConfigReader:
         return value
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
-        return self.take(key, kind) if key in self else self._skip(key)
+        self._read.add(key)
+        return self.take(key, kind) if key in self else None
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.take(key, int, default)
@@ -93,9 +94,6 @@ class ConfigReader:
                 "does not know: it may change what the model computes, so it is not ignored",
                 field=key,
             )
-
-    def _skip(self, key: str) -> None:
-        self._read.add(key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +153,15 @@ def heads(c: ConfigReader) -> tuple[int, int, int]:
     num_kv_heads = c.size("num_key_value_heads", num_heads)
     hidden = c.size("hidden_size")
     if "head_dim" not in c and hidden % num_heads:
-        raise c.unsupported("hidden_size", f"is no multiple of num_attention_heads ({num_heads}), and head_dim is missing")
+        raise c.unsupported(
+            "hidden_size", f"is no multiple of num_attention_heads ({num_heads}), and head_dim is missing"
+        )
     return num_heads, num_kv_heads, c.size("head_dim", hidden // num_heads)
 
 
-def rope(c: ConfigReader, head_dim: int, *, theta: float = 10000.0, max_position: int, kind: str | None = None) -> RopeSpec:
+def rope(
+    c: ConfigReader, head_dim: int, *, theta: float = 10000.0, max_position: int, kind: str | None = None
+) -> RopeSpec:
     """Rotary embedding from `rope_parameters` (transformers 5; one dict for each layer `kind` in some models) or from
     `rope_theta` and `rope_scaling` (before)."""
     rotary_dim = int(head_dim * c.take("partial_rotary_factor", float, 1.0))
@@ -229,7 +231,10 @@ def rms(size: int, eps: float, *, weight_offset: float = 0.0) -> NormSpec:
 
 def llama_names(spec: ModelSpec, norms: Mapping[str, str]) -> Names:
     """The names that most families use. `norms` maps a layer's norms (ours) to the checkpoint's."""
-    names: Names = {"model.embed_tokens.weight": Placement("embed.weight"), "model.norm.weight": Placement("final_norm.weight")}
+    names: Names = {
+        "model.embed_tokens.weight": Placement("embed.weight"),
+        "model.norm.weight": Placement("final_norm.weight"),
+    }
     if not spec.tied_embeddings:
         names["lm_head.weight"] = Placement("head.weight")
     for i, layer in enumerate(spec.layers):
@@ -262,7 +267,9 @@ def gated_names(mlp: DenseSpec, theirs: str, ours: str) -> Names:
     names: Names = {}
     for kind in ("weight", "bias") if mlp.bias else ("weight",):
         names[f"{theirs}gate_proj.{kind}"] = Placement(f"{ours}mlp.up.{kind}", 0, mlp.intermediate_size)
-        names[f"{theirs}up_proj.{kind}"] = Placement(f"{ours}mlp.up.{kind}", mlp.intermediate_size, mlp.intermediate_size)
+        names[f"{theirs}up_proj.{kind}"] = Placement(
+            f"{ours}mlp.up.{kind}", mlp.intermediate_size, mlp.intermediate_size
+        )
         names[f"{theirs}down_proj.{kind}"] = Placement(f"{ours}mlp.down.{kind}")
     return names
 
@@ -300,7 +307,9 @@ def llama_gguf_config(m: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that most architectures share. Scaled rotary embeddings of GGUF files are refused, not ignored."""
     kind = m.get("rope.scaling.type", "none")
     if kind not in ("none", None):
-        raise UnsupportedModelError(f"rope.scaling.type = {kind!r} of a GGUF file is not supported", field="rope.scaling.type")
+        raise UnsupportedModelError(
+            f"rope.scaling.type = {kind!r} of a GGUF file is not supported", field="rope.scaling.type"
+        )
     config = {
         "hidden_size": m.get("embedding_length"),
         "num_hidden_layers": m.get("block_count"),

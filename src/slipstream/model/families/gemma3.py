@@ -50,7 +50,8 @@ def read(c: ConfigReader) -> ModelSpec:
         return rms(size, eps, weight_offset=1.0)
 
     mlp = DenseSpec(
-        intermediate_size=c.size("intermediate_size"), activation=activation(c, "hidden_activation", "gelu_pytorch_tanh")
+        intermediate_size=c.size("intermediate_size"),
+        activation=activation(c, "hidden_activation", "gelu_pytorch_tanh"),
     )
     block = SequentialBlock(
         pre_attention=norm(hidden), post_attention=norm(hidden), pre_mlp=norm(hidden), post_mlp=norm(hidden)

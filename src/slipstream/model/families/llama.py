@@ -88,4 +88,3 @@ FAMILIES = (
         ignored=ROTARY_BUFFERS,
     ),
 )
-

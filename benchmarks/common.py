@@ -1,0 +1,34 @@
+"""What the benchmark scripts share: where a result goes, and medians."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.report import document
+from slipstream.cli.console import plain
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser(description: str | None, name: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = RESULTS / f"{name}.json"
+    made.add_argument("--output", type=Path, default=default, help=f"(default: benchmarks/results/{name}.json)")
+    return made
+
+
+def save(path: Path, name: str, **parts: Any) -> None:
+    """Write a result with versions, machine, commit and command."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document(name, **parts), default=plain, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(f"\nwritten: {path}")
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,131 @@
+"""The Triton kernels at real sizes on a GPU, against the reference in float32 arithmetic.
+
+Run: pytest -m gpu tests/gpu. Inputs are bfloat16; ‖ours − reference‖ / ‖reference‖ under 5e-3 is bfloat16's own rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors
+from slipstream.kernels.reference import ReferenceOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+REFERENCE = ReferenceOps()
+
+
+@pytest.fixture(scope="module")
+def ops():
+    from slipstream.kernels.triton import TritonOps
+
+    return TritonOps()
+
+
+def error(ours, theirs):
+    assert ours.isfinite().all()
+    return ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+
+
+def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=torch.bfloat16, max_seq_len=None):
+    lens = [q + c for q, c in zip(query_lens, contexts, strict=True)]
+    per = [-(-n // size) for n in lens]
+    blocks = torch.randperm(sum(per), device="cuda") + 1
+    table = torch.zeros(len(lens), max(per) + 3, dtype=torch.int32, device="cuda")
+    at = 0
+    for i, n in enumerate(per):
+        table[i, :n] = blocks[at : at + n]
+        at += n
+    kv = LayerKV(*(torch.randn(sum(per) + 1, kv_heads, size, dim, device="cuda", dtype=dtype) for _ in range(2)))
+    positions = torch.cat([torch.arange(c, c + q) for q, c in zip(query_lens, contexts, strict=True)]).cuda()
+    rows = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(query_lens)).cuda()
+    slots = table[rows, positions // size].long() * size + positions % size
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    meta = AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        block_table=table,
+        positions=positions,
+        slot_mapping=slots,
+        num_decodes=sum(q == 1 for q in query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max_seq_len or max(lens),
+    )
+    q = torch.randn(sum(query_lens), heads, dim, device="cuda", dtype=dtype)
+    return q, kv, meta
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"softcap": 30.0}, {"alibi_slopes": "yes"}], ids=str)
+@pytest.mark.parametrize(
+    ("query_lens", "contexts", "shape"),
+    [
+        ([1] * 3, [0, 6000, 300], {}),
+        ([1] * 700, [(i * 37) % 1500 for i in range(700)], {}),
+        ([1, 1, 500, 2048, 17], [10, 900, 0, 1000, 4000], {}),
+        ([1, 130, 600], [77, 3, 50], {"heads": 9, "kv_heads": 3, "dim": 64}),
+        ([1, 130, 600], [77, 3, 50], {"heads": 4, "kv_heads": 1, "dim": 256}),
+        ([1, 130, 600], [77, 3, 50], {"heads": 16, "kv_heads": 16, "dim": 96, "size": 32}),
+    ],
+    ids=["three", "700", "mixed", "smollm2", "gemma", "mha-96"],
+)
+def test_attention(ops, query_lens, contexts, shape, options, dtype):
+    q, kv, meta = step(query_lens, contexts, dtype=dtype, max_seq_len=8192, **shape)
+    if options.get("alibi_slopes") == "yes":
+        options = {"alibi_slopes": torch.rand(q.shape[1], device="cuda") * 0.1}
+    ours = ops.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
+    theirs = REFERENCE.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
+    assert error(ours, theirs) < 5e-3
+
+
+def test_the_other_ops(ops):
+    _, kv, meta = step([*[1] * 200, 300], [*range(200), 10])
+    tokens = len(meta.positions)
+    x, r = (torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    w = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    for ours, theirs in zip(
+        ops.rms_norm(x, w, 1e-5, residual=r.clone()), REFERENCE.rms_norm(x, w, 1e-5, residual=r.clone()), strict=True
+    ):
+        assert error(ours, theirs) < 5e-3
+    gate_up = torch.randn(tokens, 2 * 14336, device="cuda", dtype=torch.bfloat16)
+    assert error(ops.gated_activation(gate_up, "silu"), REFERENCE.gated_activation(gate_up, "silu")) < 5e-3
+    angles = torch.outer(torch.arange(8192.0), torch.rand(64)).cuda()
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    qkv = torch.randn(tokens, 48 * 128, device="cuda", dtype=torch.bfloat16)
+    caches = [LayerKV(kv.k.clone(), kv.v.clone()) for _ in range(2)]
+    both = [
+        o.rope_and_cache(qkv, c, meta, num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin)
+        for o, c in zip((ops, REFERENCE), caches, strict=True)
+    ]
+    assert error(*both) < 5e-3
+    assert error(caches[0].k, caches[1].k) < 5e-3
+    assert torch.equal(caches[0].v, caches[1].v)
+    for n, k in ((6144, 4096), (4096, 14336), (49152, 576), (100, 300)):
+        one = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
+        linear = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16), None)
+        assert error(ops.linear(one, linear), REFERENCE.linear(one, linear)) < 5e-3
+
+
+def test_sampling_at_a_real_vocabulary(ops):
+    rows, vocab = 64, 128256
+    logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16) * 3
+
+    def full(value, dtype):
+        return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+    params = SamplingTensors(
+        temperature=full(0.8, torch.float32),
+        top_k=full(50, torch.int32),
+        top_p=full(0.9, torch.float32),
+        min_p=full(0.01, torch.float32),
+        seeds=torch.arange(rows, device="cuda"),
+        history_lens=full(7, torch.int32),
+        any_top_k=True,
+        any_top_p=True,
+        any_min_p=True,
+    )
+    ours, theirs = ops.sample(logits.clone(), params), REFERENCE.sample(logits.clone(), params)
+    assert (ours == theirs).float().mean() >= 0.98  # a draw may fall on a border that rounding moves
