@@ -142,6 +142,7 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     fails(good[:16] + struct.pack("<Q", 2**40) + good[24:], "number of metadata entries is")
     fails(good[:-100], "ends at byte .* cut off")
     fails(good.replace(b"a.text", b"a.bool"), "'a.bool' stands there twice")
+    fails(good.replace(b"t.Q4_0", b"t.Q4_1"), "'t.Q4_1' stands there twice")
     fails(good.replace("naïve".encode(), b"na\xff\xffve"), "a.text is not UTF-8")
     at = good.index(b"some.text") + 9 + 4 + 4
     fails(good[:at] + struct.pack("<Q", 2**60) + good[at + 8 :], "length of some.text is")
@@ -155,6 +156,24 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     fails(good[: at + 20] + struct.pack("<I", 8) + good[at + 24 :], "rows of Q8_0 are multiples of 32")
     fails(good[: at + 24] + struct.pack("<Q", 2**50) + good[at + 32 :], "'plain' ends at byte")
     fails(good[: at + 24] + struct.pack("<Q", 4) + good[at + 32 :], "'plain' starts at 4")
+
+
+def test_alignment(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_custom_alignment(64)
+    writer.add_tensor("a", np.arange(3, dtype=np.float32))
+    writer.add_tensor("b", np.arange(5, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GGUFFile(tmp_path / "x.gguf").dequantize("b", torch.float32).tolist() == [0, 1, 2, 3, 4]
+    good = (tmp_path / "x.gguf").read_bytes()
+    at = good.index(b"general.alignment") + len("general.alignment") + 4
+    for alignment in (0, 4, 12):
+        (tmp_path / "x.gguf").write_bytes(good[:at] + struct.pack("<I", alignment) + good[at + 4 :])
+        with pytest.raises(CheckpointError, match=r"general\.alignment"):
+            GGUFFile(tmp_path / "x.gguf")
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
