@@ -49,6 +49,9 @@ def test_paths_are_used_as_they_are(tmp_path, pulls):
     (tmp_path / "x.gguf").write_bytes(b"")
     assert resolve_model(str(tmp_path / "model")) == tmp_path / "model"
     assert resolve_model(str(tmp_path / "x.gguf")) == tmp_path / "x.gguf"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "x.gguf").write_bytes(b"")
+    assert resolve_model(str(tmp_path / "one")) == tmp_path / "one"
     assert not pulls
 
 

@@ -72,13 +72,14 @@ def cache_folder(download_dir: str | None = None) -> Path:
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()
-    if path.is_file() or (path / "config.json").is_file():
+    if path.is_file() or (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1:
         return path
     if name in MODELS:
         return _packaged(MODELS[name], cache_folder(download_dir) / "models")
     if path.exists():
         raise DownloadError(
-            f"{name!r} is a folder without a config.json: give a model's folder or a .gguf file", field="model"
+            f"{name!r} is a folder without a config.json or a .gguf file of its own: give a model's folder or a .gguf file",
+            field="model",
         )
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
         return _from_hub(name, download_dir)
@@ -210,13 +211,9 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     try:
         return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES)))
     except GatedRepoError as error:
-        raise DownloadError(
-            f"{name!r} is gated: accept its terms and run `huggingface-cli login`", field="model"
-        ) from error
+        raise DownloadError(f"{name!r} is gated: accept its terms and run `hf auth login`", field="model") from error
     except RepositoryNotFoundError as error:
-        raise DownloadError(
-            f"{name!r} is not on the hub (or is private: `huggingface-cli login`)", field="model"
-        ) from error
+        raise DownloadError(f"{name!r} is not on the hub (or is private: `hf auth login`)", field="model") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise DownloadError(f"{name!r} can't be fetched from the hub: {advice} ({error})", field="model") from error
 

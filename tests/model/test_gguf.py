@@ -140,6 +140,8 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     fails(good[:4] + struct.pack(">I", 3) + good[8:], "big-endian")
     fails(good[:8] + struct.pack("<Q", 2**63) + good[16:], "number of tensors is")
     fails(good[:16] + struct.pack("<Q", 2**40) + good[24:], "number of metadata entries is")
+    for cut in range(1, good.index(b"t.Q6_K")):
+        fails(good[:cut], "not a GGUF file|cut off")
     fails(good[:-100], "ends at byte .* cut off")
     fails(good.replace(b"a.text", b"a.bool"), "'a.bool' stands there twice")
     fails(good.replace(b"t.Q4_0", b"t.Q4_1"), "'t.Q4_1' stands there twice")

@@ -1,0 +1,191 @@
+"""Tokenizers from folders: SentencePiece's files against its library, what stands beside tokenizer.json, and BOS."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+import sentencepiece as spm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
+from tests import tiny_models
+
+LINES = (Path(__file__).parent.parent / "data/tokenizer_corpus.txt").read_bytes().decode().split("\n")
+
+
+def train(**options: object) -> bytes:
+    model = io.BytesIO()
+    defaults: dict[str, object] = {
+        "model_type": "bpe",
+        "vocab_size": 900,
+        "byte_fallback": True,
+        "character_coverage": 0.99,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+        "minloglevel": 2,
+        "num_threads": 1,
+    }
+    lines = [line for line in LINES if line.strip()][:800]
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **{**defaults, **options})
+    return model.getvalue()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no-prefix"])
+def pieces(request, tmp_path_factory) -> tuple[Tokenizer, spm.SentencePieceProcessor]:
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "tokenizer.model").write_bytes(train(add_dummy_prefix=request.param))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_pretrained(folder), spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def test_sentencepieces_ids_on_a_corpus(pieces) -> None:
+    ours, theirs = pieces
+    rng = random.Random(0)
+    for line in [*LINES[:600], "".join(LINES[:50]), *("".join(rng.choices("ab 1é字🙂", k=30)) for _ in range(200))]:
+        ids = theirs.encode(line)
+        assert ours.encode(line, add_special_tokens=False) == ids
+        assert ours.decode(ids) == theirs.decode(ids) == line
+    assert ours.encode("a")[0] == ours.bos_token_id == theirs.bos_id()
+    assert ours.eos_token_ids == (theirs.eos_id(),)
+    assert ours.vocab_size == theirs.vocab_size()
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30).filter(lambda t: "<" not in t and "▁" not in t and "\0" not in t))
+def test_sentencepieces_ids_on_anything(pieces, text: str) -> None:
+    ours, theirs = pieces
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
+
+
+def test_other_sentencepiece_models_are_refused(tmp_path) -> None:
+    for options, named in (
+        ({"model_type": "unigram"}, "no BPE model"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
+        ({"remove_extra_whitespaces": True}, "normalises"),
+    ):
+        (tmp_path / "tokenizer.model").write_bytes(train(**options))
+        with pytest.raises(UnsupportedModelError, match=named):
+            Tokenizer.from_pretrained(tmp_path)
+    good = train()
+    for damaged in (good[:100], b"\x0a\xff", b"\xff" * 20, b"\x0b" + good):
+        (tmp_path / "tokenizer.model").write_bytes(damaged)
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=r"tokenizer\.model"):
+            Tokenizer.from_pretrained(tmp_path)
+
+
+# --- What stands beside tokenizer.json --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    tiny_models.write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, name: str, **values: object) -> None:
+    file = folder / name
+    old = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**old, **values}))
+
+
+def test_bos_and_eos_by_flags_and_post_processor(folder) -> None:
+    def around() -> tuple[list[int], list[int]]:
+        tokenizer = Tokenizer.from_pretrained(folder)
+        ids, bare = tokenizer.encode("hello"), tokenizer.encode("hello", add_special_tokens=False)
+        assert tokenizer.encode_batch(["hello", "hello"]) == [ids, ids]
+        at = ids.index(bare[0])
+        assert ids[at : at + len(bare)] == bare
+        return ids[:at], ids[at + len(bare) :]
+
+    assert around() == ([], [])
+    change(folder, "tokenizer_config.json", add_bos_token=True, add_eos_token=True)
+    assert around() == ([0], [1])
+    change(folder, "tokenizer_config.json", add_bos_token=None, add_eos_token=None)
+    entry = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"<s>": entry}}
+    change(
+        folder,
+        "tokenizer.json",
+        post_processor={**processor, "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}]},
+    )
+    assert around() == ([0], [])
+    change(folder, "tokenizer_config.json", add_bos_token=False)
+    assert around() == ([], [])
+
+
+def test_a_template_that_wrote_the_bos_gets_no_second_one(folder) -> None:
+    change(
+        folder, "tokenizer_config.json", add_bos_token=True, chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
+    tokenizer = Tokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert text == "<s>hello"
+    assert tokenizer.encode(text) == tokenizer.encode("hello") == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_tokens_that_only_the_config_declares(folder) -> None:
+    from transformers import AutoTokenizer
+
+    size = Tokenizer.from_pretrained(folder).vocab_size
+    entry = {
+        "content": "<tool>",
+        "special": True,
+        "normalized": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
+    change(
+        folder, "tokenizer_config.json", added_tokens_decoder={str(size): entry}, additional_special_tokens=["hello"]
+    )
+    ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.encode("a<tool>hello the") == theirs.encode("a<tool>hello the")
+    assert size in ours.special_ids
+    assert ours.vocab_size == len(theirs)
+    change(folder, "tokenizer_config.json", added_tokens_decoder={str(size + 7): entry})
+    with pytest.raises(CheckpointError, match="<tool>"):
+        Tokenizer.from_pretrained(folder)
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(folder) -> None:
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    change(folder, "tokenizer.json", truncation=cut, padding={**fill, "pad_token": "<s>"})
+    assert (
+        Tokenizer.from_pretrained(folder).decode(Tokenizer.from_pretrained(folder).encode("hello there"))
+        == "hello there"
+    )
+
+
+def test_special_tokens_named_by_number_only(folder) -> None:
+    change(folder, "config.json", bos_token_id=0, eos_token_id=1)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bos_token }}|{{ eos_token }}"}))
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert config["bos_token"] == "<s>"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
+    assert tokenizer.apply_chat_template([]) == "<s>|</s>"
+
+
+def test_tools_choose_their_template(folder) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+    change(folder, "tokenizer_config.json", chat_template=named)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{"name": "f"}]) == "f"
+
+
+def test_half_a_surrogate_pair_is_a_request_error(folder) -> None:
+    with pytest.raises(RequestError, match="Unicode") as caught:
+        Tokenizer.from_pretrained(folder).encode("a\ud800")
+    assert caught.value.field == "prompt"
