@@ -10,8 +10,6 @@ block that holds no token. Only readings with requests waiting count: that is sa
 from __future__ import annotations
 
 import asyncio
-import json
-import tempfile
 from pathlib import Path
 
 import common
@@ -20,43 +18,27 @@ from slipstream.bench.adapters.slipstream import AsyncSlipstream
 from slipstream.bench.load import Burst, run_load
 from slipstream.bench.metrics import distribution, summarize
 from slipstream.bench.report import print_table
-from slipstream.bench.workload import recorded, sharegpt
+from slipstream.bench.workload import from_lengths, recorded, sharegpt
 from slipstream.config import EngineArgs
+from slipstream.model.description import read_spec
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+MODEL = Path(__file__).parent / "configs" / "tiny"
 
 
-async def measure(args, folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+async def measure(args) -> None:
+    spec = read_spec(MODEL).spec
     if args.lengths_file:
-        workload = recorded(Path(args.lengths_file), args.num_requests, vocab_size=CONFIG["vocab_size"])
+        workload = recorded(Path(args.lengths_file), args.num_requests, vocab_size=spec.vocab_size)
     else:
-        from slipstream.bench.workload import from_lengths
         from slipstream.engine.tokenizer import Tokenizer
         from slipstream.hub import read_sharegpt, resolve_dataset, resolve_model
 
         tokenizer = Tokenizer.from_pretrained(resolve_model("smollm2"))
         real = sharegpt(read_sharegpt(resolve_dataset("sharegpt")), tokenizer.encode, args.num_requests)
         lengths = [(len(r.prompt_token_ids), r.output_tokens) for r in real.requests]
-        workload = from_lengths("sharegpt lengths", lengths, vocab_size=CONFIG["vocab_size"], seed=0)
+        workload = from_lengths("sharegpt lengths", lengths, vocab_size=spec.vocab_size, seed=0)
     settings = EngineArgs(
-        model=str(folder),
+        model=str(MODEL),
         load_format="dummy",
         device="cpu",
         dtype="float32",
@@ -64,7 +46,7 @@ async def measure(args, folder: Path) -> None:
         enable_prefix_caching=False,
         max_num_seqs=args.num_requests,
         max_num_batched_tokens=max(512, args.num_requests),
-        kv_cache_bytes=args.num_tokens * 2 * 2 * 2 * 16 * 4,
+        kv_cache_bytes=args.num_tokens * spec.kv_bytes_per_token(4),
     )
     engine = await AsyncSlipstream.start(settings)
     readings = []
@@ -107,9 +89,7 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--num-tokens", type=int, default=16384, help="that the cache holds")
     parser.add_argument("--lengths-file")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(args, Path(folder)))
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":
