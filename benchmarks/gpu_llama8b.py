@@ -99,7 +99,7 @@ def main() -> None:
             core.add(r.engine_requests)
         while llm._output:
             llm._step()
-            if core._num_steps % 16 == 0:
+            if core._num_steps % 17 == 0:
                 s = core.scheduler.stats()
                 if s.num_running == min(args.requests, args.seqs):
                     waste.append(s.kv_wasted_tokens / s.kv_allocated_tokens)

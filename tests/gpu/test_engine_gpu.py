@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import tiny_models
 
 from slipstream import LLM, SamplingParams
+from tests import tiny_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +28,8 @@ SHAPES = {
 
 
 def make(path, **settings):
-    defaults = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True, kv_cache_bytes=2**26)
-    return LLM(str(path), **{**defaults, **settings})
+    defaults = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=2**26)
+    return LLM(str(path), skip_tokenizer_init=True, **{**defaults, **settings})
 
 
 def first_logprobs(llm):
