@@ -15,6 +15,8 @@ from tests.data.make_tokens import write_gguf
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8"))
 KINDS = ("bytes", "spaces", "no_prefix")
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
+"""SentencePiece can't tell ▁ from a space."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def test_any_split_gives_what_decoding_at_once_gives(small, kind, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(max_size=15), data=st.data())
+@given(text=TEXTS, data=st.data())
 def test_what_is_given_out_is_never_half_a_character(small, kind, text, data):
     tokenizer = small[kind]
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)

@@ -21,6 +21,8 @@ from tests.data.make_tokens import CHUNK, PRE, chunks, digest, write_gguf
 DATA = Path(__file__).parent.parent / "data"
 TEXT = (DATA / "tokenizer_corpus.txt").read_bytes().decode()
 GOLDEN = json.loads((DATA / "small_vocabularies.json").read_text(encoding="utf-8"))
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
+"""SentencePiece can't tell ▁ from a space."""
 
 
 APPROXIMATED = ("tekken", "gpt-4o", "llama4", "deepseek-coder")
@@ -87,7 +89,7 @@ def small(tmp_path_factory) -> dict[str, Tokenizer]:
 
 @pytest.mark.parametrize("name", ["bytes", "spaces", "no_prefix"])
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(max_size=40))
+@given(text=TEXTS)
 def test_text_survives_the_round_trip(small, name, text):
     assert small[name].decode(small[name].encode(text)) == text
 

@@ -137,10 +137,7 @@ def from_gguf(path: Path) -> Tokenizer:
 
 
 def _byte_level(fields: _Fields, tokens: list[str], kinds: list[int], split: Split) -> tokenizers.Tokenizer:
-    merges = []
-    for line in fields.array("merges", str):
-        at = line.find(" ", 1)  # a merge of spaces begins with one
-        merges.append((line[:at], line[at + 1 :]))
+    merges = [line.partition(" ")[::2] for line in fields.array("merges", str)]
     try:
         vocab = {token: i for i, token in enumerate(tokens)}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_tokens))
