@@ -1,0 +1,54 @@
+"""The default model on real prompts, against Hugging Face transformers in float32 on the same dequantised weights.
+
+Takes about two minutes: pytest -m slow tests/model/test_smollm2.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.bench.adapters.transformers import llama_from_gguf
+from slipstream.hub import list_cached
+from slipstream.kernels.ops import select_ops
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.model,
+    pytest.mark.skipif("smollm2" not in list_cached(), reason="needs the default model: slipstream pull smollm2"),
+]
+QUESTIONS = """What is the capital of France?
+Write a short poem about the sea.
+Explain photosynthesis to a child.
+What is 17 times 23?
+Translate "good morning" into Spanish.
+List three uses of copper.
+Who wrote Hamlet?
+How do I boil an egg?
+What is a prime number?
+Write a Python function that reverses a string.
+Why is the sky blue?
+Name five animals that live in Africa.
+What is the difference between weather and climate?
+Give me a recipe for pancakes.
+What causes earthquakes?
+Summarise the story of Cinderella in two sentences.
+How many days are there in a leap year?
+What does HTTP stand for?
+Write a polite email asking for a day off.
+What is the largest planet in the solar system?""".splitlines()
+
+
+def test_64_greedy_tokens_of_20_prompts():
+    path = list_cached()["smollm2"]
+    assert select_ops(torch.device("cpu")).name == "cpu"
+    with LLM(str(path), dtype="float32", max_model_len=512, max_num_seqs=20) as llm:
+        chats = [[{"role": "user", "content": q}] for q in QUESTIONS]
+        answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    theirs = llama_from_gguf(path, "float32")
+    for answer in answers:
+        prompt = torch.tensor([answer.prompt_token_ids])
+        with torch.inference_mode():
+            expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert answer.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
