@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.bench.adapters.transformers import llama_from_gguf
+from slipstream.bench.adapters.transformers import load_gguf
 from slipstream.hub import list_cached
 from slipstream.kernels.ops import select_ops
 
@@ -46,7 +46,7 @@ def test_64_greedy_tokens_of_20_prompts():
     with LLM(str(path), dtype="float32", max_model_len=512, max_num_seqs=20) as llm:
         chats = [[{"role": "user", "content": q}] for q in QUESTIONS]
         answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-    theirs = llama_from_gguf(path, "float32")
+    theirs = load_gguf(path, "float32")
     for answer in answers:
         prompt = torch.tensor([answer.prompt_token_ids])
         with torch.inference_mode():

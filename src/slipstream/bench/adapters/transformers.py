@@ -17,48 +17,19 @@ from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError
 
 
-def llama_from_gguf(path: Path, dtype: str) -> Any:
-    """transformers' Llama holding the same dequantised weights that Slipstream runs.
+def load_gguf(path: Path, dtype: str) -> Any:
+    """transformers' model of a GGUF file, its weights dense in `dtype` as its own reader unpacks them.
 
-    transformers' own GGUF loader would keep them packed and unpack them at every product: another model to measure.
+    Left to itself transformers (from 5.23) would keep them packed and unpack them at every product: another model to
+    measure.
     """
     import torch
     import transformers
 
-    from slipstream.model.description import read_spec
-    from slipstream.model.spec import RopeSpec
-    from slipstream.model.weights import load_parameters
-
-    description = read_spec(path)
-    spec = description.spec
-    if description.family.model_type != "llama":
-        raise ConfigError("transformers is compared on Llama GGUF files only; give a Hugging Face folder", field="model")
-    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
-    position = attention.position
-    assert isinstance(position, RopeSpec)
-    config = transformers.LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=mlp.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=attention.num_heads,
-        num_key_value_heads=attention.num_kv_heads,
-        max_position_embeddings=spec.max_position,
-        rms_norm_eps=spec.final_norm.eps,
-        rope_parameters={"rope_type": "default", "rope_theta": position.theta},
-        tie_word_embeddings=spec.tied_embeddings,
-    )
-    ours = load_parameters(description, dtype=getattr(torch, dtype), device=torch.device("cpu"))
-    state = {}
-    for name, placement in description.family.names(spec).items():
-        value = ours[placement.target]
-        rows = value.shape[0] - placement.start if placement.rows is None else placement.rows
-        state[name] = value[placement.start : placement.start + rows].clone()
-    if spec.tied_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model: Any = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
-    model.load_state_dict(state)
-    return model.eval()
+    config = getattr(transformers, "GgufConfig", None)  # not there before, where unpacking was all there was
+    dense = {} if config is None else {"quantization_config": config(dequantize=True)}
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense)
 
 
 class StepClock:
@@ -113,7 +84,7 @@ class OfflineTransformers:
                 config = transformers.AutoConfig.from_pretrained(path)
                 model = auto.from_config(config, dtype=torch_dtype)
         elif path.is_file():
-            model = llama_from_gguf(path, dtype)
+            model = load_gguf(path, dtype)
         else:
             model = auto.from_pretrained(path, dtype=torch_dtype)
         self.model = model.to(self.device).eval()
