@@ -12,7 +12,6 @@ again; after `MAX_FAST_DEATHS` deaths in a row without a finished start it stays
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
 import sys
@@ -353,12 +352,9 @@ class _Child:
         socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{folder}/engine"
         socket.bind(address)
-        # OpenMP's idle threads must not spin: the server's process needs the cores that the engine's threads wait on.
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         process = subprocess.Popen(
             [sys.executable, "-m", "slipstream.engine.core_process", address],
             stdin=subprocess.PIPE,
-            env=environment,
         )
         child = cls(process, socket, folder)
         await child.send(Start(args))
