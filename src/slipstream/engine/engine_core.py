@@ -22,16 +22,10 @@ from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import EngineError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
-from slipstream.plan.memory import MemoryLedger, block_bytes, plan_kv
+from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv
 from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
-
-MAX_CPU_CACHE_BYTES = 4 * 2**30
-"""The most host memory the KV cache takes unasked."""
-
-CPU_CACHE_SHARE = 0.4
-"""And the largest share of what is free."""
 
 
 class EngineCore:
@@ -180,7 +174,7 @@ def _fit(
     else:
         graphs, total, allowed = 0, facts.memory_bytes, facts.memory_bytes
         full = config.scheduling.max_num_seqs * config.max_blocks_per_seq * one_block
-        budget = min(MAX_CPU_CACHE_BYTES, int(facts.free_bytes * CPU_CACHE_SHARE), full + one_block)
+        budget = host_cache_budget(free_bytes=facts.free_bytes, wanted_bytes=full + one_block)
     if config.cache.kv_cache_bytes is not None:
         budget = config.cache.kv_cache_bytes
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
