@@ -7,7 +7,7 @@ strict: every key of the config is either read or known to have no effect on inf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
@@ -32,7 +32,7 @@ NO_EFFECT = frozenset((
     "attn_pdrop", "auto_map", "bos_token_id", "cls_token_id", "dtype", "embd_pdrop", "eos_token_id",
     "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "id2label", "initializer_range",
     "is_llama_config", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
-    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "sep_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_version", "use_cache",
@@ -65,16 +65,9 @@ class ConfigReader:
             raise self.unsupported(key, f"must be of type {kind.__name__}")
         return value
 
-    def maybe(self, key: str, kind: type[T], *, absent: T | None = None) -> T | None:
-        """Null is None; a key that is not there at all is `absent` (the writer's default, if that isn't null)."""
+    def maybe(self, key: str, kind: type[T]) -> T | None:
         self._read.add(key)
-        if key not in self._config:
-            return absent
         return self.take(key, kind) if key in self else None
-
-    def maybe_size(self, key: str, *, absent: int | None = None) -> int | None:
-        value = self.maybe(key, int, absent=absent)
-        return value if value is None else self.size(key, value)
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.take(key, int, default)
@@ -103,23 +96,19 @@ class ConfigReader:
             )
 
 
-def _as_it_is(name: str, placement: Placement, spec: ModelSpec) -> Placement:
-    return placement
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """How llama.cpp writes the family: its name there, and how to get back to the Hugging Face form.
+    """How llama.cpp writes the family: its name there, the config keys that its metadata gives, and the tensor names.
 
-    `config` makes a Hugging Face config of the metadata (keys without the architecture's prefix); `names` maps GGUF tensor
-    names, with {i} for the layer, to checkpoint names; `adapt` changes a placement where llama.cpp stores the values in
-    another order, or as other numbers, than the checkpoint does.
+    `config` maps metadata (without the architecture's prefix) to a Hugging Face config; `names` maps GGUF tensor names,
+    with {i} for the layer, to checkpoint names; `transforms` are by GGUF name suffix.
     """
 
     architecture: str
-    config: Callable[[ConfigReader], dict[str, Any]]
+    config: Callable[[Mapping[str, Any]], dict[str, Any]]
     names: Mapping[str, str]
-    adapt: Callable[[str, Placement, ModelSpec], Placement] = _as_it_is
+    unpermute: bool = False
+    norms_plus_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +123,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     gguf: GGUFFamily | None = None
     nested_config: str | None = None  # the key that holds the language model's own config
+    aliases: tuple[str, ...] = field(default=())
 
 
 # --- Pieces of descriptions -------------------------------------------------------------------------------------------
@@ -157,51 +147,52 @@ def activation(c: ConfigReader, key: str, default: str | None = None) -> Activat
     return ACTIVATIONS[name]
 
 
-def heads(c: ConfigReader, *, head_dim: int | None = None) -> tuple[int, int, int]:
-    """(query heads, kv heads, head_dim) under Llama's names. `head_dim` is what the family's configs may leave out."""
+def heads(c: ConfigReader) -> tuple[int, int, int]:
+    """(query heads, kv heads, head_dim) under Llama's names."""
     num_heads = c.size("num_attention_heads")
     num_kv_heads = c.size("num_key_value_heads", num_heads)
     hidden = c.size("hidden_size")
-    found = c.maybe_size("head_dim", absent=head_dim)
-    if found is None and hidden % num_heads:
+    if "head_dim" not in c and hidden % num_heads:
         raise c.unsupported(
             "hidden_size", f"is no multiple of num_attention_heads ({num_heads}), and head_dim is missing"
         )
-    return num_heads, num_kv_heads, found or hidden // num_heads
+    return num_heads, num_kv_heads, c.size("head_dim", hidden // num_heads)
 
 
 def rope(
     c: ConfigReader, head_dim: int, *, theta: float = 10000.0, max_position: int, kind: str | None = None
 ) -> RopeSpec:
-    """Rotary embedding of whole heads from `rope_parameters` (transformers 5; one dict for each layer `kind` in some
-    models) or from `rope_theta` and `rope_scaling` (before)."""
-    c.require("partial_rotary_factor", 1, 1.0)
-    theta = c.take("rope_theta", float, theta)  # also the default of a `rope_parameters` that lacks it
-    new, old = c.maybe("rope_parameters", dict), c.maybe("rope_scaling", dict)
-    if new and old:
-        raise c.unsupported("rope_scaling", "stands beside rope_parameters; keep one of them")
-    key, raw = ("rope_parameters", new) if new else ("rope_scaling", old or {})
-    if kind is not None and kind in raw:
-        raw = raw[kind]
-        if not isinstance(raw, dict):
-            raise c.unsupported(key, f"{kind} must be an object")
-    return _rope_from(c, key, {"rope_theta": theta, **raw}, head_dim, max_position)
+    """Rotary embedding from `rope_parameters` (transformers 5; one dict for each layer `kind` in some models) or from
+    `rope_theta` and `rope_scaling` (before)."""
+    rotary_dim = int(head_dim * c.take("partial_rotary_factor", float, 1.0))
+    if "rope_parameters" in c:
+        raw = c.take("rope_parameters", dict)
+        if kind is not None and kind in raw:
+            raw = raw[kind]
+        key = "rope_parameters"
+        c.maybe("rope_theta", float)
+        c.maybe("rope_scaling", dict)
+    else:
+        raw = {"rope_theta": c.take("rope_theta", float, theta), **(c.maybe("rope_scaling", dict) or {})}
+        key = "rope_scaling"
+    return rope_from(c, key, dict(raw), rotary_dim, theta=theta, max_position=max_position)
 
 
-def _rope_from(c: ConfigReader, key: str, raw: dict[str, Any], rotary_dim: int, max_position: int) -> RopeSpec:
+def rope_from(
+    c: ConfigReader, key: str, raw: dict[str, Any], rotary_dim: int, *, theta: float, max_position: int
+) -> RopeSpec:
+    theta = float(raw.pop("rope_theta", theta))
+    kind = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
+    raw.pop("type", None)
+    rotary_dim = int(rotary_dim * raw.pop("partial_rotary_factor", 1.0))
+
     def number(name: str, default: float | None = None) -> float:
         value = raw.pop(name, None)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise c.unsupported(key, f"{name} must be a number above 0")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise c.unsupported(key, f"{name} must be a number")
         return float(value)
 
-    raw = {k: v for k, v in raw.items() if v is not None}
-    theta = number("rope_theta")
-    old_name = raw.pop("type", None)
-    kind = raw.pop("rope_type", None) or old_name or "default"
-    if number("partial_rotary_factor", 1.0) != 1.0:
-        raise c.unsupported(key, "partial_rotary_factor: only 1.0 is supported")
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None
     if kind == "default":
         raw.pop("factor", None)
@@ -216,12 +207,13 @@ def _rope_from(c: ConfigReader, key: str, raw: dict[str, Any], rotary_dim: int, 
             original_max_position=int(number("original_max_position_embeddings", max_position)),
         )
     elif kind == "yarn":
+        attention_factor = raw.pop("attention_factor", None)
         scaling = YarnScaling(
             factor=number("factor"),
             original_max_position=int(number("original_max_position_embeddings", max_position)),
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
-            attention_factor=number("attention_factor") if raw.get("attention_factor") is not None else None,
+            attention_factor=None if attention_factor is None else float(attention_factor),
         )
     else:
         raise c.unsupported(key, f"rope_type {kind!r} is not supported; default, linear, llama3 and yarn are")
@@ -311,42 +303,26 @@ LLAMA_GGUF_NAMES: dict[str, str] = {
 }
 
 
-def llama_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The keys that most architectures share; what llama.cpp could have written and we don't run is refused."""
-    hidden, num_heads = m.size("embedding_length"), m.size("attention.head_count")
-    head_dim = m.size("attention.key_length", hidden // num_heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        m.require(name, head_dim)
-    for name in ("expert_count", "expert_used_count", "nextn_predict_layers"):
-        m.require(name, 0)
-    m.require("attention.causal", True)
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": m.size("block_count"),
-        "intermediate_size": m.size("feed_forward_length"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": m.size("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
-        "max_position_embeddings": m.size("context_length"),
-        "rope_theta": m.take("rope.freq_base", float, 10000.0),
-        "rope_scaling": _gguf_rope_scaling(m),
+def llama_gguf_config(m: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that most architectures share. Scaled rotary embeddings of GGUF files are refused, not ignored."""
+    kind = m.get("rope.scaling.type", "none")
+    if kind not in ("none", None):
+        raise UnsupportedModelError(
+            f"rope.scaling.type = {kind!r} of a GGUF file is not supported", field="rope.scaling.type"
+        )
+    config = {
+        "hidden_size": m.get("embedding_length"),
+        "num_hidden_layers": m.get("block_count"),
+        "intermediate_size": m.get("feed_forward_length"),
+        "num_attention_heads": m.get("attention.head_count"),
+        "num_key_value_heads": m.get("attention.head_count_kv"),
+        "head_dim": m.get("attention.key_length"),
+        "rms_norm_eps": m.get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": m.get("context_length"),
+        "rope_theta": m.get("rope.freq_base"),
+        "hidden_act": "silu",
     }
-
-
-def _gguf_rope_scaling(m: ConfigReader) -> dict[str, Any] | None:
-    kind = m.take("rope.scaling.type", str, "none")
-    found = {
-        "factor": m.maybe("rope.scaling.factor", float),
-        "original_max_position_embeddings": m.maybe("rope.scaling.original_context_length", int),
-        "beta_fast": m.maybe("rope.scaling.yarn_beta_fast", float),
-        "beta_slow": m.maybe("rope.scaling.yarn_beta_slow", float),
-    }
-    m.require("rope.scale_linear", 1.0)  # what files had before rope.scaling
-    m.require("rope.scaling.attn_factor", 1.0)
-    if kind == "none":
-        return None
-    return {"rope_type": kind, **({"factor": found["factor"]} if kind == "linear" else found)}
+    return {k: v for k, v in config.items() if v is not None}
 
 
 def layers(count: int, make: Callable[[int], T]) -> tuple[T, ...]:
