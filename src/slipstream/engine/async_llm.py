@@ -361,7 +361,17 @@ class _Child:
         return child
 
     async def send(self, message: ToChild) -> None:
-        await self._socket.send(self._encoder.encode(message))
+        """Queue a message. While nobody is at the other end (not yet, or no more) a plain send would wait for ever; to a
+        process that has ended nothing is sent, and `receive` is where that is told."""
+        import zmq
+
+        data = self._encoder.encode(message)
+        while self.process.poll() is None:
+            try:
+                await self._socket.send(data, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                await asyncio.sleep(0.005)
 
     async def receive(self) -> ToParent:
         """The next message; EngineDeadError when the process has ended and said all it had to say."""
