@@ -64,3 +64,17 @@ def test_seconds_since_process_start_grows_from_near_zero():
     answer = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True).stdout
     assert 0 <= float(answer) < 60
     assert hardware.seconds_since_process_start() > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)],
+)
+def test_spinning_is_bounded_unless_the_user_said_otherwise(monkeypatch, given, spins):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    hardware.bound_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

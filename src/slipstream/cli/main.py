@@ -16,6 +16,7 @@ from typing import NoReturn
 from slipstream import __version__
 from slipstream.cli import bench, chat, doctor, info, pull, run, serve
 from slipstream.errors import ConfigError, DownloadError, ModelError, RequestError, SlipstreamError
+from slipstream.plan.hardware import bound_spinning
 
 VERBS = (run, chat, serve, pull, info, doctor, bench)
 
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = words[: words.index("--")] if "--" in words else words
     debug, json = "--debug" in options, "--json" in options
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
+    bound_spinning()
     try:
         args = build_parser().parse_args(words)
         code: int = args.handler(args)

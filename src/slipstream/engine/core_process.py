@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from slipstream.config import DeviceFacts, EngineArgs
+from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineOutput, EngineRequest, EngineStats
 
@@ -194,6 +195,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
+    bound_spinning()
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
