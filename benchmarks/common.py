@@ -11,6 +11,9 @@ from typing import Any
 
 from slipstream.bench.report import document
 from slipstream.cli.console import plain
+from slipstream.plan.hardware import bound_spinning
+
+bound_spinning()  # as the command line does, and before a script imports torch: for every engine in it alike
 
 RESULTS = Path(__file__).parent / "results"
 

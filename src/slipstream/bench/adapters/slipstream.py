@@ -34,7 +34,7 @@ class OfflineSlipstream:
         """A record of each request. What earlier runs left in the prefix cache is forgotten first."""
         self.llm.reset_prefix_cache()
         outputs = self.llm.generate(
-            [prompt_of(r) for r in requests], [greedy(r.output_tokens) for r in requests], progress=True
+            [prompt_of(r) for r in requests], [greedy(r.output_tokens) for r in requests], progress=False
         )
         return [
             RequestRecord(
