@@ -21,15 +21,15 @@ FILES = {
 }
 
 BASE = ("errors", "types", "config")
-DESCRIPTION = ("model.spec", "model.description", "model.families", "model.parameters")
+DESCRIPTION = ("model.spec", "model.scheme", "model.description", "model.families", "model.parameters")
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
     "types": ("errors",),
-    "config": ("errors",),
+    "config": ("errors", "model.scheme"),
     "hub": ("errors",),
     "plan": (*BASE, "model.spec"),
     "core": (*BASE, "model.spec"),
-    "kernels": ("errors", "model.spec"),
+    "kernels": ("errors", "model.spec", "model.scheme"),
     "model": ("errors", "kernels"),
     "worker": (*BASE, "plan", "kernels", "model"),
     "engine": (*BASE, "hub", "plan", "core", "worker", *DESCRIPTION, "model.gguf"),

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.model.scheme import SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ class ModelConfig:
     path: Path
     tokenizer: str | None
     dtype: DType
+    quantization: str | None  # a name in model.scheme.SCHEMES
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
     seed: int
@@ -110,7 +113,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    dtype: DType
+    dtype: KVDType
     block_size: int
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
@@ -197,6 +200,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     if dtype == "float16" and not device.is_cuda:
         raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
 
+    kv_dtype = choose("kv_cache_dtype", dtype, "model", "the model's type")
+    _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
+
     max_model_len = choose("max_model_len", spec.max_position, "model", "the context the model was made for")
     _positive("max_model_len", max_model_len)
     if spec.learned_positions and max_model_len > spec.learned_positions.num_positions:
@@ -251,13 +257,14 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             path=model.path,
             tokenizer=args.tokenizer,
             dtype=dtype,
+            quantization=args.quantization,
             max_model_len=max_model_len,
             load_format=args.load_format,  # type: ignore[arg-type]
             seed=args.seed,
             skip_tokenizer_init=args.skip_tokenizer_init,
         ),
         cache=CacheConfig(
-            dtype=dtype,
+            dtype=kv_dtype,
             block_size=block_size,
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_bytes=args.kv_cache_bytes,
@@ -294,17 +301,31 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
 def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
     """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
     for name, only, what in (
-        ("quantization", None, "quantised weights are"),
         ("speculative_model", None, "speculative decoding is"),
         ("num_speculative_tokens", None, "speculative decoding is"),
         ("tensor_parallel_size", 1, "tensor parallelism is"),
         ("pipeline_parallel_size", 1, "pipeline parallelism is"),
-        ("kv_cache_dtype", "auto", "a KV cache type other than the model's is"),
     ):
         if getattr(args, name) != only:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name
             )
+    if args.quantization is not None:
+        _one_of("quantization", args.quantization, tuple(SCHEMES))
+    for name, off in (("quantization", None), ("kv_cache_dtype", "auto")):
+        given = getattr(args, name)
+        if given not in (off, "float32", "bfloat16", "float16") and not device.is_cuda and args.kernels != "reference":
+            raise ConfigError(
+                f"{name}={given!r} needs a GPU: the CPU's kernels have no 8- or 4-bit form yet; leave it at {off!r} (or take "
+                "kernels='reference', which is exact and slow)",
+                field=name,
+            )
+    if args.quantization == "fp8" and device.compute_capability is not None and device.compute_capability < (8, 9):
+        raise ConfigError(
+            f"quantization='fp8' needs a GPU of compute capability 8.9 or more; {device.name} has "
+            f"{device.compute_capability[0]}.{device.compute_capability[1]}: use 'int8' or 'int4'",
+            field="quantization",
+        )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

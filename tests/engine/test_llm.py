@@ -250,6 +250,10 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
     [
         ({"max_num_batched_token": 3}, ConfigError, "max_num_batched_token"),
         ({"quantization": "fp8"}, ConfigError, "quantization"),
+        ({"quantization": "int5", "kernels": "reference"}, ConfigError, "quantization"),
+        ({"quantization": "int4", "kernels": "reference"}, ConfigError, "quantization"),  # 32 inputs, groups of 128
+        ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv_cache_dtype"),
         ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size"),
         ({"speculative_model": "ngram"}, ConfigError, "speculative_model"),
         ({"device": "tpu"}, ConfigError, "device"),
@@ -264,6 +268,32 @@ def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
     with pytest.raises(error) as caught:
         make(path, **settings)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    ("settings", "least", "most"),
+    [
+        ({"quantization": "int8"}, 1e-5, 0.05),
+        ({"quantization": "fp8"}, 1e-4, 0.3),
+        ({"quantization": "int4-g32"}, 1e-3, 0.8),
+        ({"kv_cache_dtype": "int8"}, 1e-6, 0.05),
+        ({"kv_cache_dtype": "fp8"}, 1e-5, 0.1),
+    ],
+    ids=lambda s: "+".join(s.values()) if isinstance(s, dict) else "",
+)
+def test_rounded_weights_and_caches_change_little_and_something(tmp_path, family, settings, least, most):
+    sizes = dict(n_embd=64) if family.startswith("gpt") else dict(hidden_size=64, intermediate_size=192)
+    tiny_models.build(tmp_path, family, initializer_range=0.1, **sizes)
+
+    def logprobs(**given):
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        engine = make(tmp_path, kernels="reference", skip_tokenizer_init=True, **given)
+        outputs = engine.generate(PROMPTS, sampling)
+        return torch.tensor([p.chosen.logprob for o in outputs for p in o.prompt_logprobs[1:]])
+
+    change = (logprobs(**settings) - logprobs()).abs().mean().item()
+    assert least < change < most
 
 
 def test_a_context_left_open_is_lowered_to_what_fits(path, llm):

@@ -51,6 +51,23 @@ def test_log_probabilities_equal_the_reference(family, tmp_path):
     assert (ours - exact).abs().mean() < 2 * (theirs - exact).abs().mean() + 1e-3
 
 
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": q} for q in ("fp8", "int8", "int4-g32")]
+    + [{"kv_cache_dtype": k} for k in ("fp8", "int8")]
+    + [{"quantization": "fp8", "kv_cache_dtype": "fp8"}],
+    ids=lambda s: "+".join(s.values()),
+)
+def test_quantised_models_equal_the_reference_of_the_same_rounding(family, settings, tmp_path):
+    tiny_models.build(tmp_path, family, initializer_range=0.1, **SHAPES[family])
+    ours = first_logprobs(make(tmp_path, **settings))
+    theirs = first_logprobs(make(tmp_path, kernels="reference", enforce_eager=True, **settings))
+    exact = first_logprobs(make(tmp_path, kernels="reference", dtype="float32", device="cpu"))
+    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean() + 1e-3
+    assert (ours - theirs).abs().mean() < (theirs - exact).abs().mean() + 5e-3
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")

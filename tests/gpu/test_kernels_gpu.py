@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.quantize import DTYPES
+from slipstream.kernels.reference import ReferenceOps, to_cache
+from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,6 +81,95 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
     ours = ops.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
     theirs = REFERENCE.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
     assert error(ours, theirs) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("query_lens", "contexts", "shape"),
+    [
+        ([1] * 700, [(i * 37) % 1500 for i in range(700)], {}),
+        ([1, 1, 500, 2048, 17], [10, 900, 0, 1000, 4000], {}),
+        ([1, 130, 600], [77, 3, 50], {"heads": 4, "kv_heads": 1, "dim": 256}),
+        ([1, 1, 130, 600], [77, 5000, 3, 50], {"heads": 16, "kv_heads": 16, "dim": 256}),
+    ],
+    ids=["700", "mixed", "gemma", "gptj"],
+)
+def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape, kind):
+    q, kv, meta = step(query_lens, contexts, max_seq_len=8192, **shape)
+    scales = [t.float().abs().amax(dim=(0, 2, 3)) / FORMAT_MAX[kind] for t in (kv.k, kv.v)]
+
+    def codes(cache, scale):
+        tokens = cache.transpose(1, 2)
+        return to_cache(tokens.flatten(0, 1), scale, DTYPES[kind]).view(tokens.shape).transpose(1, 2).contiguous()
+
+    small = LayerKV(*(codes(c, s) for c, s in zip((kv.k, kv.v), scales, strict=True)), *scales)
+    (_, heads, dim), kv_heads = q.shape, kv.k.shape[1]
+    ours = ops.attention(q, small, meta, scale=dim**-0.5)
+    assert error(ours, REFERENCE.attention(q, small, meta, scale=dim**-0.5)) < 5e-3
+    qkv = torch.randn(len(q), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
+    caches = [LayerKV(small.k.clone(), small.v.clone(), *scales) for _ in range(2)]
+    both = [
+        o.rope_and_cache(qkv, c, meta, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None)
+        for o, c in zip((ops, REFERENCE), caches, strict=True)
+    ]
+    assert torch.equal(*both)
+    for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+        assert (a.float() != b.float()).float().mean() < 1e-3  # a tie that division rounded otherwise
+
+
+@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 500])
+def test_quantised_products(ops, name, num_tokens):
+    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536)):
+        if k % SCHEMES[name].multiple:
+            continue
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        x = torch.randn(num_tokens, k, device="cuda", dtype=torch.bfloat16)
+        for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
+            w = ops.prepare_linear(weight, bias, SCHEMES[name])
+            theirs = REFERENCE.linear(x, w)
+            for _ in range(2):  # the second finds the counters as they should be
+                assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
+
+
+@pytest.mark.parametrize("inputs", ["fp8", "int8"])
+def test_8_bit_rows(ops, inputs):
+    x = torch.randn(300, 14336 * 2, device="cuda", dtype=torch.bfloat16)
+    h, w = x[:, :4096].contiguous(), torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    for run in (
+        lambda o: o.quantize(h, inputs),
+        lambda o: o.rms_norm(h, w, 1e-5, residual=h.clone(), inputs=inputs)[0],
+        lambda o: o.layer_norm(h, w, w, 1e-5, inputs=inputs)[0],
+        lambda o: o.gated_activation(x, "silu", inputs=inputs),
+        lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
+    ):
+        ours, theirs = run(ops), run(REFERENCE)
+        assert error(ours.scales, theirs.scales) < 1e-5
+        assert (ours.values.float() != theirs.values.float()).float().mean() < 0.01
+
+
+def test_overlapped_kernels_wait_for_what_they_read(ops):
+    """Programmatic launches in a graph: a chain of norms and products, each reading what the one before wrote."""
+    linear = ops.prepare_linear(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None)
+    quantised = ops.prepare_linear(linear.weight, None, SCHEMES["fp8"])
+    w = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def chain(o):
+        h = x
+        for i in range(20):
+            h, _ = o.rms_norm(o.linear(h, quantised if i % 2 else linear), w, 1e-5)
+        return h
+
+    once = chain(ops)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(ops)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, once)
 
 
 def test_the_other_ops(ops):

@@ -8,21 +8,40 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; only here
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
     apply_bias_and_penalties,
     filter_probs,
     scaled_probs,
+    to_cache,
     uniform,
 )
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import num_splits
-from slipstream.kernels.triton.gemv import gemv
+from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, skinny, tiled
+from slipstream.model.scheme import SCHEMES
 from tests.kernels import cases
+
+_convert = interpreter._convert_float
+
+
+def _convert_as_the_chip(data, given, wanted, rounding):
+    """The interpreter loses the carry into the exponent where it rounds to float8 (1.95 becomes 1), and cuts off below the
+    normal numbers; the chip rounds to nearest, as torch does."""
+    if given == tl.float32 and wanted == tl.float8e4nv:
+        rounded = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8)
+        return rounded.numpy().reshape(-1)
+    return _convert(data, given, wanted, rounding)
+
+
+interpreter._convert_float = _convert_as_the_chip
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -32,18 +51,40 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def same_rows(ours, theirs):
+    """Quantised rows: the same scales, and codes that differ by a step at most, where division rounded otherwise."""
+    close(ours.scales, theirs.scales)
+    a, b = (q.values.float() * q.scales for q in (ours, theirs))
+    step = theirs.scales if theirs.values.dtype == torch.int8 else b.abs() / 8 + theirs.scales / 64
+    assert ((a - b).abs() <= step * 1.001).all()
+    assert (ours.values.float() != theirs.values.float()).float().mean() < 0.02
+
+
+def scaled(kv, dtype):
+    """A cache in 8 bits: codes of the step's numbers (what nobody owns is at the end of the range)."""
+    scales = [torch.rand(kv.k.shape[1]) / 16 + 1 / 16 for _ in range(2)]
+    codes = []
+    for cache, scale in zip((kv.k, kv.v), scales, strict=True):
+        tokens = cache.transpose(1, 2)
+        codes.append(to_cache(tokens.flatten(0, 1), scale, dtype).view(tokens.shape).transpose(1, 2).contiguous())
+    return LayerKV(*codes, *scales)
+
+
 @QUICK
-@given(data=st.data(), splits=st.sampled_from([1, 2, 8]))
-def test_attention(data, splits):
+@given(data=st.data(), splits=st.sampled_from([1, 2, 8]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
+def test_attention(data, splits, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=3))
     options = data.draw(cases.attention_options(shape.num_heads))
     step = cases.step(shape)
+    kv = step.kv if dtype is None else scaled(step.kv, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        ours = OURS.attention(step.q, step.kv, step.meta, **options)
-    theirs = REFERENCE.attention(step.q, step.kv, step.meta, **options)
+        ours = OURS.attention(step.q, kv, step.meta, **options)
+    theirs = REFERENCE.attention(step.q, kv, step.meta, **options)
     assert ours.isfinite().all()
-    close(ours[step.owned], theirs[step.owned])
+    # Against an 8-bit cache the kernel multiplies in float16.
+    tolerance = 1e-4 if dtype is None else 1e-2
+    torch.testing.assert_close(ours[step.owned], theirs[step.owned], rtol=tolerance, atol=tolerance)
 
 
 @QUICK
@@ -64,12 +105,22 @@ def test_rope_and_cache(data):
         **norms,
         cos_sin=torch.cat((angles.cos(), angles.sin()), -1) if rotary else None,
     )
-    caches = [step.clone_kv() for _ in range(2)]
+    dtype = data.draw(st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
+    caches = [step.clone_kv() if dtype is None else scaled(step.kv, dtype) for _ in range(2)]
+    if dtype is not None:
+        caches[1] = LayerKV(caches[1].k, caches[1].v, caches[0].k_scale, caches[0].v_scale)
+        caches[1].k.copy_(caches[0].k)
+        caches[1].v.copy_(caches[0].v)
     ours = OURS.rope_and_cache(qkv, caches[0], step.meta, **options)
     theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, **options)
     close(ours, theirs)
-    close(caches[0].k[1:], caches[1].k[1:])  # padding may write anything to the null block
-    close(caches[0].v[1:], caches[1].v[1:])
+    for mine, other in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+        mine, other = mine[1:].float(), other[1:].float()  # padding may write anything to the null block
+        if dtype is None:
+            close(mine, other)
+        else:  # a code may fall on the other side of a tie
+            assert ((mine - other).abs() <= (1.0 if dtype == torch.int8 else other.abs() / 8 + 0.01)).all()
+            assert (mine != other).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("size", [5, 64, 576])
@@ -93,6 +144,68 @@ def test_activations(kind):
     x = torch.randn(5, 2 * 37) * 3
     close(OURS.gated_activation(x, kind), REFERENCE.gated_activation(x, kind))
     close(OURS.activation(x, kind), REFERENCE.activation(x, kind))
+
+
+@pytest.mark.parametrize("inputs", ["fp8", "int8"])
+def test_norms_and_activations_write_8_bit_rows(inputs):
+    x, weight, bias = torch.randn(3, 80) * 2, torch.randn(80), torch.randn(80)
+    x[1] = 0
+    same_rows(OURS.quantize(x, inputs), REFERENCE.quantize(x, inputs))
+    for run in (
+        lambda o: o.rms_norm(x, weight, 1e-5, residual=x.clone(), inputs=inputs)[0],
+        lambda o: o.layer_norm(x, weight, bias, 1e-5, inputs=inputs)[0],
+        lambda o: o.gated_activation(x, "silu", inputs=inputs),
+        lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
+    ):
+        same_rows(run(OURS), run(REFERENCE))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("num_tokens", "outer", "inner", "tile"),
+    [(1, 70, 96, (64, 32, 2, 1)), (5, 64, 64, (64, 32, 1, 1)), (17, 33, 160, (16, 64, 3, 1))],
+)
+def test_8_bit_products(name, num_tokens, outer, inner, tile):
+    for bias in (None, torch.randn(outer)):
+        w = round_linear(torch.randn(outer, inner), bias, SCHEMES[name])
+        x = quantize_rows(torch.randn(num_tokens, inner), SCHEMES[name].inputs)
+        scratch = Scratch(torch.device("cpu"))
+        theirs = REFERENCE.linear(x, w)
+        for _ in range(2):  # the counters of the parts are as they were
+            close(skinny(x, w, scratch, tile=tile), theirs)
+            assert not scratch.counters.any()
+        if name == "int8":
+            close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_4_bit_products(size):
+    outer, inner = 70, 3 * max(64, size)
+    scheme = SCHEMES["int4" if size == 128 else "int4-g32"]
+    for bias in (None, torch.randn(outer).half()):  # in bfloat16: tests/gpu, the interpreter's dot knows only float16
+        w = round_linear(torch.randn(outer, inner).half(), bias, scheme)
+        close(expand(w, torch.float32), dequantize(w))
+        x = torch.randn(3, inner).half()
+        for splits in (1, 2, 3):
+            ours = grouped(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
+            torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
+
+
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_rounding_keeps_to_its_error(name):
+    """Half a step of the scheme's grid, for each number."""
+    weight = torch.randn(9, 256) * torch.logspace(-3, 2, 9)[:, None]
+    weight[3] = 0
+    w = round_linear(weight, None, SCHEMES[name])
+    error = (dequantize(w) - weight).abs()
+    if name == "fp8":
+        assert (error <= weight.abs() / 16 + w.scales[:, None] / 256).all()
+    elif name == "int8":
+        assert (error <= w.scales[:, None] * 0.5001).all()
+    else:
+        steps = w.scales.T.repeat_interleave(w.group_size, dim=1)
+        assert (error <= steps * 0.5001).all()
+    assert torch.equal(dequantize(w)[3], torch.zeros(256))
 
 
 def test_linear_embed_and_copies():

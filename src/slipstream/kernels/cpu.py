@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, SamplingTensors
+from slipstream.errors import ConfigError
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, SamplingTensors
 from slipstream.kernels.reference import (
     ReferenceOps,
     activate,
@@ -40,6 +41,7 @@ from slipstream.kernels.reference import (
     scaled_probs,
     uniform,
 )
+from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
@@ -112,38 +114,61 @@ class CpuOps(ReferenceOps):
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+        if scheme is not None:
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use kernels='reference'", field="kernels")
         if not can_pack(weight.dtype):
             return Linear(weight=weight, bias=bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
         return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
 
-    def linear(self, x: Tensor, w: Linear) -> Tensor:
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
         if isinstance(w, PackedLinear):
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.packed, w.bias, "none", [], "")
             return y
         return F.linear(x, w.weight, w.bias)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        if weight_offset:
-            return super().rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset)
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        weight_offset: float = 0.0,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        if weight_offset or inputs is not None:
+            return super().rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset, inputs=inputs)
         total = x if residual is None else x + residual
         return F.rms_norm(total, (total.shape[-1],), weight, eps), total
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        if inputs is not None:
+            return super().layer_norm(x, weight, bias, eps, residual=residual, inputs=inputs)
         total = x if residual is None else x + residual
         return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
 
-    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def gated_activation(
+        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    ) -> Activations:
+        if inputs is not None:
+            return super().gated_activation(gate_up, activation, inputs=inputs)
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate.float(), activation).mul_(up).to(gate_up.dtype)
 
-    def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return activate(x, activation)
+    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
+        return super().activation(x, activation, inputs=inputs) if inputs is not None else activate(x, activation)
 
     def rope_and_cache(
         self,

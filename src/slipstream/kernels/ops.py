@@ -13,19 +13,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it."""
+    """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it.
+
+    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value.
+    """
 
     k: Tensor  # [B, K, block_size, D]
     v: Tensor  # [B, K, block_size, D]
+    k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
+    v_scale: Tensor | None = None  # float32 [K]
 
     @property
     def block_size(self) -> int:
@@ -51,9 +58,21 @@ class AttentionMetadata:
     max_seq_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Activations in 8 bits: row t stands for values[t] · scales[t]."""
+
+    values: Tensor  # float8_e4m3fn or int8 [T, E]
+    scales: Tensor  # float32 [T, 1]
+
+
+Activations: TypeAlias = Tensor | Quantized
+"""What goes into `linear`: rows of the model's type, or already in the form that the weight's scheme wants."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Later schemes are subclasses."""
+    """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Schemes are subclasses."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -61,6 +80,32 @@ class Linear:
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of activations that this weight multiplies; None: the model's type."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledLinear(Linear):
+    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]; inputs of the same kind."""
+
+    scales: Tensor  # float32 [out]
+    out_dtype: torch.dtype
+
+    @property
+    def inputs(self) -> InputFormat:
+        return "int8" if self.weight.dtype == torch.int8 else "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedLinear(Linear):
+    """`int4`: four numbers to an int16 word. Word j of a chunk of C = max(64, group_size) inputs holds, from its low bits up,
+    the numbers of inputs j, j + C/4, j + C/2, j + 3C/4 of the chunk, each plus 8. `weight` int16 [out, in / 4]."""
+
+    scales: Tensor  # of the compute dtype [in / group_size, out]
+    group_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,22 +142,35 @@ class OpSet(ABC):
     name: str
 
     @abstractmethod
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Lay a dense weight [out, in] out as this op set's `linear` reads it best. May return the weight as it is."""
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+        """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
+        May return the weight as it is."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
 
     @abstractmethod
-    def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32."""
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x that is not yet as
+        `w.inputs` wants it is quantised first; the result has the model's type."""
+
+    @abstractmethod
+    def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
+        """[T, E] → 8 bits with a scale a row: the row's largest magnitude falls on the end of the range."""
 
     @abstractmethod
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """[T, E] → (normed [T, E], sum [T, E]).
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        weight_offset: float = 0.0,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        """[T, E] → (normed [T, E], sum [T, E]). `inputs`: the normed rows come out quantised.
 
         With `residual`, x + residual is normed and returned as the second value (it may reuse residual's memory); without,
         the second value is x. The norm is computed in float32; weight_offset is added to the weight in float32.
@@ -120,8 +178,15 @@ class OpSet(ABC):
 
     @abstractmethod
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
         """Like `rms_norm`, with the mean taken off and a bias added."""
 
     @abstractmethod
@@ -145,7 +210,8 @@ class OpSet(ABC):
 
         q and k of each head are RMS-normed first if q_norm, k_norm [D] are given, then rotated by `cos_sin`
         float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second, read at
-        `meta.positions`; dimensions beyond rotary_dim pass. `cos_sin=None`: no rotation. Computed in float32.
+        `meta.positions`; dimensions beyond rotary_dim pass. `cos_sin=None`: no rotation. Computed in float32, and rounded
+        to the cache's type after division by its scale.
         """
 
     @abstractmethod
@@ -168,11 +234,13 @@ class OpSet(ABC):
         """
 
     @abstractmethod
-    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """[T, 2F] → [T, F]: act(first half) · second half."""
+    def gated_activation(
+        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    ) -> Activations:
+        """[T, 2F] → [T, F]: act(first half) · second half, quantised if `inputs` says so."""
 
     @abstractmethod
-    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         """[T, F] → [T, F]."""
 
     @abstractmethod

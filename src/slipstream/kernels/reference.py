@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, OpSet, SamplingTensors
+from slipstream.kernels.ops import (
+    Activations,
+    AttentionMetadata,
+    GroupedLinear,
+    LayerKV,
+    Linear,
+    OpSet,
+    Quantized,
+    SamplingTensors,
+    ScaledLinear,
+)
+from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
+from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
@@ -35,31 +47,57 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 class ReferenceOps(OpSet):
     name = "reference"
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight=weight, bias=bias)
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype)
 
-    def linear(self, x: Tensor, w: Linear) -> Tensor:
-        y = x.float() @ w.weight.float().T
-        return (y if w.bias is None else y + w.bias.float()).to(x.dtype)
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        if isinstance(w, ScaledLinear):
+            q = x if isinstance(x, Quantized) else self.quantize(x, w.inputs)
+            x, dtype = q.values.float() * q.scales, w.out_dtype
+        else:
+            assert isinstance(x, Tensor)
+            dtype = x.dtype
+        y = x.float() @ (dequantize(w) if isinstance(w, (ScaledLinear, GroupedLinear)) else w.weight.float()).T
+        return (y if w.bias is None else y + w.bias.float()).to(dtype)
+
+    def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
+        return quantize_rows(x, inputs)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        weight_offset: float = 0.0,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
         total = x if residual is None else x + residual
-        return rms(total, weight, eps, weight_offset).to(x.dtype), total
+        return self._as(rms(total, weight, eps, weight_offset), x.dtype, inputs), total
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
         total = x if residual is None else x + residual
         h = total.float()
         h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, unbiased=False, keepdim=True) + eps)
         h = h * weight.float()
-        return (h if bias is None else h + bias.float()).to(x.dtype), total
+        return self._as(h if bias is None else h + bias.float(), x.dtype, inputs), total
+
+    def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:
+        return x.to(dtype) if inputs is None else self.quantize(x, inputs)
 
     def rope_and_cache(
         self,
@@ -88,8 +126,8 @@ class ReferenceOps(OpSet):
             table = cos_sin[meta.positions]
             q, k = rotate(q, table, interleaved), rotate(k, table, interleaved)
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
-        kv.k[block, :, offset] = k.to(kv.k.dtype)
-        kv.v[block, :, offset] = v.to(kv.v.dtype)
+        kv.k[block, :, offset] = to_cache(k, kv.k_scale, kv.k.dtype)
+        kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
         return q.to(qkv.dtype).contiguous()
 
     def attention(
@@ -113,12 +151,14 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
         return out
 
-    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+    def gated_activation(
+        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    ) -> Activations:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (activate(gate, activation) * up).to(gate_up.dtype)
+        return self._as(activate(gate, activation) * up, gate_up.dtype, inputs)
 
-    def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return activate(x.float(), activation).to(x.dtype)
+    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
+        return self._as(activate(x.float(), activation), x.dtype, inputs)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         logits = apply_bias_and_penalties(logits.float(), params)
@@ -142,7 +182,17 @@ def gather_sequence(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, T
     count = -(-length // kv.block_size)
     index = blocks[:count].long()
     keys, values = (t[index].transpose(0, 1).flatten(1, 2)[:, :length] for t in (kv.k, kv.v))
+    if kv.k_scale is not None and kv.v_scale is not None:
+        return keys.float() * kv.k_scale[:, None, None], values.float() * kv.v_scale[:, None, None]
     return keys, values
+
+
+def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[T, K, D] as the cache holds it: divided by each head's scale, cut to the range and rounded, if it has 8 bits."""
+    if scale is None:
+        return x.to(dtype)
+    x = x.float() / scale[None, :, None]
+    return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.round().clamp(-127, 127).to(dtype)
 
 
 def attend(

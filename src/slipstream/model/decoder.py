@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, OpSet
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
 from slipstream.model.parameters import block_norms
 from slipstream.model.positions import alibi_slopes, rope_table
+from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -38,10 +39,18 @@ class Norm:
 
     def __call__(self, ops: OpSet, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
+        h, total = self.quantizing(ops, x, residual, None)
+        assert isinstance(h, Tensor)
+        return h, total
+
+    def quantizing(
+        self, ops: OpSet, x: Tensor, residual: Tensor | None, inputs: InputFormat | None
+    ) -> tuple[Activations, Tensor]:
+        """The same, in the form that the product after it wants."""
         s = self.spec
         if s.kind == "rms":
-            return ops.rms_norm(x, self.weight, s.eps, residual=residual, weight_offset=s.weight_offset)
-        return ops.layer_norm(x, self.weight, self.bias, s.eps, residual=residual)
+            return ops.rms_norm(x, self.weight, s.eps, residual=residual, weight_offset=s.weight_offset, inputs=inputs)
+        return ops.layer_norm(x, self.weight, self.bias, s.eps, residual=residual, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Attention:
     cos_sin: Tensor | None
     slopes: Tensor | None
 
-    def __call__(self, ops: OpSet, x: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
         s = self.spec
         q = ops.rope_and_cache(
@@ -81,10 +90,10 @@ class MLP:
     up: Linear
     down: Linear
 
-    def __call__(self, ops: OpSet, x: Tensor) -> Tensor:
+    def __call__(self, ops: OpSet, x: Activations) -> Tensor:
         """[T, E] → [T, E]"""
         act = ops.gated_activation if self.spec.gated else ops.activation
-        return ops.linear(act(ops.linear(x, self.up), self.spec.activation), self.down)
+        return ops.linear(act(ops.linear(x, self.up), self.spec.activation, inputs=self.down.inputs), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +107,36 @@ class Layer:
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """(what to add next, the residual)."""
-        n = self.norms
+        n, attention, mlp = self.norms, self.attention, self.mlp
         if isinstance(self.spec.block, SequentialBlock):
-            h, residual = n["pre_attention"](ops, pending, residual)
-            h = self.attention(ops, h, kv, meta)
+            x, residual = n["pre_attention"].quantizing(ops, pending, residual, attention.qkv.inputs)
+            h = attention(ops, x, kv, meta)
             if "post_attention" in n:
                 h, _ = n["post_attention"](ops, h)
-            h, residual = n["pre_mlp"](ops, h, residual)
-            h = self.mlp(ops, h)
+            x, residual = n["pre_mlp"].quantizing(ops, h, residual, mlp.up.inputs)
+            h = mlp(ops, x)
             if "post_mlp" in n:
                 h, _ = n["post_mlp"](ops, h)
             return h, residual
-        h, residual = n["norm"](ops, pending, residual)
-        for_mlp = n["mlp_norm"](ops, residual)[0] if "mlp_norm" in n else h
-        return self.attention(ops, h, kv, meta) + self.mlp(ops, for_mlp), residual
+        # Both branches read one norm, or each its own; all of a layer's products have one scheme.
+        x, residual = n["norm"].quantizing(ops, pending, residual, attention.qkv.inputs)
+        for_mlp = n["mlp_norm"].quantizing(ops, residual, None, mlp.up.inputs)[0] if "mlp_norm" in n else x
+        return attention(ops, x, kv, meta) + mlp(ops, for_mlp), residual
 
 
 class Decoder:
-    """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them and then not needed."""
+    """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them, the layers' products
+    rounded by `scheme`, and then not needed."""
 
-    def __init__(self, spec: ModelSpec, parameters: dict[str, Tensor], ops: OpSet, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: dict[str, Tensor],
+        ops: OpSet,
+        *,
+        max_model_len: int,
+        scheme: Scheme | None = None,
+    ) -> None:
         self.spec = spec
         self.ops = ops
         self.embed = parameters.pop("embed.weight")
@@ -138,8 +157,8 @@ class Decoder:
                 slopes = alibi_slopes(s.position, s.num_heads).to(device)
             return Attention(
                 s,
-                _linear(f"{name}.qkv", parameters, ops),
-                _linear(f"{name}.out", parameters, ops),
+                _linear(f"{name}.qkv", parameters, ops, scheme),
+                _linear(f"{name}.out", parameters, ops, scheme),
                 parameters.pop(f"{name}.q_norm.weight", None),
                 parameters.pop(f"{name}.k_norm.weight", None),
                 cos_sin,
@@ -147,7 +166,8 @@ class Decoder:
             )
 
         def layer(s: LayerSpec, name: str) -> Layer:
-            mlp = MLP(s.mlp, _linear(f"{name}.mlp.up", parameters, ops), _linear(f"{name}.mlp.down", parameters, ops))
+            up, down = (_linear(f"{name}.mlp.{part}", parameters, ops, scheme) for part in ("up", "down"))
+            mlp = MLP(s.mlp, up, down)
             norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in block_norms(s).items()}
             return Layer(s, attention(s.attention, f"{name}.attention"), mlp, norms)
 
@@ -175,5 +195,5 @@ def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
     return Norm(spec, parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
 
 
-def _linear(name: str, parameters: dict[str, Tensor], ops: OpSet) -> Linear:
-    return ops.prepare_linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
+def _linear(name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None) -> Linear:
+    return ops.prepare_linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None), scheme)

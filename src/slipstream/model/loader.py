@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from slipstream.errors import CheckpointError, OutOfMemoryError
+from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
+from slipstream.model.scheme import Scheme
 from slipstream.model.spec import ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
@@ -38,14 +39,18 @@ def load_model(
     max_model_len: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    scheme: Scheme | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> LoadedModel:
-    """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`."""
+    """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
+    products are then rounded by `scheme`, one after the other."""
     description = read_spec(path)
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {path} is a {description.format} checkpoint", field="load_format"
         )
+    if scheme is not None:
+        check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
             if load_format == "dummy":
@@ -55,8 +60,25 @@ def load_model(
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
-        decoder = Decoder(description.spec, values, ops, max_model_len=context)
+        decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme)
     return LoadedModel(description, decoder, _bytes(decoder))
+
+
+def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
+    """ConfigError if a product's inputs can't be cut as the scheme needs them."""
+    for layer in spec.layers:
+        for name, inner in (
+            ("hidden_size", spec.hidden_size),
+            ("num_heads · head_dim", layer.attention.q_size),
+            ("intermediate_size", layer.mlp.intermediate_size),
+        ):
+            if inner % scheme.multiple:
+                other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
+                raise ConfigError(
+                    f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "
+                    f"{inner}; {other}",
+                    field="quantization",
+                )
 
 
 def _bytes(decoder: Decoder) -> int:

@@ -24,6 +24,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, select_ops
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import StepPlan, StepResult, TokenLogprobs
 from slipstream.worker.graphs import DecodeGraphs, ladder
 from slipstream.worker.input_batch import RowTable, SampledRows, gather, upload
@@ -39,7 +40,16 @@ GRAPH_BYTES = 80 * 2**20
 """The driver's own memory for one graph of some three hundred launches, with its share of workspaces (measured: 75 MiB on an
 H200 for 32 layers)."""
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+CALIBRATION_TOKENS = 1024
+"""Random tokens whose keys and values set the scales of an 8-bit cache."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,8 +103,13 @@ class ModelRunner:
                 max_model_len=config.model.max_model_len,
                 load_format=config.model.load_format,
                 seed=config.model.seed,
+                scheme=SCHEMES[config.model.quantization] if config.model.quantization else None,
             )
             self._synchronize()
+        self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
+        if config.cache.dtype in FORMAT_MAX:
+            with self._phase("calibrate"), torch.inference_mode():
+                self.kv_scales = self._calibrate()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self.graphs: DecodeGraphs | None = None
@@ -218,12 +233,36 @@ class ModelRunner:
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
     def _make_cache(self, num_blocks: int) -> list[LayerKV]:
-        size = self.config.cache.block_size
-        cache = []
-        for layer in self.model.spec.layers:
-            shape = (num_blocks, layer.attention.num_kv_heads, size, layer.attention.head_dim)
-            cache.append(LayerKV(*(_zeros(shape, self.dtype, self.device) for _ in range(2))))
-        return cache
+        dtype = TORCH_DTYPES[self.config.cache.dtype]
+        if self.kv_scales is None:
+            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
+        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
+
+    def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        attention = self.model.spec.layers[layer].attention
+        shape = (num_blocks, attention.num_kv_heads, self.config.cache.block_size, attention.head_dim)
+        return _zeros(shape, dtype, self.device), _zeros(shape, dtype, self.device)
+
+    def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
+        """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that
+        random text puts into a head, times a margin, falls on the end of the range. A float's precision does not depend
+        on the scale, so fp8 takes a wide margin."""
+        size, kind = self.config.cache.block_size, self.config.cache.dtype
+        length = min(CALIBRATION_TOKENS, self.config.model.max_model_len)
+        meta, tokens = self._dummy_prefill(length, length, size)
+        num_blocks = -(-length // size)
+        table = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=self.device)[None]
+        meta = dataclasses.replace(meta, block_table=table, slot_mapping=meta.positions + size)
+        rng = torch.Generator(self.device).manual_seed(0)
+        tokens.random_(0, self.model.spec.vocab_size, generator=rng)
+        kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.dtype)) for i in range(len(self.model.spec.layers))]
+        self.model.decoder.forward(tokens, kv, meta)
+        top = FORMAT_MAX[kind] / (2.0 if kind == "fp8" else 1.1)  # type: ignore[index]
+
+        def scale(cache: Tensor) -> Tensor:
+            return cache.float().abs().amax(dim=(0, 2, 3)).clamp(min=1e-6) / top
+
+        return [(scale(layer.k), scale(layer.v)) for layer in kv]
 
     def _make_rows(self) -> RowTable:
         config = self.config

@@ -1,4 +1,4 @@
-"""The op set for NVIDIA GPUs, in Triton. Dense products go to torch's library, save those of a single token."""
+"""The op set for NVIDIA GPUs, in Triton. Products of many tokens go to torch's library where it is the fastest."""
 
 from __future__ import annotations
 
@@ -6,39 +6,62 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, OpSet, SamplingTensors
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet, Quantized, SamplingTensors
+from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
-from slipstream.kernels.triton import pointwise, sampling
+from slipstream.kernels.triton import linear, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.gemv import gemv
+from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 
 class TritonOps(OpSet):
     name = "triton"
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight=weight, bias=bias)
+    def __init__(self) -> None:
+        self._scratch: dict[torch.device, linear.Scratch] = {}
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+        if scheme is None:
+            return Linear(weight=weight, bias=bias)
+        if weight.device not in self._scratch:
+            self._scratch[weight.device] = linear.Scratch(weight.device)
+        return round_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
         # The scale is rounded to the table's type first, as the models were trained.
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
-    def linear(self, x: Tensor, w: Linear) -> Tensor:
-        if x.shape[0] == 1 and w.weight.is_contiguous():
-            return gemv(x.contiguous(), w.weight, w.bias)
-        return F.linear(x, w.weight, w.bias)
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        return linear.linear(x, w, self._scratch.get(w.weight.device))
+
+    def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
+        return pointwise.quantize(x, inputs)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, weight_offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        return pointwise.norm(x, weight, None, eps, residual, weight_offset, False)
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        weight_offset: float = 0.0,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        return pointwise.norm(x, weight, None, eps, residual, weight_offset, False, inputs)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return pointwise.norm(x, weight, bias, eps, residual, 0.0, True)
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        return pointwise.norm(x, weight, bias, eps, residual, 0.0, True, inputs)
 
     def rope_and_cache(
         self,
@@ -84,11 +107,13 @@ class TritonOps(OpSet):
     ) -> Tensor:
         return paged_attention(q, kv, meta, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
 
-    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return pointwise.activation(gate_up, activation, gated=True)
+    def gated_activation(
+        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    ) -> Activations:
+        return pointwise.activation(gate_up, activation, True, inputs)
 
-    def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return pointwise.activation(x, activation, gated=False)
+    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
+        return pointwise.activation(x, activation, False, inputs)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -3,7 +3,8 @@
 Decode is bound by reading the cache, so the query heads that share a kv head are rows of one tile and every block is read
 once; a sequence is split over several programs when there are too few sequences to fill the chip (flash-decoding, Dao et
 al. 2023). Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum.
-Scores are kept in units of log 2.
+Scores are kept in units of log 2. An 8-bit cache is read as it is and turned into float16, which holds its numbers exactly; the
+heads' scales are applied to scores and sums.
 
 How a sequence is split depends on its own length and on the launch, never on timing: the sums have a fixed order.
 """
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.triton.overlap import follow, overlapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
@@ -48,6 +50,8 @@ def _decode_kernel(
     table_ptr,
     lens_ptr,
     slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
     window,
@@ -63,7 +67,11 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        follow()
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + seq)
     rows, ds = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -79,6 +87,9 @@ def _decode_kernel(
     q = tl.load(
         q_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :], mask=live[:, None] & (ds[None, :] < D), other=0.0
     )
+    if SCALED:
+        q = q.to(tl.float16)
+        scale *= tl.load(k_scale_ptr + head)
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[:, None]
@@ -92,7 +103,7 @@ def _decode_kernel(
         block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
         mask = inside[:, None] & (ds[None, :] < D)
-        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
         s = _scores(q, k, scale, softcap, slope, (length - 1 - at)[None, :].to(tl.float32), HAS_SOFTCAP, HAS_ALIBI)
         seen = inside
         if HAS_WINDOW:
@@ -102,10 +113,12 @@ def _decode_kernel(
         safe = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - safe[:, None])
         alpha = tl.exp2(best - safe)
-        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
         best = new
+    if SCALED:
+        acc = acc * tl.load(v_scale_ptr + head)
     store = live[:, None] & (ds[None, :] < D)
     if SPLITS == 1:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -121,8 +134,12 @@ def _decode_kernel(
 
 
 @triton.jit
-def _combine_kernel(part_ptr, lse_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+def _combine_kernel(
+    part_ptr, lse_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
     """One program a (sequence, query head): parts weighted by their share of the sum. Parts that hold nothing are skipped."""
+    if PDL:
+        follow()
     row = tl.program_id(0)
     ds = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, SPLITS)
@@ -174,11 +191,11 @@ def _prefill_step(
     place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
     if MASKED or BLOCK_D != D:
         mask = (at < end)[:, None] & (ds < D)[None, :]
-        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
-        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0)
+        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
     else:
-        k = tl.load(k_ptr + place[:, None] + ds[None, :])
-        v = tl.load(v_ptr + place[:, None] + ds[None, :])
+        k = tl.load(k_ptr + place[:, None] + ds[None, :]).to(q.dtype)
+        v = tl.load(v_ptr + place[:, None] + ds[None, :]).to(q.dtype)
     distance = positions[:, None] - at[None, :]
     s = _scores(q, k, scale, softcap, slope, distance.to(tl.float32), HAS_SOFTCAP, HAS_ALIBI)
     if MASKED:
@@ -204,6 +221,8 @@ def _prefill_kernel(
     starts_ptr,
     lens_ptr,
     slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
     window,
@@ -219,6 +238,7 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest first
@@ -233,6 +253,9 @@ def _prefill_kernel(
     positions = context + rows
     place = ((start + rows).to(tl.int64) * (K * G) + head)[:, None] * D + ds[None, :]
     q = tl.load(q_ptr + place, mask=live[:, None] & (ds < D)[None, :], other=0.0)
+    if SCALED:
+        q = q.to(tl.float16)
+        scale *= tl.load(k_scale_ptr + head // G)
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + head)
@@ -257,6 +280,8 @@ def _prefill_kernel(
             K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SCALED:
+        acc = acc * tl.load(v_scale_ptr + head // G)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :])
 
 
@@ -280,11 +305,13 @@ def paged_attention(
     num_seqs = meta.seq_lens.shape[0]
     shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
     flags = dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_ALIBI=alibi_slopes is not None)
+    flags["SCALED"] = kv.k_scale is not None
+    k_scale, v_scale = (q if s is None else s for s in (kv.k_scale, kv.v_scale))
     slopes = q if alibi_slopes is None else alibi_slopes
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
     if meta.num_decodes:
         group_rows = max(16, triton.next_power_of_2(shape["G"]))
-        block_n, warps, stages = decode_tile or ((64, 4, 3) if block_d <= 128 else (32, 4, 2))
+        block_n, warps, stages = decode_tile or ((32, 1, 3) if block_d <= 128 else (32, 4, 2))
         splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
@@ -292,12 +319,13 @@ def paged_attention(
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         _decode_kernel[(meta.num_decodes, num_kv_heads, splits)](
-            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, *numbers,
+            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
             BLOCK_M=group_rows, BLOCK_N=block_n, SPLITS=splits, num_warps=warps, num_stages=stages, **shape, **flags,
+            **overlapped(q),
         )  # fmt: skip
         if splits > 1:
             grid = (meta.num_decodes * num_heads,)
-            _combine_kernel[grid](part, lse, out, D=head_dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4)
+            _combine_kernel[grid](part, lse, out, D=head_dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4, **overlapped(q))
     if num_seqs > meta.num_decodes:
         default = (128, 64, 8, 3) if block_d <= 128 else (64, 32, 8, 2)
         if q.dtype == torch.float32:
@@ -308,7 +336,8 @@ def paged_attention(
             warps = min(warps, 4)
         tiles = triton.cdiv(meta.max_query_len, block_m)
         _prefill_kernel[(num_heads, num_seqs - meta.num_decodes, tiles)](
-            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, *numbers, meta.num_decodes,
+            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
+            meta.num_decodes,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out

@@ -1,6 +1,7 @@
 """Norms with residual, rotary embedding with cache writes, activations, block copies: kernels bound by bandwidth.
 
-Each reads its inputs once and writes its outputs once; arithmetic is in float32.
+Each reads its inputs once and writes its outputs once; arithmetic is in float32. Norms and activations can write the 8-bit
+rows that the next product wants, so that quantising costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Quantized
+from slipstream.kernels.quantize import DTYPES
+from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.model.scheme import InputFormat
 from slipstream.model.spec import Activation
+
+FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2}
+"""How a kernel is told the form of its output rows."""
+
+
+@triton.jit
+def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr):
+    """A whole row of float32 y: as it is, or in 8 bits with its scale (`kernels.quantize.quantize_rows`)."""
+    if FORMAT == 0:
+        tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        top: tl.constexpr = 448.0 if FORMAT == 1 else 127.0
+        scale = tl.maximum(tl.max(tl.abs(tl.where(mask, y, 0.0)), 0), 1e-12) / top
+        tl.store(scales_ptr + row, scale)
+        tl.store(out_ptr + row * size + at, _round(y / scale, out_ptr, top), mask=mask)
+
+
+@triton.jit
+def _round(x, like_ptr, top):
+    """float32 → the 8-bit type of `like_ptr`, cut to ± top."""
+    x = tl.minimum(tl.maximum(x, -top), top)
+    if like_ptr.dtype.element_ty == tl.int8:
+        x = (x + 12582912.0) - 12582912.0  # 1.5 · 2^23: to the nearest whole number, ties to even
+    return x.to(like_ptr.dtype.element_ty)
+
+
+def _rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) -> tuple[Tensor, Tensor]:
+    """Where rows of the form `inputs` go, and their scales (any tensor if they have none)."""
+    dtype = like.dtype if inputs is None else DTYPES[inputs]
+    out = torch.empty(num_rows, size, dtype=dtype, device=like.device)
+    return out, like if inputs is None else torch.empty(num_rows, 1, dtype=torch.float32, device=like.device)
+
+
+def _made(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> Activations:
+    return out if inputs is None else Quantized(out, scales)
 
 
 @triton.jit
@@ -21,6 +60,7 @@ def _norm_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    scales_ptr,
     size,
     eps,
     offset,
@@ -29,11 +69,16 @@ def _norm_kernel(
     IS_LAYER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row a program. The sum goes back into the residual, rounded, and that is what is normed."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
+    if PDL:
+        follow()
     x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
@@ -42,18 +87,24 @@ def _norm_kernel(
         x = rounded.to(tl.float32)
     if IS_LAYER:
         x = tl.where(mask, x - tl.sum(x, 0) / size, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    y *= tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
     if HAS_BIAS:
         y += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, offset: float, is_layer: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    offset: float,
+    is_layer: bool,
+    inputs: InputFormat | None = None,
+) -> tuple[Activations, Tensor]:
     num_rows, size = x.shape
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    out, scales = _rows(num_rows, size, x, inputs)
     block = triton.next_power_of_2(size)
     if num_rows:
         _norm_kernel[(num_rows,)](
@@ -62,6 +113,7 @@ def norm(
             weight,
             weight if bias is None else bias,
             out,
+            scales,
             size,
             eps,
             offset,
@@ -70,9 +122,40 @@ def norm(
             IS_LAYER=is_layer,
             HAS_RESIDUAL=residual is not None,
             HAS_BIAS=bias is not None,
+            FORMAT=FORMATS[inputs],
             num_warps=min(16, max(1, block // 512)),
+            **overlapped(x),
         )
-    return out, x if residual is None else residual
+    return _made(out, scales, inputs), x if residual is None else residual
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
+    _store_row(x, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
+
+
+def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
+    num_rows, size = x.shape
+    out, scales = _rows(num_rows, size, x, inputs)
+    block = triton.next_power_of_2(size)
+    if num_rows:
+        _quantize_kernel[(num_rows,)](
+            x.contiguous(),
+            out,
+            scales,
+            size,
+            BLOCK=block,
+            FORMAT=FORMATS[inputs],
+            num_warps=min(16, max(1, block // 512)),
+            **overlapped(x),
+        )
+    return Quantized(out, scales)
 
 
 @triton.jit
@@ -81,6 +164,8 @@ def _rope_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     positions_ptr,
     slots_ptr,
     table_ptr,
@@ -93,59 +178,82 @@ def _rope_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program a (token, head of q, k or v). The first R dimensions turn; R = 0 turns nothing."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One program a (token, BLOCK_H of its H + 2K heads of q, k and v). The first R dimensions turn, in pairs; the others,
+    and all of v, pass."""
+    if PDL:
+        follow()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
     source = qkv_ptr + (token * (H + 2 * K) + head) * D
-    ds = tl.arange(0, BLOCK_D)
-    x = tl.load(source + ds, mask=ds < D, other=0.0)
     slot = tl.load(slots_ptr + token)
-    place = slot // BLOCK_SIZE * K * BLOCK_SIZE + slot % BLOCK_SIZE  # of kv head 0, in rows of D
-    if head >= H + K:
-        target = v_ptr + (place + (head - H - K) * BLOCK_SIZE) * D
-        tl.store(target + ds, x.to(v_ptr.dtype.element_ty), mask=ds < D)
-    else:
-        is_query = head < H
-        scale = 1.0
+    place = (slot // BLOCK_SIZE * K * BLOCK_SIZE + slot % BLOCK_SIZE) * D  # of kv head 0
+    query = q_ptr + (token * H + head) * D
+    key = k_ptr + place + (head - H) * BLOCK_SIZE * D
+    value = v_ptr + place + (head - H - K) * BLOCK_SIZE * D
+    live = head < H + 2 * K
+    norm = tl.full((BLOCK_H, 1), 1.0, tl.float32)
+    if HAS_NORM:
+        ds = tl.arange(0, BLOCK_D)[None, :]
+        wide = tl.load(source + ds, mask=live & (ds < D), other=0.0).to(tl.float32)
+        norm = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+    scale = tl.full((BLOCK_H, 1), 1.0, tl.float32)
+    if SCALED:
+        scale = tl.load(k_scale_ptr + head - H, mask=is_k, other=1.0)
+        scale *= tl.load(v_scale_ptr + head - H - K, mask=is_v, other=1.0)
+    if R > 0:
+        i = tl.arange(0, BLOCK_R)[None, :]
+        half = i < R // 2
+        first = 2 * i if INTERLEAVED else i
+        second = first + 1 if INTERLEAVED else i + R // 2
+        a = tl.load(source + first, mask=live & half, other=0.0).to(tl.float32)
+        b = tl.load(source + second, mask=live & half, other=0.0).to(tl.float32)
         if HAS_NORM:
-            wide = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-        key = k_ptr + (place + (head - H) * BLOCK_SIZE) * D
-        query = q_ptr + (token * H + head) * D
-        if R < D or R == 0:
-            y = x.to(tl.float32)
-            if HAS_NORM:
-                weight = tl.load((q_norm_ptr if is_query else k_norm_ptr) + ds, mask=ds < D, other=0.0).to(tl.float32)
-                y = y * scale * (weight + offset)
-            rest = (ds >= R) & (ds < D)
-            if is_query:
-                tl.store(query + ds, y.to(q_ptr.dtype.element_ty), mask=rest)
-            else:
-                tl.store(key + ds, y.to(k_ptr.dtype.element_ty), mask=rest)
-        if R > 0:
-            i = tl.arange(0, BLOCK_R)
-            half = i < R // 2
-            first = 2 * i if INTERLEAVED else i
-            second = first + 1 if INTERLEAVED else i + R // 2
-            a = tl.load(source + first, mask=half, other=0.0).to(tl.float32)
-            b = tl.load(source + second, mask=half, other=0.0).to(tl.float32)
-            if HAS_NORM:
-                weight_ptr = q_norm_ptr if is_query else k_norm_ptr
-                a = a * scale * (tl.load(weight_ptr + first, mask=half, other=0.0).to(tl.float32) + offset)
-                b = b * scale * (tl.load(weight_ptr + second, mask=half, other=0.0).to(tl.float32) + offset)
-            row = table_ptr + tl.load(positions_ptr + token) * R
-            cos, sin = tl.load(row + i, mask=half, other=0.0), tl.load(row + R // 2 + i, mask=half, other=0.0)
-            c, d = a * cos - b * sin, b * cos + a * sin
-            if is_query:
-                tl.store(query + first, c.to(q_ptr.dtype.element_ty), mask=half)
-                tl.store(query + second, d.to(q_ptr.dtype.element_ty), mask=half)
-            else:
-                tl.store(key + first, c.to(k_ptr.dtype.element_ty), mask=half)
-                tl.store(key + second, d.to(k_ptr.dtype.element_ty), mask=half)
+            a *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, first, is_q, is_k, half)
+            b *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, second, is_q, is_k, half)
+        row = table_ptr + tl.load(positions_ptr + token) * R
+        cos = tl.where(is_v, 1.0, tl.load(row + i, mask=half, other=0.0))
+        sin = tl.where(is_v, 0.0, tl.load(row + R // 2 + i, mask=half, other=0.0))
+        _store_heads(a * cos - b * sin, first, half, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED)
+        _store_heads(b * cos + a * sin, second, half, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED)
+    if R < D:
+        ds = tl.arange(0, BLOCK_D)[None, :]
+        rest = (ds >= R) & (ds < D)
+        x = tl.load(source + ds, mask=live & rest, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            x *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, rest)
+        _store_heads(x, ds, rest, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED)
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, inside):
+    """What the RMS norm of q and k multiplies with; 1 for v."""
+    weight = tl.load(q_norm_ptr + ds, mask=is_q & inside, other=0.0).to(tl.float32)
+    weight += tl.load(k_norm_ptr + ds, mask=is_k & inside, other=0.0).to(tl.float32)
+    return tl.where(is_q | is_k, norm * (weight + offset), 1.0)
+
+
+@triton.jit
+def _store_heads(x, ds, inside, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED: tl.constexpr):
+    tl.store(query + ds, x.to(q_ptr.dtype.element_ty), mask=is_q & inside)
+    if SCALED:
+        stored = _round(x / scale, k_ptr, 127.0 if k_ptr.dtype.element_ty == tl.int8 else 448.0)
+    else:
+        stored = x.to(k_ptr.dtype.element_ty)
+    tl.store(key + ds, stored, mask=is_k & inside)
+    tl.store(value + ds, stored, mask=is_v & inside)
+
+
+HEADS_AT_ONCE = 16
+"""Heads of one token that a program turns."""
 
 
 def rope_and_cache(
@@ -166,11 +274,15 @@ def rope_and_cache(
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     if num_tokens:
-        _rope_kernel[(num_tokens, num_heads + 2 * num_kv_heads)](
+        total = num_heads + 2 * num_kv_heads
+        block = min(HEADS_AT_ONCE, triton.next_power_of_2(total))
+        _rope_kernel[(num_tokens, triton.cdiv(total, block))](
             qkv.contiguous(),
             q,
             kv.k,
             kv.v,
+            qkv if kv.k_scale is None else kv.k_scale,
+            qkv if kv.v_scale is None else kv.v_scale,
             meta.positions,
             meta.slot_mapping,
             qkv if cos_sin is None else cos_sin,
@@ -183,11 +295,14 @@ def rope_and_cache(
             D=head_dim,
             R=rotary,
             BLOCK_SIZE=kv.block_size,
+            BLOCK_H=block,
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)),
             INTERLEAVED=interleaved,
             HAS_NORM=q_norm is not None,
-            num_warps=1,
+            SCALED=kv.k_scale is not None,
+            num_warps=4 if block * head_dim >= 1024 else 1,
+            **overlapped(qkv),
         )
     return q
 
@@ -209,27 +324,51 @@ def _activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x_ptr, out_ptr, size, row_size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_kernel(
+    x_ptr,
+    out_ptr,
+    scales_ptr,
+    size,
+    row_size,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A piece of a row a program; a whole row where it comes out quantised, since it has one scale."""
+    if PDL:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     y = _activate(tl.load(x_ptr + row * row_size + at, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
         y *= tl.load(x_ptr + row * row_size + size + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
 
 
-def activation(x: Tensor, kind: Activation, gated: bool) -> Tensor:
+def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | None = None) -> Activations:
     num_rows, row_size = x.shape
     size = row_size // 2 if gated else row_size
-    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    out, scales = _rows(num_rows, size, x, inputs)
     if num_rows:
-        block = min(1024, triton.next_power_of_2(size))
+        block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
         grid = (num_rows, triton.cdiv(size, block))
         _activation_kernel[grid](
-            x.contiguous(), out, size, row_size, KIND=ACTIVATIONS[kind], GATED=gated, BLOCK=block, num_warps=4
+            x.contiguous(),
+            out,
+            scales,
+            size,
+            row_size,
+            KIND=ACTIVATIONS[kind],
+            GATED=gated,
+            FORMAT=FORMATS[inputs],
+            BLOCK=block,
+            num_warps=min(16, max(4, block // 1024)),
+            **overlapped(x),
         )
-    return out
+    return _made(out, scales, inputs)
 
 
 @triton.jit

@@ -1,0 +1,460 @@
+"""Products with weights: which kernel runs each, by scheme and number of tokens.
+
+| scheme | 1 token | 2 … 64 | more |
+| --- | --- | --- | --- |
+| dense | `_gemv_kernel` | the library | the library |
+| fp8 | `_skinny_kernel` | `_skinny_kernel` | the library (row-wise scales, fast accumulation) |
+| int8 | `_skinny_kernel` | `_skinny_kernel` | `_tiled_kernel` |
+| int4 | `_grouped_kernel` | `_grouped_kernel` | dequantised once, then the library |
+
+With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
+All sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pointwise import quantize
+
+SKINNY = 64
+"""Up to so many tokens the weight's bytes decide, and kernels of our own read them."""
+
+
+class Scratch:
+    """What split products share on one device: counters of finished parts, all zero between kernels. One stream only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+def linear(x: Activations, w: Linear, scratch: Scratch | None) -> Tensor:
+    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none."""
+    if isinstance(w, ScaledLinear):
+        q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
+        if q.values.shape[0] <= SKINNY:
+            assert scratch is not None
+            return skinny(q, w, scratch)
+        return _library_fp8(q, w) if w.inputs == "fp8" else tiled(q, w)
+    assert isinstance(x, Tensor)
+    if isinstance(w, GroupedLinear):
+        if x.shape[0] <= SKINNY:
+            assert scratch is not None
+            return grouped(x, w, scratch)
+        return F.linear(x, expand(w, x.dtype), w.bias)
+    if x.shape[0] == 1 and w.weight.is_contiguous():
+        return gemv(x.contiguous(), w.weight, w.bias)
+    return F.linear(x, w.weight, w.bias)
+
+
+def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
+    y: Tensor = torch._scaled_mm(
+        x.values,
+        w.weight.T,
+        scale_a=x.scales,
+        scale_b=w.scales[None],
+        out_dtype=w.out_dtype,
+        use_fast_accum=True,
+    )
+    return y if w.bias is None else y.add_(w.bias)
+
+
+# --- Dense, one token ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program owns BLOCK_N rows of the weight and walks along K with all its threads, keeping a partial sum per thread.
+    The first piece of the weight is on its way before the inputs are there."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    w_rows = w_ptr + rows[:, None].to(tl.int64) * K + ks[None, :]
+    live = (rows < N)[:, None]
+    w = tl.load(w_rows, mask=live & (ks < K)[None, :], other=0.0) if not EVEN else tl.load(w_rows)
+    if PDL:
+        follow()
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ahead = k + BLOCK_K + ks
+        if EVEN:
+            x = tl.load(x_ptr + k + ks)
+            following = tl.load(w_rows + k + BLOCK_K, mask=live & (ahead < K)[None, :], eviction_policy="evict_first")
+        else:
+            x = tl.load(x_ptr + k + ks, mask=k + ks < K, other=0.0)
+            following = tl.load(w_rows + k + BLOCK_K, mask=live & (ahead < K)[None, :], other=0.0)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+        w = following
+    y = tl.sum(acc, 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < N)
+
+
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, block_n: int = 2, block_k: int = 1024, num_warps: int = 4
+) -> Tensor:
+    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32."""
+    outer, inner = weight.shape
+    y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
+    _gemv_kernel[(triton.cdiv(outer, block_n),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        outer,
+        inner,
+        HAS_BIAS=bias is not None,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        EVEN=inner % block_k == 0 and outer % block_n == 0,
+        num_warps=num_warps,
+        **overlapped(x),
+    )
+    return y
+
+
+# --- 8 bits, few tokens ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_parts(
+    acc, part_ptr, counter_ptr, at, pid_n, pid_k, size, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """(the sum of all parts, whether this program is the one that has it): the last to arrive adds them up in order."""
+    tl.store(part_ptr + pid_k * size + at, acc)
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for split in range(SPLITS):
+            acc += tl.load(part_ptr + split * size + at, cache_modifier=".cg")
+        tl.store(counter_ptr + pid_n, 0)
+    return acc, last
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    part_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ACC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """yᵀ = W · xᵀ on tensor cores: the weight's rows fill the tall side of a tile, so few tokens waste little. K is split
+    over SPLITS programs where there are too few rows to fill the chip."""
+    pid_n, pid_k = tl.program_id(0), tl.program_id(1)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    span = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+    ks = pid_k * span + tl.arange(0, BLOCK_K)
+    w_at = w_ptr + n[:, None].to(tl.int64) * K + ks[None, :]
+    x_at = x_ptr + m[None, :] * K + ks[:, None]
+    if PDL:
+        follow()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+    for k in range(0, tl.minimum(span, K - pid_k * span), BLOCK_K):
+        inside = ks + k < K
+        w = tl.load(w_at + k, mask=(n < N)[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_at + k, mask=(m < M)[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(w, x, acc, out_dtype=ACC)
+    total = acc.to(tl.float32)
+    mine = True
+    if SPLITS > 1:
+        at = n[:, None] * BLOCK_M + m[None, :]
+        total, mine = _sum_parts(
+            total, part_ptr, counter_ptr, at, pid_n, pid_k, tl.num_programs(0) * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
+        )
+    if mine:
+        y = total * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
+        y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_ptr + m[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+def skinny(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
+    """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
+    (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
+    block_m = max(16, triton.next_power_of_2(num_tokens))
+    block_n, block_k, splits, stages = tile or _skinny_tile(outer, inner, block_m)
+    y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
+    part = x.scales
+    if splits > 1:
+        rows = triton.cdiv(outer, block_n) * block_n
+        part = torch.empty(splits * rows * block_m, dtype=torch.float32, device=x.values.device)
+    _skinny_kernel[(triton.cdiv(outer, block_n), splits)](
+        x.values,
+        x.scales,
+        w.weight,
+        w.scales,
+        x.scales if w.bias is None else w.bias,
+        y,
+        part,
+        scratch.counters,
+        num_tokens,
+        outer,
+        inner,
+        HAS_BIAS=w.bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        ACC=tl.int32 if w.inputs == "int8" else tl.float32,
+        num_warps=4,
+        num_stages=stages,
+        **overlapped(y),
+    )
+    return y
+
+
+def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, int]:
+    """Measured on an H200 at the shapes of an 8B Llama: some 200 programs or more, long reads, 48 to 96 KB in flight."""
+    programs = triton.cdiv(outer, 64)
+    if block_m > 16:
+        return 64, 256, 1 if programs > 150 else 2, 3 if programs > 90 else 4
+    if programs > 150:
+        return 64, 256, 1, 4
+    if programs > 80:
+        return 64, 256, 4, 3
+    return (64, 512, 2, 3) if inner % 1024 == 0 else (64, 256, 4, 4)
+
+
+# --- int8, many tokens -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tiled_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """int8 · int8 in int32, scaled as it is written. Tiles of GROUP rows of tiles are taken together, for the L2 cache."""
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    pid_m = first + pid % (GROUP * tiles_n) % height
+    pid_n = pid % (GROUP * tiles_n) // height
+    m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + ks[None, :]
+    w_at = w_ptr + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + ks[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for k in range(0, K, BLOCK_K):
+        inside = ks + k < K
+        x = tl.load(x_at + k, mask=inside[None, :], other=0)
+        w = tl.load(w_at + k, mask=inside[:, None], other=0)
+        acc = tl.dot(x, w, acc, out_dtype=tl.int32)
+    y = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+    y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def tiled(
+    x: Quantized, w: ScaledLinear, *, tile: tuple[int, int, int, int, int] = (128, 256, 128, 8, 3)
+) -> Tensor:
+    """`tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
+    (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
+    block_m, block_n, block_k, warps, stages = tile
+    y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
+    _tiled_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
+        x.values,
+        x.scales,
+        w.weight,
+        w.scales,
+        x.scales if w.bias is None else w.bias,
+        y,
+        num_tokens,
+        outer,
+        inner,
+        HAS_BIAS=w.bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=8,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return y
+
+
+# --- int4 ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    part_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `_skinny_kernel`, a chunk of inputs at a time. A code c in the low bits of 0x4300 is the bfloat16 number 128 + c (of
+    0x6400 the float16 number 1024 + c), so no conversion is needed: what the 128 (and the 8 that codes are off by) add is
+    taken off again by the sum of the inputs."""
+    HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
+    kind: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    base: tl.constexpr = 0x6400 if HALF else 0x4300
+    excess: tl.constexpr = 1032.0 if HALF else 136.0
+    pid_n, pid_k = tl.program_id(0), tl.program_id(1)
+    QUARTER: tl.constexpr = CHUNK // 4
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    js = tl.arange(0, QUARTER)
+    chunks = tl.cdiv(K // CHUNK, SPLITS)
+    w_at = w_ptr + n[:, None].to(tl.int64) * (K // 4) + js[None, :]
+    x_at = x_ptr + m[None, :] * K + js[:, None]
+    live_n, live_m = (n < N)[:, None], (m < M)[None, :]
+    if PDL:
+        follow()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for chunk in range(pid_k * chunks, tl.minimum(pid_k * chunks + chunks, K // CHUNK)):
+        words = tl.load(w_at + chunk * QUARTER, mask=live_n, other=0, eviction_policy="evict_first")
+        scale = tl.zeros((BLOCK_N,), tl.float32)
+        dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        for i in tl.static_range(4):
+            if i * QUARTER % SIZE == 0:  # a group begins: the chunk's first, and with small groups another
+                acc += (dot - excess * total[None, :]) * scale[:, None]
+                group = chunk * (CHUNK // SIZE) + i * QUARTER // SIZE
+                scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)
+                dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+            x = tl.load(x_at + chunk * CHUNK + i * QUARTER, mask=live_m, other=0.0).to(kind)
+            codes = ((words >> (4 * i)) & 0xF | base).to(kind, bitcast=True)
+            dot = tl.dot(codes, x, dot)
+            total += tl.sum(x.to(tl.float32), 0)
+        acc += (dot - excess * total[None, :]) * scale[:, None]
+    mine = True
+    if SPLITS > 1:
+        at = n[:, None] * BLOCK_M + m[None, :]
+        acc, mine = _sum_parts(
+            acc, part_ptr, counter_ptr, at, pid_n, pid_k, tl.num_programs(0) * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
+        )
+    if mine:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_ptr + m[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=live_m & live_n)
+
+
+def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None) -> Tensor:
+    """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, SPLITS, stages)."""
+    (num_tokens, inner), outer = x.shape, w.weight.shape[0]
+    block_m = max(16, triton.next_power_of_2(num_tokens))
+    block_n, splits, stages = tile or (128, 4 if outer > 16384 else 8, 3)
+    chunk = max(64, w.group_size)
+    splits = min(splits, inner // chunk)
+    y = torch.empty(num_tokens, outer, dtype=x.dtype, device=x.device)
+    part = x
+    if splits > 1:
+        rows = triton.cdiv(outer, block_n) * block_n
+        part = torch.empty(splits * rows * block_m, dtype=torch.float32, device=x.device)
+    _grouped_kernel[(triton.cdiv(outer, block_n), splits)](
+        x.contiguous(),
+        w.weight,
+        w.scales,
+        x if w.bias is None else w.bias,
+        y,
+        part,
+        scratch.counters,
+        num_tokens,
+        outer,
+        inner,
+        HAS_BIAS=w.bias is not None,
+        SIZE=w.group_size,
+        CHUNK=chunk,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=stages,
+        **overlapped(y),
+    )
+    return y
+
+
+@triton.jit
+def _expand_kernel(
+    w_ptr, scale_ptr, out_ptr, N, K, SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One chunk of BLOCK_N rows: codes to numbers."""
+    QUARTER: tl.constexpr = CHUNK // 4
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    chunk = tl.program_id(1)
+    js = tl.arange(0, QUARTER)
+    live = (n < N)[:, None]
+    words = tl.load(w_ptr + n[:, None].to(tl.int64) * (K // 4) + chunk * QUARTER + js[None, :], mask=live, other=0)
+    out = out_ptr + n[:, None].to(tl.int64) * K + chunk * CHUNK + js[None, :]
+    for i in tl.static_range(4):
+        group = chunk * (CHUNK // SIZE) + i * QUARTER // SIZE
+        scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        number = (((words >> (4 * i)) & 0xF) - 8).to(tl.float32) * scale
+        tl.store(out + i * QUARTER, number.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def expand(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
+    """The dense weight [out, in], for a product of many tokens."""
+    outer, inner, chunk = w.weight.shape[0], w.weight.shape[1] * 4, max(64, w.group_size)
+    out = torch.empty(outer, inner, dtype=dtype, device=w.weight.device)
+    _expand_kernel[(triton.cdiv(outer, 32), inner // chunk)](
+        w.weight, w.scales, out, outer, inner, SIZE=w.group_size, CHUNK=chunk, BLOCK_N=32, num_warps=4
+    )
+    return out

@@ -1,0 +1,52 @@
+"""Schemes: how the weights of a layer's products are held, and how their inputs are. Data, no torch.
+
+| scheme | weights | inputs | scales |
+| --- | --- | --- | --- |
+| `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token, made as it comes |
+| `int8` | int8 | int8 | the same |
+| `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
+
+All are symmetric: value = code · scale. The largest magnitude of a row falls on the end of the range (of a group of 4-bit
+numbers on 7.5, between its two ends), and codes are rounded to nearest. Embeddings, norms, biases and the output head keep
+the model's type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+InputFormat: TypeAlias = Literal["fp8", "int8"]
+"""An 8-bit form of activations: float8 e4m3 (up to 448) or int8 (up to 127), and a float32 scale a token."""
+
+FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight."""
+
+    name: Literal["fp8", "int8", "int4"]
+    weight_bits: int
+    inputs: InputFormat | None
+    group_size: int | None = None
+
+    @property
+    def multiple(self) -> int:
+        """What the number of a product's inputs must be a multiple of."""
+        return 16 if self.group_size is None else max(64, self.group_size)
+
+    def weight_bytes(self, rows: int, inner: int) -> int:
+        """Bytes of a weight [rows, inner], scales included."""
+        groups = 1 if self.group_size is None else inner // self.group_size
+        scale_bytes = 4 if self.group_size is None else 2
+        return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
+
+
+SCHEMES: dict[str, Scheme] = {
+    "fp8": Scheme("fp8", 8, "fp8"),
+    "int8": Scheme("int8", 8, "int8"),
+    "int4": Scheme("int4", 4, None, group_size=128),
+    "int4-g32": Scheme("int4", 4, None, group_size=32),
+}
+"""What `quantization=` takes."""
