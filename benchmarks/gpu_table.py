@@ -83,11 +83,10 @@ class Bench:
 
     def run(self, lengths: list[tuple[int, int]]) -> float:
         """Seconds from submission to the last token."""
-        requests = self.requests(lengths)
+        prompts = [{"prompt_token_ids": [self.rng.randrange(self.vocab) for _ in range(n)]} for n, _ in lengths]
+        sampling = [self.sampling_params(temperature=0, max_tokens=n, ignore_eos=True) for _, n in lengths]
         begin = time.perf_counter()
-        self.submit(requests)
-        while self.llm._output:
-            self.llm._step()
+        self.llm.generate(prompts, sampling, progress=False)
         return time.perf_counter() - begin
 
     def single(self, n_in: int, n_out: int) -> tuple[float, float]:

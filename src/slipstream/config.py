@@ -8,10 +8,9 @@ is changed afterwards, save by `with_memory_limits`, which returns a new config 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.model.scheme import SCHEMES
@@ -56,7 +55,7 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -70,23 +69,10 @@ class EngineArgs:
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     scheduling_policy: str = "inflight"
-    batch_window_s: float = 0.05
+    batch_window_s: float | None = None
     max_queue: int | None = None
     kernels: str = "auto"
     num_threads: int | None = None
-
-    @classmethod
-    def from_mapping(cls, raw: Mapping[str, Any]) -> EngineArgs:
-        """Settings by name; an unknown one raises, naming it and the nearest known."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in raw:
-            if name not in known:
-                import difflib
-
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; the settings are {', '.join(sorted(known))}"
-                raise ConfigError(f"{name!r} is not a setting of the engine{hint}", field=name)
-        return cls(**raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +95,7 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
     seed: int
     skip_tokenizer_init: bool
+    download_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +178,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         origins[name] = Origin(given, "user")
         return given
 
+    _check_types(args)
     _reject_unsupported(args, device)
     spec = model.spec
 
@@ -235,9 +223,11 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             f"{max_model_len}); raise it, lower max_model_len, or enable chunked prefill",
             field="max_num_batched_tokens",
         )
-    if not 0 < args.gpu_memory_utilization <= 1:
+    share = choose("gpu_memory_utilization", 0.9, "default", "leaves room for what the engine does not count")
+    if not 0 < share <= 1:
         raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
-    if args.batch_window_s < 0:
+    window = choose("batch_window_s", 0.05, "default", "long enough to gather a batch, too short to be noticed")
+    if window < 0:
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
     for name in ("kv_cache_bytes", "max_queue", "num_threads"):
         if getattr(args, name) is not None:
@@ -262,11 +252,12 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             load_format=args.load_format,  # type: ignore[arg-type]
             seed=args.seed,
             skip_tokenizer_init=args.skip_tokenizer_init,
+            download_dir=args.download_dir,
         ),
         cache=CacheConfig(
             dtype=kv_dtype,
             block_size=block_size,
-            gpu_memory_utilization=args.gpu_memory_utilization,
+            gpu_memory_utilization=share,
             kv_cache_bytes=args.kv_cache_bytes,
             enable_prefix_caching=args.enable_prefix_caching,
         ),
@@ -275,7 +266,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             enable_chunked_prefill=args.enable_chunked_prefill,
-            batch_window_s=args.batch_window_s,
+            batch_window_s=window,
             max_queue=args.max_queue,
         ),
         device=DeviceConfig(
@@ -310,6 +301,13 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name
             )
+    for name, applies, where in (
+        ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
+        ("num_threads", not device.is_cuda, "a CPU"),
+        ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
+    ):
+        if getattr(args, name) is not None and not applies:
+            raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if args.quantization is not None:
         _one_of("quantization", args.quantization, tuple(SCHEMES))
     for name, off in (("quantization", None), ("kv_cache_dtype", "auto")):
@@ -326,6 +324,16 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
             f"{device.compute_capability[0]}.{device.compute_capability[1]}: use 'int8' or 'int4'",
             field="quantization",
         )
+
+
+def _check_types(args: EngineArgs) -> None:
+    """Each setting is of the type it is declared with; a whole number does for a float."""
+    for name, hint in get_type_hints(EngineArgs).items():
+        value, kinds = getattr(args, name), get_args(hint) or (hint,)
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

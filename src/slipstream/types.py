@@ -238,6 +238,7 @@ class EngineOutput:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     num_preemptions: int = 0
     error: str | None = None
+    prompt_logprobs_start: int = 0  # position of the first of `prompt_logprobs`; a prompt computed again begins anew
 
 
 # --- What a user gets ---------------------------------------------------------------------------------------------

@@ -169,6 +169,33 @@ def test_requests_of_one_step_share_a_prefix():
     assert engine.scheduler.stats().prefix_hits == 24
 
 
+def test_a_copied_block_is_no_target_in_the_same_step():
+    """Copies run side by side on a GPU. Three prompts, each wholly cached in one block, that all need a copy of it."""
+    engine = Engine(config(num_blocks=7, max_num_batched_tokens=64))
+    prompts = {name: [ord(name), 1, 2, 3] for name in "xyz"}
+    for name, prompt in prompts.items():
+        engine.scheduler.add(request(name, prompt, max_tokens=1))
+        engine.run()
+    engine.scheduler.add(request("other", [9], max_tokens=3))
+    engine.step()
+    for name, prompt in prompts.items():
+        engine.scheduler.add(request(name + "2", prompt, max_tokens=2))
+    engine.step()
+    assert len(engine.plans[-1].block_copies) >= 2
+    engine.run()  # the worker asserts it for every step
+
+
+def test_a_full_queue_counts_requests_not_choices():
+    engine = Engine(config(max_queue=2))
+    for index in range(5):
+        name = "a" if index == 0 else f"a/{index}"
+        engine.scheduler.add(request(name, range(6), fork_of=None if index == 0 else "a"))
+    with pytest.raises(EngineOverloadedError):
+        engine.scheduler.add(request("b", range(6)))
+    engine.run()
+    assert len(engine.ends) == 5
+
+
 def test_salts_keep_prefixes_apart():
     engine = Engine(config())
     engine.scheduler.add(request("a", range(12)))

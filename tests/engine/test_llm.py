@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
 from tests import tiny_models
 
@@ -248,7 +250,10 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
 @pytest.mark.parametrize(
     ("settings", "error", "field"),
     [
-        ({"max_num_batched_token": 3}, ConfigError, "max_num_batched_token"),
+        ({"gpu_memory_utilization": 0.5}, ConfigError, "gpu_memory_utilization"),
+        ({"batch_window_s": 0.1}, ConfigError, "batch_window_s"),
+        ({"max_model_len": "128"}, ConfigError, "max_model_len"),
+        ({"enforce_eager": 1}, ConfigError, "enforce_eager"),
         ({"quantization": "fp8"}, ConfigError, "quantization"),
         ({"quantization": "int5", "kernels": "reference"}, ConfigError, "quantization"),
         ({"quantization": "int4", "kernels": "reference"}, ConfigError, "quantization"),  # 32 inputs, groups of 128
@@ -268,6 +273,68 @@ def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
     with pytest.raises(error) as caught:
         make(path, **settings)
     assert caught.value.field == field
+
+
+def test_the_signature_is_that_of_the_settings(path):
+    ours = inspect.signature(LLM).parameters
+    theirs = inspect.signature(EngineArgs).parameters
+    assert list(ours)[:-1] == list(theirs)
+    assert all(ours[name].default == theirs[name].default for name in theirs)
+    with pytest.raises(TypeError, match="max_num_batched_token"):
+        LLM(str(path), max_num_batched_token=3)
+
+
+def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):
+    """A step that was planned but not carried out has offered blocks to the prefix cache that hold nothing."""
+    prompt = {"prompt_token_ids": list(range(3, 60))}
+    expected = tokens_of(llm.generate([prompt], GREEDY))
+    fresh = make(path)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr(fresh.core.runner.model.decoder, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fresh.generate([prompt], GREEDY)
+        assert idle(fresh)
+        assert not fresh.core.runner.rows.rows
+    assert tokens_of(fresh.generate([prompt], GREEDY)) == expected
+    assert fresh.stats().num_free_blocks == fresh.stats().num_blocks
+
+
+def test_only_one_may_step_the_engine(llm):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    for again in (lambda: llm.generate(PROMPTS[1], GREEDY), lambda: next(llm.stream(PROMPTS[1], GREEDY))):
+        with pytest.raises(RequestError, match="in the middle of a stream"):
+            again()
+    rest = [token for delta in stream for token in delta.outputs[0].token_ids]
+    assert len(rest) == 11
+    assert llm.generate(PROMPTS[1], GREEDY)
+
+
+def test_choices_share_a_prompt_and_it_counts_once(path):
+    fresh = make(path)
+    before = fresh.stats()
+    (output,) = fresh.generate(PROMPTS[3], dataclasses.replace(GREEDY, n=3, temperature=1.0, seed=1))
+    after = fresh.stats()
+    assert output.num_cached_tokens == 0
+    assert after.prompt_tokens_total - before.prompt_tokens_total == 45
+    assert after.prefix_hits == 0
+    assert after.generation_tokens_total - before.generation_tokens_total == 36
+
+
+def test_prompt_log_probabilities_survive_preemption(path, llm):
+    """A prompt that is computed again, in other pieces, has its log-probabilities once."""
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
+    expected = [[p.chosen.logprob for p in o.prompt_logprobs[1:]] for o in llm.generate(PROMPTS, sampling)]
+    small = make(path, kv_cache_bytes=llm.ledger.block_bytes * 6, max_model_len=80, max_num_batched_tokens=8)
+    outputs = small.generate(PROMPTS, sampling)
+    assert small.stats().num_preemptions > 0
+    for output, values in zip(outputs, expected, strict=True):
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        assert [p.chosen.logprob for p in output.prompt_logprobs[1:]] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text", "gpt2"])

@@ -99,12 +99,13 @@ class Scheduler:
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def add(self, spec: EngineRequest) -> None:
-        """Queue a request. EngineOverloadedError if the queue is full, ContextLengthError if it could never run."""
+        """Queue a request. EngineOverloadedError if the queue is full (forks come in with the request they fork from),
+        ContextLengthError if it could never run."""
         config = self.config
         total = len(spec.prompt_token_ids) + spec.max_tokens
         if spec.request_id in self._requests:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
-        if config.max_queue is not None and self.num_waiting >= config.max_queue:
+        if config.max_queue is not None and spec.fork_of is None and self.num_waiting >= config.max_queue:
             raise EngineOverloadedError(f"{self.num_waiting} requests are waiting already (max_queue); try again later")
         if total > config.max_model_len:
             raise ContextLengthError(
@@ -247,7 +248,7 @@ class Scheduler:
                 request.num_computed_tokens = computed
                 request.num_registered = len(cached)
             request.needs_copy = bool(copies)
-            if request.num_preemptions == 0:
+            if request.num_preemptions == 0 and request.spec.fork_of is None:
                 request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
                 if self.config.enable_prefix_caching:
                     self._prefix_queries += request.num_prompt_tokens
@@ -271,7 +272,7 @@ class Scheduler:
         if copy:
             old, (new,) = blocks[index], self.pool.allocate(1)
             step.copies.append((old, new))
-            self.pool.release([old])
+            step.copied.append(old)
             blocks[index] = new
             if request.in_worker:
                 step.replaced[request.request_id] = ((index, new),)
@@ -325,6 +326,7 @@ class Scheduler:
         self._step_id += 1
         self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts
         released, self._released = self._released, []
+        self.pool.release(step.copied)
         return StepPlan(
             step_id=self._step_id,
             scheduled=(*step.decodes, *step.prompts),
@@ -337,7 +339,8 @@ class Scheduler:
         """Take in what a step gave: tokens, ends, full blocks. Sequences that have ended since are passed over."""
         outputs: list[EngineOutput] = []
         ended = False
-        logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
+        logprobs, prompt_logprobs = result.logprobs, dict(result.prompt_logprobs)
+        starts = {s.request_id: s.num_computed_tokens for s in plan.scheduled} if prompt_logprobs else {}
         for request, tokens in zip(self._in_flight.pop(plan.step_id, ()), result.token_ids, strict=True):
             if request.status is Status.FINISHED:
                 continue
@@ -356,6 +359,7 @@ class Scheduler:
                     stop,
                     request.num_cached_tokens if first else 0,
                     request.num_preemptions,
+                    prompt_logprobs_start=starts.get(request_id, 0),
                 )
             )
             if reason is not None:
@@ -365,7 +369,7 @@ class Scheduler:
                 self._register(request)
         # Chunks of a prompt that did not end in this step have log-probabilities of their own.
         outputs += [
-            EngineOutput(request_id, prompt_logprobs=values)
+            EngineOutput(request_id, prompt_logprobs=values, prompt_logprobs_start=starts[request_id])
             for request_id, values in prompt_logprobs.items()
             if request_id in self._requests
         ]
@@ -546,6 +550,7 @@ class _Step:
 
     __slots__ = (
         "budget",
+        "copied",
         "copies",
         "decodes",
         "new",
@@ -568,6 +573,7 @@ class _Step:
         self.new_blocks: dict[str, tuple[int, ...]] = {}
         self.replaced: dict[str, tuple[tuple[int, int], ...]] = {}
         self.copies: list[tuple[int, int]] = []
+        self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too
 
 
 def _order(request: Request) -> tuple[int, float, int]:

@@ -22,6 +22,7 @@ from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import EngineError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
+from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv
 from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason
 from slipstream.worker.device import detect
@@ -82,9 +83,11 @@ class EngineCore:
     def add(self, requests: Iterable[EngineRequest]) -> None:
         """Queue requests. ContextLengthError or EngineOverloadedError name the first that can't be taken."""
         self._stalled = False
+        requests = list(requests)
         for request in requests:
             self.scheduler.add(request)
-            self._prompt_tokens += len(request.prompt_token_ids)
+        # A prompt that several choices share is one prompt.
+        self._prompt_tokens += sum(len(r.prompt_token_ids) for r in requests if r.fork_of is None)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         self._stalled = False
@@ -95,7 +98,18 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_requests
 
     def step(self) -> list[EngineOutput]:
-        """Launch the next step, if there is one, and finish the oldest when enough are in flight."""
+        """Launch the next step, if there is one, and finish the oldest when enough are in flight. Whatever interrupts it, a
+        Ctrl-C included, ends all requests: a step that was planned and not carried out leaves blocks that hold less than
+        they stand for."""
+        try:
+            return self._step()
+        except BaseException as error:
+            self._in_flight.clear()
+            self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            self.runner.forget_rows()
+            raise
+
+    def _step(self) -> list[EngineOutput]:
         plan = self.scheduler.schedule()
         outputs = self.scheduler.drain_outputs()
         self._stalled = plan is None
@@ -111,11 +125,6 @@ class EngineCore:
         return outputs
 
     @property
-    def in_flight(self) -> int:
-        """Steps launched and not yet finished."""
-        return len(self._in_flight)
-
-    @property
     def can_step(self) -> bool:
         """`step()` may do something now."""
         return bool(self._in_flight) or (self.scheduler.has_requests and not self._stalled)
@@ -129,11 +138,6 @@ class EngineCore:
         wakeup = self.next_wakeup()
         if wakeup is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))
-
-    def fail_all(self, error: BaseException) -> list[EngineOutput]:
-        """End every request with an error, after a step failed."""
-        self._in_flight.clear()
-        return self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
 
     def stats(self) -> EngineStats:
         s = self.scheduler.stats()
@@ -174,7 +178,8 @@ def _fit(
     else:
         graphs, total, allowed = 0, facts.memory_bytes, facts.memory_bytes
         full = config.scheduling.max_num_seqs * config.max_blocks_per_seq * one_block
-        budget = host_cache_budget(free_bytes=facts.free_bytes, wanted_bytes=full + one_block)
+        free = host_memory()[1] - activation_bytes - rows  # now, with the weights loaded
+        budget = host_cache_budget(free_bytes=free, wanted_bytes=full + one_block)
     if config.cache.kv_cache_bytes is not None:
         budget = config.cache.kv_cache_bytes
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)

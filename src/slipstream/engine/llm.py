@@ -7,7 +7,9 @@ for answer in llm.generate(["The capital of France is"], SamplingParams(temperat
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,16 +25,48 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model ready to generate. Settings are `EngineArgs`'s fields; an unknown one raises ConfigError.
+    """A model ready to generate. The settings are those of `EngineArgs`; `progress` is told each phase of the start.
 
     Holds the model's memory until `shutdown()` or the end of a `with` block. Not thread-safe; a server wants `AsyncLLM`.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        on_phase: Callable[[str], None] = settings.pop("progress", lambda phase: None)
-        args = EngineArgs.from_mapping({"model": model, **settings})
-        self._core: EngineCore | None = EngineCore.build(args, progress=on_phase)
-        on_phase("tokenizer")
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        speculative_model: str | None = None,
+        num_speculative_tokens: int | None = None,
+        download_dir: str | None = None,
+        seed: int = 0,
+        load_format: str = "auto",
+        skip_tokenizer_init: bool = False,
+        scheduling_policy: str = "inflight",
+        batch_window_s: float | None = None,
+        max_queue: int | None = None,
+        kernels: str = "auto",
+        num_threads: int | None = None,
+        progress: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "progress")}
+        args = EngineArgs(**given)
+        self._core: EngineCore | None = EngineCore.build(args, progress=progress)
+        progress("tokenizer")
         self.tokenizer = load_tokenizer(self._core.config)
         self._input = input_processor(self._core, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
@@ -103,6 +137,7 @@ class LLM:
         request = self._input.prepare(
             prompt, sampling_params or SamplingParams(), add_special_tokens=add_special_tokens
         )
+        self._check_idle()
         self._output.add(request)
         try:
             self.core.add(request.engine_requests)
@@ -157,13 +192,14 @@ class LLM:
                 error.add_note(f"in prompt {i} of {len(prompts)}")
                 raise
         done: dict[str, RequestOutput] = {}
+        self._check_idle()
         try:
             for request in requests:
                 self._output.add(request)
                 self.core.add(request.engine_requests)
-            with _Progress(len(requests), shown=progress) as advance:
+            with _Progress(len(requests), shown=progress) as advance, no_collections():
                 while self._output:
-                    for delta in self._step():
+                    for delta in self._step(until_done=True):
                         done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
                         if delta.finished:
                             advance(done[delta.request_id])
@@ -171,13 +207,18 @@ class LLM:
             self.core.abort([key for r in requests for key in self._output.discard(r.request_id)])
         return [done[r.request_id] for r in requests]
 
-    def _step(self) -> list[RequestOutput]:
+    def _check_idle(self) -> None:
+        """Whoever steps the engine gets all that it gives, so there can only be one."""
+        if self._output:
+            raise RequestError("this LLM is in the middle of a stream: finish or close that first, or use AsyncLLM")
+
+    def _step(self, *, until_done: bool = False) -> list[RequestOutput]:
         core = self.core
         outputs = core.step()
         if not outputs and not core.can_step:
             check_alive(core)
             core.wait()
-        deltas, aborts = self._output.process(outputs)
+        deltas, aborts = self._output.process(outputs, until_done=until_done)
         if aborts:
             core.abort(aborts)
         return deltas
@@ -189,8 +230,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         return None
     from slipstream.hub import resolve_model
 
-    named = config.model.tokenizer
-    return Tokenizer.from_pretrained(config.model.path if named is None else resolve_model(named))
+    model, named = config.model, config.model.tokenizer
+    return Tokenizer.from_pretrained(model.path if named is None else resolve_model(named, download_dir=model.download_dir))
 
 
 def input_processor(core: EngineCore, tokenizer: Tokenizer | None) -> InputProcessor:
@@ -201,6 +242,19 @@ def input_processor(core: EngineCore, tokenizer: Tokenizer | None) -> InputProce
         max_model_len=core.config.model.max_model_len,
         eos_token_ids=tuple(eos),
     )
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Put off Python's search for cycles of garbage, which with torch's million objects stops a step for 50 ms and more, many
+    times a second. What a step leaves behind has no cycles."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Progress:

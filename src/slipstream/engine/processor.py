@@ -160,6 +160,8 @@ class InputProcessor:
 class _Choice:
     index: int
     detokenizer: IncrementalDetokenizer | None
+    can_wait: bool  # no stop string or log-probability is asked for
+    waiting: list[int] = field(default_factory=list)  # tokens not yet processed
     done: bool = False
 
 
@@ -187,7 +189,10 @@ class OutputProcessor:
     def add(self, request: PreparedRequest) -> None:
         if request.request_id in self._states:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
-        choices = {r.request_id: _Choice(i, self._detokenizer(r)) for i, r in enumerate(request.engine_requests)}
+        can_wait = not request.sampling.stop and request.sampling.logprobs is None
+        choices = {
+            r.request_id: _Choice(i, self._detokenizer(r), can_wait) for i, r in enumerate(request.engine_requests)
+        }
         self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids))
         self._owner.update(dict.fromkeys(choices, request.request_id))
 
@@ -200,8 +205,14 @@ class OutputProcessor:
             del self._owner[key]
         return [key for key, choice in state.choices.items() if not choice.done]
 
-    def process(self, outputs: Sequence[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """What is new for each request, and the engine requests that a stop string ended and that must be aborted."""
+    def process(
+        self, outputs: Sequence[EngineOutput], *, until_done: bool = False
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
+
+        `until_done`: nobody looks at an answer before it is complete, so that its tokens are kept together (after the first,
+        whose time counts) as long as no stop string can end it.
+        """
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
         aborts: list[str] = []
@@ -213,6 +224,12 @@ class OutputProcessor:
             choice = state.choices[output.request_id]
             if choice.done:
                 continue  # a stop string ended it; these tokens came after
+            if until_done and choice.can_wait and output.finish_reason is None and state.first_token is not None:
+                choice.waiting += output.token_ids
+                continue
+            if choice.waiting:
+                output = dataclasses.replace(output, token_ids=(*choice.waiting, *output.token_ids))
+                choice.waiting = []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
                 choice.done = True
@@ -223,7 +240,8 @@ class OutputProcessor:
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if output.prompt_logprobs:
-                state.prompt_logprobs.extend(self._decode_logprobs(p) for p in output.prompt_logprobs)
+                found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
+                state.prompt_logprobs[output.prompt_logprobs_start :] = found
             delta = news.get(owner)
             if delta is None:
                 delta = news[owner] = self._delta(state)

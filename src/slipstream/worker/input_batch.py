@@ -50,9 +50,10 @@ class RowTable:
         self._free = list(range(capacity - 1, -1, -1))
         self._seeds = np.random.default_rng(seed)
 
-    @property
-    def num_bytes(self) -> int:
-        return (self.tokens.numel() + self.block_table.numel()) * 4
+    def forget(self) -> None:
+        """Drop every row."""
+        self.rows.clear()
+        self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
         """Drop released rows, make new ones, extend block tables: two small uploads whatever the number of rows."""

@@ -13,7 +13,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -84,7 +84,7 @@ class InFlightStep:
 class ModelRunner:
     """Loads the model at once; `allocate` must come before `launch`."""
 
-    def __init__(self, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.device = torch.device(config.device.facts.device)
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -190,6 +190,11 @@ class ModelRunner:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt)
         logits = self.model.decoder.logits(hidden[batch.sample_index])
         return self._sample(plan, logits, batch.sampled, prompt)
+
+    def forget_rows(self) -> None:
+        """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""
+        if self.rows is not None:
+            self.rows.forget()
 
     def _sample(
         self, plan: StepPlan, logits: Tensor, sampled: SampledRows, prompt: dict[str, list[TokenLogprobs]]
@@ -340,7 +345,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             return torch.cuda.memory_allocated(self.device)
-        return _peak_rss_bytes()
+        return reset_peak_rss()
 
     def _memory_peak(self) -> int:
         if self.device.type == "cuda":
@@ -363,6 +368,22 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
+def reset_peak_rss() -> int:
+    """Bytes of this process now, from which `_peak_rss_bytes` counts on. Where the system can't start the count anew, the
+    highest there ever was: then less is found than was used."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass
+    return _peak_rss_bytes()
+
+
 def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        with open("/proc/self/status") as file:
+            line = next(line for line in file if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
