@@ -52,23 +52,34 @@ class DecodeGraphs:
         self.sizes = ladder(config.scheduling.max_num_seqs)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None  # of the first graph; the others share it
+        self._stream = torch.cuda.Stream()
+
+    def capture(self) -> None:
+        """Capture some sizes now, the largest first, so that the others fit into its memory. The rest are captured when they
+        are first wanted, which takes some tens of milliseconds each: a start does not wait for sizes that may never come."""
+        for size in reversed(self.sizes):
+            if size == self.sizes[-1] or size.bit_count() == 1:
+                self._capture(size)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size, the largest first, so that the smaller ones fit into its memory."""
-        for size in reversed(self.sizes):
-            inputs = torch.zeros(2, size, dtype=torch.int32, device=self.rows.device)
-            inputs[0] = self.rows.capacity
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # kernels compile and choose their tiles outside the capture
-                self._forward(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._forward(inputs)
-            self._pool = self._pool or graph.pool()
-            self._captured[size] = _Captured(graph, inputs, logits)
+    def _capture(self, size: int) -> _Captured:
+        inputs = torch.zeros(2, size, dtype=torch.int32, device=self.rows.device)
+        inputs[0] = self.rows.capacity
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
+        with torch.cuda.stream(stream):
+            self._forward(inputs)  # kernels compile and choose their tiles outside the capture
+            if self._pool is None:
+                graph.capture_begin()
+            else:
+                graph.capture_begin(pool=self._pool)
+            logits = self._forward(inputs)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or graph.pool()
+        captured = self._captured[size] = _Captured(graph, inputs, logits)
+        return captured
 
     def run(self, plan: StepPlan) -> tuple[Tensor, SampledRows] | None:
         """Replay a graph if `plan` is a decode step that fits one: its logits [n, V] and what to sample."""
@@ -79,7 +90,7 @@ class DecodeGraphs:
         if not all(s.samples for s in scheduled):  # a prompt's chunk of one token
             return None
         size = next(n for n in self.sizes if n >= num_seqs)
-        captured = self._captured[size]
+        captured = self._captured.get(size) or self._capture(size)
         table = self.rows.rows
         host = np.zeros((2, size), dtype=np.int32)
         host[0, num_seqs:] = self.rows.capacity

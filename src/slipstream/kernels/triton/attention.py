@@ -28,18 +28,18 @@ CTAS_PER_SM = 4
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, slope, distance, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
-    """[M, N] scores in units of log 2, not yet masked. `distance` is how far each key lies behind its query."""
-    s = tl.dot(q, tl.trans(k)) * scale
+def _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """Products of queries and keys as scores in units of log 2, not yet masked. `distance`: how far a key lies behind."""
+    s = s * scale
     if HAS_SOFTCAP:
         # tanh by exp: tl has none that runs everywhere
         s = softcap * (1.0 - 2.0 / (tl.exp2((s / softcap) * 2.885390081777927) + 1.0))
     if HAS_ALIBI:
-        s = s - slope * distance
+        s = s - slope * distance.to(tl.float32)
     return s * LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -56,6 +56,7 @@ def _decode_kernel(
     softcap,
     window,
     table_stride,
+    splits,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -63,13 +64,15 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program a (sequence, kv head, split). Tiles stand with the keys down and the group's query heads across: a tensor
+    core's tile is as narrow as 8 there, and groups are small."""
     if PDL:
         follow()
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -80,22 +83,21 @@ def _decode_kernel(
     low = 0
     if HAS_WINDOW:
         low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), SPLITS) * BLOCK_N
+    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), splits) * BLOCK_N
     begin = low + split * span
     end = tl.minimum(begin + span, length)
 
-    q = tl.load(
-        q_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :], mask=live[:, None] & (ds[None, :] < D), other=0.0
-    )
+    here = live[None, :] & (ds[:, None] < D)
+    q = tl.load(q_ptr + (seq * (K * G) + heads[None, :]) * D + ds[:, None], mask=here, other=0.0)
     if SCALED:
         q = q.to(tl.float16)
         scale *= tl.load(k_scale_ptr + head)
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[:, None]
+        slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[None, :]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
@@ -104,51 +106,50 @@ def _decode_kernel(
         place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
         mask = inside[:, None] & (ds[None, :] < D)
         k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        s = _scores(q, k, scale, softcap, slope, (length - 1 - at)[None, :].to(tl.float32), HAS_SOFTCAP, HAS_ALIBI)
+        s = _scores(tl.dot(k, q), scale, softcap, slope, (length - 1 - at)[:, None], HAS_SOFTCAP, HAS_ALIBI)
         seen = inside
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        new = tl.maximum(best, tl.max(s, 1))
+        s = tl.where(seen[:, None], s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - safe[:, None])
+        p = tl.exp2(s - safe[None, :])
         alpha = tl.exp2(best - safe)
         v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+        total = total * alpha + tl.sum(p, 0)
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha[None, :])
         best = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
-    store = live[:, None] & (ds[None, :] < D)
-    if SPLITS == 1:
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = out_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=store)
-    else:
-        part = (seq * (K * G) + heads) * SPLITS + split
+    if SPLIT:
+        part = (seq * (K * G) + heads) * splits + split
         empty = total == 0.0
         tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))), mask=live)
         if begin < end:
-            acc = acc / tl.where(empty, 1.0, total)[:, None]
-            tl.store(part_ptr + part[:, None].to(tl.int64) * D + ds[None, :], acc, mask=store)
+            acc = acc / tl.where(empty, 1.0, total)[None, :]
+            tl.store(part_ptr + part[None, :].to(tl.int64) * D + ds[:, None], acc, mask=here)
+    else:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[None, :]
+        to = out_ptr + (seq * (K * G) + heads[None, :]) * D + ds[:, None]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    part_ptr, lse_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+    part_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
 ):
     """One program a (sequence, query head): parts weighted by their share of the sum. Parts that hold nothing are skipped."""
     if PDL:
         follow()
     row = tl.program_id(0)
     ds = tl.arange(0, BLOCK_D)
-    splits = tl.arange(0, SPLITS)
-    lse = tl.load(lse_ptr + row * SPLITS + splits)
+    at = tl.arange(0, MOST)
+    lse = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
     best = tl.max(lse, 0)
     weights = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best)))
     total = tl.sum(weights, 0)
     mask = (lse != float("-inf"))[:, None] & (ds < D)[None, :]
-    places = part_ptr + (row * SPLITS + splits)[:, None].to(tl.int64) * D + ds[None, :]
+    places = part_ptr + (row * splits + at)[:, None].to(tl.int64) * D + ds[None, :]
     parts = tl.load(places, mask=mask, other=0.0)
     out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * D + ds, out.to(out_ptr.dtype.element_ty), mask=ds < D)
@@ -197,7 +198,7 @@ def _prefill_step(
         k = tl.load(k_ptr + place[:, None] + ds[None, :]).to(q.dtype)
         v = tl.load(v_ptr + place[:, None] + ds[None, :]).to(q.dtype)
     distance = positions[:, None] - at[None, :]
-    s = _scores(q, k, scale, softcap, slope, distance.to(tl.float32), HAS_SOFTCAP, HAS_ALIBI)
+    s = _scores(tl.dot(q, tl.trans(k)), scale, softcap, slope, distance, HAS_SOFTCAP, HAS_ALIBI)
     if MASKED:
         s = tl.where(distance >= 0, s, float("-inf"))
     if HAS_WINDOW:
@@ -211,7 +212,7 @@ def _prefill_step(
     return acc, new, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride", "first_seq"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
@@ -310,8 +311,9 @@ def paged_attention(
     slopes = q if alibi_slopes is None else alibi_slopes
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
     if meta.num_decodes:
-        group_rows = max(16, triton.next_power_of_2(shape["G"]))
-        block_n, warps, stages = decode_tile or ((32, 1, 3) if block_d <= 128 else (32, 4, 2))
+        group_rows = max(8, triton.next_power_of_2(shape["G"]))
+        few = meta.num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
+        block_n, warps, stages = decode_tile or (32, 4 if few else 1, 3)
         splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
@@ -319,15 +321,19 @@ def paged_attention(
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         _decode_kernel[(meta.num_decodes, num_kv_heads, splits)](
-            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
-            BLOCK_M=group_rows, BLOCK_N=block_n, SPLITS=splits, num_warps=warps, num_stages=stages, **shape, **flags,
+            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers, splits,
+            BLOCK_M=group_rows, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
             **overlapped(q),
         )  # fmt: skip
         if splits > 1:
             grid = (meta.num_decodes * num_heads,)
-            _combine_kernel[grid](part, lse, out, D=head_dim, BLOCK_D=block_d, SPLITS=splits, num_warps=4, **overlapped(q))
+            _combine_kernel[grid](
+                part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
+            )
     if num_seqs > meta.num_decodes:
         default = (128, 64, 8, 3) if block_d <= 128 else (64, 32, 8, 2)
+        if block_d <= 128 and meta.max_query_len <= 256:
+            default = (64, 64, 4, 3)
         if q.dtype == torch.float32:
             default = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or default

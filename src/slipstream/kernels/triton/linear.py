@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.overlap import fetch_ahead, follow, overlapped
 from slipstream.kernels.triton.pointwise import quantize
+
+AHEAD = tl.constexpr(8)
+"""Lines of 128 bytes of each row that are fetched ahead: some 20 MB in all, what memory delivers while a small kernel runs."""
 
 SKINNY = 64
 """Up to so many tokens the weight's bytes decide, and kernels of our own read them."""
@@ -150,7 +153,7 @@ def _sum_parts(
     return acc, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr,
     x_scale_ptr,
@@ -168,6 +171,7 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -181,13 +185,20 @@ def _skinny_kernel(
     w_at = w_ptr + n[:, None].to(tl.int64) * K + ks[None, :]
     x_at = x_ptr + m[None, :] * K + ks[:, None]
     if PDL:
+        fetch_ahead(w_ptr, n, N, K, pid_k * span, AHEAD)
         follow()
     acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
-    for k in range(0, tl.minimum(span, K - pid_k * span), BLOCK_K):
-        inside = ks + k < K
-        w = tl.load(w_at + k, mask=(n < N)[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_at + k, mask=(m < M)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, out_dtype=ACC)
+    if EVEN:
+        for k in range(0, span, BLOCK_K):
+            w = tl.load(w_at + k, eviction_policy="evict_first")
+            x = tl.load(x_at + k, mask=(m < M)[None, :], other=0.0)
+            acc = tl.dot(w, x, acc, out_dtype=ACC)
+    else:
+        for k in range(0, tl.minimum(span, K - pid_k * span), BLOCK_K):
+            inside = ks + k < K
+            w = tl.load(w_at + k, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+            x = tl.load(x_at + k, mask=(m < M)[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(w, x, acc, out_dtype=ACC)
     total = acc.to(tl.float32)
     mine = True
     if SPLITS > 1:
@@ -230,6 +241,7 @@ def skinny(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, 
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
+        EVEN=outer % block_n == 0 and inner % (splits * block_k) == 0,
         ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         num_warps=4,
         num_stages=stages,
@@ -253,7 +265,7 @@ def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, i
 # --- int8, many tokens -----------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _tiled_kernel(
     x_ptr,
     x_scale_ptr,
@@ -327,7 +339,7 @@ def tiled(
 # --- int4 ------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _grouped_kernel(
     x_ptr,
     w_ptr,
@@ -364,6 +376,7 @@ def _grouped_kernel(
     x_at = x_ptr + m[None, :] * K + js[:, None]
     live_n, live_m = (n < N)[:, None], (m < M)[None, :]
     if PDL:
+        fetch_ahead(w_ptr, n, N, K // 2, pid_k * chunks * (CHUNK // 2), AHEAD)
         follow()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for chunk in range(pid_k * chunks, tl.minimum(pid_k * chunks + chunks, K // CHUNK)):
