@@ -119,7 +119,7 @@ class TritonOps(OpSet):
         if params.bias_rows is not None or params.history is not None:
             logits = apply_bias_and_penalties(logits.float(), params)
         if params.all_greedy:
-            return logits.argmax(dim=-1)
+            return sampling.argmax(logits)
         return sampling.sample(logits, uniform(params.seeds, params.history_lens), params)
 
     def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

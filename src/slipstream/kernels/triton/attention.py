@@ -71,8 +71,6 @@ def _decode_kernel(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a (sequence, kv head, split). Tiles stand with the keys down and the group's query heads across: a tensor
-    core's tile is as narrow as 8 there, and groups are small."""
     if PDL:
         follow()
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -87,17 +85,18 @@ def _decode_kernel(
     begin = low + split * span
     end = tl.minimum(begin + span, length)
 
-    here = live[None, :] & (ds[:, None] < D)
-    q = tl.load(q_ptr + (seq * (K * G) + heads[None, :]) * D + ds[:, None], mask=here, other=0.0)
+    q = tl.load(
+        q_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :], mask=live[:, None] & (ds[None, :] < D), other=0.0
+    )
     if SCALED:
         q = q.to(tl.float16)
         scale *= tl.load(k_scale_ptr + head)
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[None, :]
+        slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[:, None]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
@@ -106,32 +105,33 @@ def _decode_kernel(
         place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
         mask = inside[:, None] & (ds[None, :] < D)
         k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        s = _scores(tl.dot(k, q), scale, softcap, slope, (length - 1 - at)[:, None], HAS_SOFTCAP, HAS_ALIBI)
+        s = _scores(tl.dot(q, tl.trans(k)), scale, softcap, slope, (length - 1 - at)[None, :], HAS_SOFTCAP, HAS_ALIBI)
         seen = inside
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
-        s = tl.where(seen[:, None], s, float("-inf"))
-        new = tl.maximum(best, tl.max(s, 0))
+        s = tl.where(seen[None, :], s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - safe[None, :])
+        p = tl.exp2(s - safe[:, None])
         alpha = tl.exp2(best - safe)
         v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        total = total * alpha + tl.sum(p, 0)
-        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha[None, :])
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
         best = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
+    store = live[:, None] & (ds[None, :] < D)
     if SPLIT:
         part = (seq * (K * G) + heads) * splits + split
         empty = total == 0.0
         tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))), mask=live)
         if begin < end:
-            acc = acc / tl.where(empty, 1.0, total)[None, :]
-            tl.store(part_ptr + part[None, :].to(tl.int64) * D + ds[:, None], acc, mask=here)
+            acc = acc / tl.where(empty, 1.0, total)[:, None]
+            tl.store(part_ptr + part[:, None].to(tl.int64) * D + ds[None, :], acc, mask=store)
     else:
-        acc = acc / tl.where(total == 0.0, 1.0, total)[None, :]
-        to = out_ptr + (seq * (K * G) + heads[None, :]) * D + ds[:, None]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=here)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = out_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=store)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -311,7 +311,7 @@ def paged_attention(
     slopes = q if alibi_slopes is None else alibi_slopes
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
     if meta.num_decodes:
-        group_rows = max(8, triton.next_power_of_2(shape["G"]))
+        group_rows = max(16, triton.next_power_of_2(shape["G"]))
         few = meta.num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
         block_n, warps, stages = decode_tile or (32, 4 if few else 1, 3)
         splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
@@ -331,9 +331,7 @@ def paged_attention(
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     if num_seqs > meta.num_decodes:
-        default = (128, 64, 8, 3) if block_d <= 128 else (64, 32, 8, 2)
-        if block_d <= 128 and meta.max_query_len <= 256:
-            default = (64, 64, 4, 3)
+        default = (64, 64, 4, 3) if block_d <= 128 else (64, 32, 8, 2)
         if q.dtype == torch.float32:
             default = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or default

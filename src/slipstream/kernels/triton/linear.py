@@ -90,21 +90,23 @@ def _gemv_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     w_rows = w_ptr + rows[:, None].to(tl.int64) * K + ks[None, :]
-    live = (rows < N)[:, None]
-    w = tl.load(w_rows, mask=live & (ks < K)[None, :], other=0.0) if not EVEN else tl.load(w_rows)
-    if PDL:
-        follow()
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        ahead = k + BLOCK_K + ks
-        if EVEN:
-            x = tl.load(x_ptr + k + ks)
-            following = tl.load(w_rows + k + BLOCK_K, mask=live & (ahead < K)[None, :], eviction_policy="evict_first")
-        else:
-            x = tl.load(x_ptr + k + ks, mask=k + ks < K, other=0.0)
-            following = tl.load(w_rows + k + BLOCK_K, mask=live & (ahead < K)[None, :], other=0.0)
-        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-        w = following
+    if EVEN:
+        w = tl.load(w_rows, eviction_policy="evict_first")
+        if PDL:
+            follow()
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for k in range(BLOCK_K, K, BLOCK_K):
+            acc += w.to(tl.float32) * tl.load(x_ptr + k - BLOCK_K + ks).to(tl.float32)[None, :]
+            w = tl.load(w_rows + k, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * tl.load(x_ptr + K - BLOCK_K + ks).to(tl.float32)[None, :]
+    else:
+        if PDL:
+            follow()
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            inside = k + ks < K
+            w = tl.load(w_rows + k, mask=(rows < N)[:, None] & inside[None, :], other=0.0)
+            acc += w.to(tl.float32) * tl.load(x_ptr + k + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)

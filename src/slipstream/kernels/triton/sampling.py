@@ -27,6 +27,38 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _argmax_kernel(logits_ptr, out_ptr, vocab, row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    peaks, ids = _peaks(logits_ptr + row.to(tl.int64) * row_stride, vocab, BLOCK)
+    best = tl.min(tl.where(peaks == tl.max(peaks, 0), ids, 2147483647), 0)
+    tl.store(out_ptr + row, tl.minimum(best, vocab - 1).to(tl.int64))  # a token of the model, even of a row of NaN
+
+
+@triton.jit
+def _peaks(row_ptr, vocab, BLOCK: tl.constexpr):
+    """For each of BLOCK interleaved parts of a row, the largest logit and the first token that has it."""
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    ids = tl.arange(0, BLOCK)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logits = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        ids = tl.where(logits > peaks, at, ids)
+        peaks = tl.maximum(peaks, logits)
+    return peaks, ids
+
+
+def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
+    """[S, V] → int64 [S]: the likeliest token, the first of them where several are equal."""
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _argmax_kernel[(num_rows,)](
+            logits, out, vocab, logits.stride(0), BLOCK=min(block, triton.next_power_of_2(vocab)), num_warps=8
+        )
+    return out
+
+
+@triton.jit
 def _sample_kernel(
     logits_ptr,
     temperature_ptr,
@@ -45,13 +77,7 @@ def _sample_kernel(
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     temperature = tl.load(temperature_ptr + row)
-    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
-    ids = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        logits = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        ids = tl.where(logits > peaks, at, ids)
-        peaks = tl.maximum(peaks, logits)
+    peaks, ids = _peaks(row_ptr, vocab, BLOCK)
     best = tl.max(peaks, 0)
     chosen = tl.min(tl.where(peaks == best, ids, 2147483647), 0)
     if temperature > 0.0:
