@@ -21,7 +21,7 @@ SHAPES = {
     "mistral": {"hidden_size": 256, "num_attention_heads": 4},
     "qwen2": {"hidden_size": 256, "num_attention_heads": 4},
     "qwen3": {"head_dim": 64},
-    "gemma3_text": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64, "hidden_size": 64},
     "gptj": {"n_embd": 128, "n_head": 2, "rotary_dim": 16},
     "gpt2": {"n_embd": 128, "n_head": 2},
 }
