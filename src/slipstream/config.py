@@ -95,7 +95,6 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
     seed: int
     skip_tokenizer_init: bool
-    download_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +251,6 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             load_format=args.load_format,  # type: ignore[arg-type]
             seed=args.seed,
             skip_tokenizer_init=args.skip_tokenizer_init,
-            download_dir=args.download_dir,
         ),
         cache=CacheConfig(
             dtype=kv_dtype,

@@ -6,12 +6,13 @@
 
 Each delta holds what is new; a consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
 cancels the request. If the engine process dies, requests in flight raise EngineDeadError at once and the engine starts
-again; after `MAX_FAST_DEATHS` deaths in a row without a finished start it stays down.
+again, after growing pauses; after `MAX_FAST_DEATHS` deaths or failed starts in a row it stays down.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import subprocess
 import sys
@@ -40,9 +41,16 @@ from slipstream.engine.core_process import (
     ToChild,
     ToParent,
 )
-from slipstream.engine.processor import InputProcessor, OutputProcessor, PreparedRequest, merge, raise_on_error
+from slipstream.engine.processor import (
+    InputProcessor,
+    OutputProcessor,
+    PreparedRequest,
+    load_tokenizer,
+    merge,
+    raise_on_error,
+)
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import EngineDeadError, EngineError, SlipstreamError
+from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.memory import MemoryLedger
@@ -52,8 +60,11 @@ if TYPE_CHECKING:
     import zmq.asyncio
 
 MAX_FAST_DEATHS = 3
+RESTART_PAUSE_S = 0.5
 STALL_S = 60.0
-"""Health fails when requests wait and the engine has said nothing for this long."""
+"""Health fails when the engine has said nothing for this long (it does every second), or requests wait and it made no step."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,8 @@ class AsyncLLM:
         self._reader: asyncio.Task[None] | None = None
         self._stopping = False
         self._down_reason = ""
-        self._last_news = time.monotonic()
+        self._last_heard = self._last_progress = time.monotonic()
+        self._num_steps = 0
 
     @classmethod
     async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> AsyncLLM:
@@ -118,12 +130,9 @@ class AsyncLLM:
         OutOfMemoryError, …) are raised here as they are."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
-        tokenizer = None
         child = await _Child.spawn(args)  # imports torch while we build the tokenizer
         try:
-            if not args.skip_tokenizer_init:
-                named = path if args.tokenizer is None else resolve_model(args.tokenizer)
-                tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, named)
+            tokenizer = await asyncio.to_thread(load_tokenizer, args, path)
             engine = cls(args, description, tokenizer)
             await engine._adopt(child, progress)
         except BaseException:
@@ -179,8 +188,12 @@ class AsyncLLM:
         self._output.add(request)
         stream = self._streams[request.request_id] = _Stream()
         if len(self._streams) == 1:
-            self._last_news = time.monotonic()
-        await self._child.send(Add(list(request.engine_requests)))
+            self._last_progress = time.monotonic()
+        try:
+            await self._child.send(Add(list(request.engine_requests)))
+        except BaseException:
+            await self.abort(request.request_id)
+            raise
         return stream
 
     # --- State --------------------------------------------------------------------------------------------------------
@@ -198,9 +211,12 @@ class AsyncLLM:
     def health(self) -> Health:
         if not self.is_alive:
             return Health(False, self._down_reason or "the engine process is down")
-        silence = time.monotonic() - self._last_news
-        if self._streams and silence > STALL_S:
-            return Health(False, f"{len(self._streams)} requests wait and the engine made no step for {silence:.0f} s")
+        now = time.monotonic()
+        if now - self._last_heard > STALL_S:
+            return Health(False, f"the engine process has said nothing for {now - self._last_heard:.0f} s")
+        if self._streams and now - self._last_progress > STALL_S:
+            waiting = now - self._last_progress
+            return Health(False, f"{len(self._streams)} requests wait and the engine made no step for {waiting:.0f} s")
         return Health(True)
 
     async def stats(self) -> EngineStats:
@@ -220,6 +236,7 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         if self._reader is not None:
             self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)  # it may have to end a child that was starting
         self._fail(EngineDeadError(self._down_reason))
         if self._child is not None:
             child, self._child = self._child, None
@@ -241,20 +258,15 @@ class AsyncLLM:
         ledger = message.ledger
         self.config = config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
         self.ledger, self.phases = ledger, message.phases
-        eos = (*self.description.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ()))
-        self._input = InputProcessor(
-            self.tokenizer,
-            vocab_size=self.description.spec.vocab_size,
-            max_model_len=self.config.model.max_model_len,
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-        )
+        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer)
         self._child, self._down_reason = child, ""
-        self._last_news = time.monotonic()
+        self._last_heard = self._last_progress = time.monotonic()
+        self._num_steps = 0
 
     async def _read(self) -> None:
         """Take the child's messages as they come; when it dies, say so and start another."""
         deaths = 0
-        while not self._stopping:
+        while True:
             child = self._child
             assert child is not None
             try:
@@ -262,29 +274,45 @@ class AsyncLLM:
                     await self._on_message(await child.receive())
                     deaths = 0
             except EngineDeadError as error:
-                deaths += 1
-                self._child, self._down_reason = None, str(error)
-                self._fail(error)
-                await child.end()
-            if deaths > MAX_FAST_DEATHS or not await self._restart():
+                reason = error
+            except Exception as error:  # a message that can't be read or used: this engine can't be trusted
+                _log.exception("the engine's messages could not be followed")
+                reason = EngineDeadError(f"the engine's messages could not be followed: {type(error).__name__}: {error}")
+            self._child, self._down_reason = None, str(reason)
+            self._fail(reason)
+            await child.end()
+            deaths = await self._restart(deaths + 1)
+            if self._child is None:
                 return
 
-    async def _restart(self) -> bool:
-        if self._stopping:
-            return False
-        self.num_restarts += 1
-        child = await _Child.spawn(self.args)
-        try:
-            await self._adopt(child, lambda phase: None)
-        except SlipstreamError as error:
-            self._down_reason = f"the engine died and could not start again: {error}"
-            await child.end()
-            return False
-        return True
+    async def _restart(self, deaths: int) -> int:
+        """Start the engine again, more patiently each time: its memory may not be free yet. How often it has died by then;
+        there is no child if it is to stay down."""
+        why = self._down_reason
+        while deaths <= MAX_FAST_DEATHS:
+            await asyncio.sleep(0 if deaths == 1 else min(RESTART_PAUSE_S * 2**deaths, 30.0))
+            self.num_restarts += 1
+            child = None
+            try:
+                child = await _Child.spawn(self.args)
+                await self._adopt(child, lambda phase: None)
+                return deaths
+            except BaseException as error:
+                if child is not None:
+                    await child.end()
+                if not isinstance(error, (SlipstreamError, OSError)):
+                    raise
+                _log.error("the engine could not start again: %s", error)
+                self._down_reason = f"{why}, and could not start again: {error}"
+                if isinstance(error, (ConfigError, ModelError)):
+                    return deaths  # it never will
+                deaths += 1
+        return deaths
 
     async def _on_message(self, message: ToParent) -> None:
-        self._last_news = time.monotonic()
+        self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
+            self._last_progress = self._last_heard
             deltas, aborts = self._output.process(message.outputs)
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
@@ -301,6 +329,8 @@ class AsyncLLM:
             if stream is not None:
                 stream.fail(_error(message.error, message.message, message.field))
         elif isinstance(message, Stats):
+            if message.stats.num_steps > self._num_steps:
+                self._num_steps, self._last_progress = message.stats.num_steps, self._last_heard
             waiters, self._stats_waiters = self._stats_waiters, []
             for waiter in waiters:
                 if not waiter.done():

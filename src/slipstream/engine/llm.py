@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.engine_core import EngineCore, check_alive
-from slipstream.engine.processor import InputProcessor, OutputProcessor, merge, raise_on_error
+from slipstream.engine.processor import InputProcessor, OutputProcessor, load_tokenizer, merge, raise_on_error
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.plan.memory import MemoryLedger
@@ -67,8 +67,8 @@ class LLM:
         args = EngineArgs(**given)
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         progress("tokenizer")
-        self.tokenizer = load_tokenizer(self._core.config)
-        self._input = input_processor(self._core, self.tokenizer)
+        self.tokenizer = load_tokenizer(args, self._core.config.model.path)
+        self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
 
     @property
@@ -222,26 +222,6 @@ class LLM:
         if aborts:
             core.abort(aborts)
         return deltas
-
-
-def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer of `config`: the model's own, or the one named."""
-    if config.model.skip_tokenizer_init:
-        return None
-    from slipstream.hub import resolve_model
-
-    model, named = config.model, config.model.tokenizer
-    return Tokenizer.from_pretrained(model.path if named is None else resolve_model(named, download_dir=model.download_dir))
-
-
-def input_processor(core: EngineCore, tokenizer: Tokenizer | None) -> InputProcessor:
-    eos = dict.fromkeys((*core.description.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())))
-    return InputProcessor(
-        tokenizer,
-        vocab_size=core.description.spec.vocab_size,
-        max_model_len=core.config.model.max_model_len,
-        eos_token_ids=tuple(eos),
-    )
 
 
 @contextmanager

@@ -12,10 +12,14 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, EngineError, RequestError
+from slipstream.hub import resolve_model
+from slipstream.model.description import ModelDescription
 from slipstream.types import (
     CompletionOutput,
     EngineOutput,
@@ -45,6 +49,14 @@ class PreparedRequest:
         return self.engine_requests[0].prompt_token_ids
 
 
+def load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
+    """The tokenizer that `args` asks for: that of the model at `path`, another one, or none."""
+    if args.skip_tokenizer_init:
+        return None
+    named = path if args.tokenizer is None else resolve_model(args.tokenizer, download_dir=args.download_dir)
+    return Tokenizer.from_pretrained(named)
+
+
 class InputProcessor:
     def __init__(
         self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
@@ -54,6 +66,19 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self._ids = itertools.count()
+
+    @classmethod
+    def for_model(
+        cls, description: ModelDescription, config: EngineConfig, tokenizer: Tokenizer | None
+    ) -> InputProcessor:
+        """An answer ends at any end token that the model's files or the tokenizer name."""
+        eos = (*description.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+        return cls(
+            tokenizer,
+            vocab_size=description.spec.vocab_size,
+            max_model_len=config.model.max_model_len,
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+        )
 
     def prepare(
         self,
