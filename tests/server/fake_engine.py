@@ -50,6 +50,7 @@ class FakeEngine:
         self.running = 0
         self.started = 0
         self.seen = []  # (prompt, sampling, priority)
+        self.prompt_steps = 0  # in which parts of the prompt are computed, before the one with the first token
         self.fail_after = None  # tokens, after which the engine dies
         self.dead = False
         self.stuck = ""  # a reason for bad health
@@ -78,6 +79,10 @@ class FakeEngine:
         start = time.monotonic()
         source = [t for t in ids if t] or [63]
         try:
+            for _ in range(self.prompt_steps):
+                await asyncio.sleep(self.delay_s)
+                nothing = CompletionOutput(0, "", [], None if sampling.logprobs is None else [])
+                yield RequestOutput("r", None, list(ids), [nothing], False)
             for step in range(max_tokens):
                 await asyncio.sleep(self.delay_s)
                 if self.dead or (self.fail_after is not None and step >= self.fail_after):

@@ -34,14 +34,19 @@ def test_completion(client, shared):
     assert answer._request_id in answer.id
 
 
-def test_completion_streamed_is_the_same(client):
+@pytest.mark.parametrize("prompt_steps", [0, 2])  # a long prompt is computed in several steps
+def test_completion_streamed_is_the_same(serve, prompt_steps):
+    server = serve(FakeEngine())
+    server.engine.prompt_steps = prompt_steps
+
     def ask(**more):
         return client.completions.create(
             model="fake", prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=True, **more
         )
 
-    whole = ask()
-    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    with server.client() as client:
+        whole = ask()
+        chunks = list(ask(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert all(c.usage is None for c in chunks[:-1])

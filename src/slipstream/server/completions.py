@@ -22,6 +22,8 @@ class CompletionAnswer(Answer):
 
     def chunk(self, delta: CompletionOutput) -> bytes:
         choice = self.choices[delta.index]
+        if not choice.begun and not delta.token_ids and delta.finish_reason is None:
+            return b""  # a part of the prompt was computed; its log-probabilities come with the first token
         text, logprobs = delta.text, b"null"
         if not choice.begun:
             text = self._echo(delta.index) + text
