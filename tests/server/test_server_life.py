@@ -115,10 +115,13 @@ async def test_what_nobody_asks_for_stays_with_the_engine():
 
 async def test_an_error_behind_a_full_queue_ends_all_streams():
     streams = [Stream(), Stream(failing=True), Stream()]
-    merged = merge([aiter(stream) for stream in streams])
-    with pytest.raises(EngineDeadError):
-        async for _ in merged:
+
+    async def read_slowly():
+        async for _ in merge([aiter(stream) for stream in streams]):
             await turns()
+
+    with pytest.raises(EngineDeadError):
+        await read_slowly()
     assert all(stream.closed for stream in streams)
 
 
