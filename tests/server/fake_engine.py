@@ -30,6 +30,12 @@ class ByteTokenizer:
         special = "" if skip_special_tokens else "<s>"
         return "".join(special if t == 0 else bytes([t]).decode(errors="replace") for t in token_ids)
 
+    def strips_space_after(self, token_ids, *, skip_special_tokens=True):
+        return False
+
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id else b"<s>"
+
     def id_to_token(self, token_id):
         return "<s>" if token_id == 0 else chr(token_id)
 

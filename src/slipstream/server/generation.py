@@ -51,6 +51,7 @@ class Choice:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
     num_chars: int = 0
+    strips_space: bool = False  # whether the next token's space does not show
 
 
 @dataclass(slots=True)
