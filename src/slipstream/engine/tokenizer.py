@@ -69,21 +69,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text count as such. What they already say is not said twice: a text from a
         chat template that begins with the beginning-of-sequence token gets no second one."""
-        return self._surrounded(self._encodings([text])[0], add_special_tokens)
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The same for many texts, on all cores."""
-        return [self._surrounded(ids, add_special_tokens) for ids in self._encodings(texts)]
-
-    def _encodings(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            if len(texts) == 1:
-                return [self._backend.encode(texts[0], add_special_tokens=False).ids]
-            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # no str, or one that UTF-8 can't write
             raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
-
-    def _surrounded(self, ids: list[int], add_special_tokens: bool) -> list[int]:
         if add_special_tokens:
             if (prefix := list(self._special.prefix)) and ids[: len(prefix)] != prefix:
                 ids = prefix + ids
