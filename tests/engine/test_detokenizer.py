@@ -57,6 +57,32 @@ def test_any_split_gives_what_decoding_at_once_gives(small, kind, data):
     assert detokenizer.stop_reason is None
 
 
+def continued(tokenizer: Tokenizer, prompt: list[int], answer: list[int], skip: bool = True) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt, skip_special_tokens=skip)
+    return "".join(detokenizer.push([i]) for i in answer) + detokenizer.finish()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_prompt_and_answer_are_what_decoding_both_gives(small, kind, data):
+    tokenizer = small[kind]
+    prompt, answer = (tokenizer.encode(data.draw(TEXTS), data.draw(st.booleans())) for _ in range(2))
+    skip = data.draw(st.booleans())
+    begin = tokenizer.decode(prompt, skip_special_tokens=skip)
+    both = tokenizer.decode(prompt + answer, skip_special_tokens=skip)
+    assert begin + continued(tokenizer, prompt, answer, skip) == both
+
+
+def test_the_space_between_prompt_and_answer_stays(small):
+    tokenizer = small["spaces"]
+    prompt, answer = tokenizer.encode("France is"), tokenizer.encode("Paris", add_special_tokens=False)
+    assert tokenizer.token_bytes(answer[0])[:1] == b" "
+    assert continued(tokenizer, prompt, answer) == " Paris"
+    assert continued(tokenizer, [tokenizer.bos_token_id], answer) == "Paris"  # here the space begins the text
+    assert continued(tokenizer, [tokenizer.bos_token_id], answer, skip=False) == " Paris"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, data=st.data())

@@ -31,7 +31,7 @@ spaces that are not ASCII replaced), and we follow the patterns: equal on source
 
 
 def summary(tokenizer: Tokenizer) -> list[list[object]]:
-    ids = tokenizer.encode_batch(chunks(TEXT))
+    ids = [tokenizer.encode(chunk) for chunk in chunks(TEXT)]
     return [[len(i), digest(i)] for i in ids]
 
 

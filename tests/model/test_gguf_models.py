@@ -54,7 +54,7 @@ CASES = {
             "query_pre_attn_scalar": 16,
             "rope_theta": None,
             "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             },
         },
@@ -93,14 +93,73 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": next(x.attention.position.theta for x in spec.layers if x.attention.window is None),
     }
+    metadata |= {"attention.value_length": a.head_dim, "rope.dimension_count": a.head_dim, "vocab_size": 288}
     if family == "gemma3_text":
         metadata["attention.sliding_window"] = 6
+        metadata["rope.freq_base_swa"] = 5e3
     write(tmp_path / "model.gguf", tensors, arch, **{f"{arch}.{k}": v for k, v in metadata.items()})
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
     ours = run(load(tmp_path / "model.gguf"), tokens)
     assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+LEAST = {
+    "block_count": 1,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 64,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
+
+
+def described(path, architecture="llama", **changes):
+    metadata = {f"{architecture}.{k}": v for k, v in {**LEAST, **changes}.items() if v is not None}
+    write(path, {"token_embd.weight": (np.zeros((4, 32)), "F32")}, architecture, **metadata)
+    return read_spec(path).spec
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scale_linear", 2.0),
+        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.factor", 4.0),
+        ("rope.scaling.attn_factor", 1.5),
+        ("rope.dimension_count", 4),
+        ("rope.freq_base_swa", 1e4),
+        ("attention.sliding_window", 16),
+        ("attention.value_length", 16),
+        ("attention.head_count_kv", [2, 4]),
+        ("attention.causal", False),
+        ("attention.scale", 0.5),
+        ("expert_count", 8),
+        ("tensor_data_layout", "other"),
+        ("anything.new", 1),
+        *((key, None) for key in LEAST),
+    ],
+)
+def test_metadata_that_could_matter_is_refused_by_name(tmp_path, key, value):
+    with pytest.raises(UnsupportedModelError, match=key) as caught:
+        described(tmp_path / "x.gguf", **{key: value})
+    assert caught.value.field == f"llama.{key}"
+
+
+def test_metadata_without_effect_is_accepted(tmp_path):
+    plain = described(tmp_path / "plain.gguf")
+    harmless = {
+        "vocab_size": 5,
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scale_linear": 1.0,
+        "expert_count": 0,
+        "attention.causal": True,
+        "tensor_data_layout": "Meta AI original pth",
+    }
+    assert described(tmp_path / "x.gguf", **harmless) == plain
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

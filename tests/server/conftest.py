@@ -126,6 +126,7 @@ def tiny_server(tiny_path):
         device="cpu",
         max_model_len=1024,
         max_num_seqs=8,
+        max_num_batched_tokens=64,  # so that prompts of some length take several steps
         kv_cache_bytes=64 * 2**20,
         num_threads=1,
     )

@@ -30,6 +30,12 @@ class ByteTokenizer:
         special = "" if skip_special_tokens else "<s>"
         return "".join(special if t == 0 else bytes([t]).decode(errors="replace") for t in token_ids)
 
+    def strips_space_after(self, token_ids, *, skip_special_tokens=True):
+        return False
+
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id else b"<s>"
+
     def id_to_token(self, token_id):
         return "<s>" if token_id == 0 else chr(token_id)
 
@@ -50,6 +56,7 @@ class FakeEngine:
         self.running = 0
         self.started = 0
         self.seen = []  # (prompt, sampling, priority)
+        self.prompt_steps = 0  # in which parts of the prompt are computed, before the one with the first token
         self.fail_after = None  # tokens, after which the engine dies
         self.dead = False
         self.stuck = ""  # a reason for bad health
@@ -78,6 +85,10 @@ class FakeEngine:
         start = time.monotonic()
         source = [t for t in ids if t] or [63]
         try:
+            for _ in range(self.prompt_steps):
+                await asyncio.sleep(self.delay_s)
+                nothing = CompletionOutput(0, "", [], None if sampling.logprobs is None else [])
+                yield RequestOutput("r", None, list(ids), [nothing], False)
             for step in range(max_tokens):
                 await asyncio.sleep(self.delay_s)
                 if self.dead or (self.fail_after is not None and step >= self.fail_after):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import httpx
 import openai
 import pytest
 
+from slipstream.engine.processor import InputProcessor, OutputProcessor
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.types import EngineOutput, FinishReason, TokenLogprobs
+from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 
+GOLDEN = json.loads((Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8"))
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEMPLATED = "user:hello\nassistant:"
 
@@ -34,14 +42,19 @@ def test_completion(client, shared):
     assert answer._request_id in answer.id
 
 
-def test_completion_streamed_is_the_same(client):
+@pytest.mark.parametrize("prompt_steps", [0, 2])  # a long prompt is computed in several steps
+def test_completion_streamed_is_the_same(serve, prompt_steps):
+    server = serve(FakeEngine())
+    server.engine.prompt_steps = prompt_steps
+
     def ask(**more):
         return client.completions.create(
             model="fake", prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=True, **more
         )
 
-    whole = ask()
-    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    with server.client() as client:
+        whole = ask()
+        chunks = list(ask(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert all(c.usage is None for c in chunks[:-1])
@@ -80,6 +93,50 @@ def test_logprobs_of_parts_of_a_character(client):
     choice = client.completions.create(model="fake", prompt=list("é".encode()), max_tokens=4, logprobs=0).choices[0]
     assert choice.logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9"] * 2
     assert choice.logprobs.text_offset == [0, 0, 1, 1]
+
+
+class SentencePieceEngine(FakeEngine):
+    """Says " Paris" to everything, through a SentencePiece vocabulary and the real engine's processors."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tokenizer = Tokenizer.from_pretrained(path)
+        self.answer = self.tokenizer.encode("Paris", add_special_tokens=False)
+        self.into = InputProcessor(
+            self.tokenizer, vocab_size=self.tokenizer.vocab_size, max_model_len=512, eos_token_ids=()
+        )
+        self.out = OutputProcessor(self.tokenizer)
+
+    async def generate(self, prompt, sampling, *, request_id=None, priority=0):
+        request = self.into.prepare(prompt, sampling)
+        self.out.add(request)
+        before = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])
+        for token in self.answer:
+            reason = FinishReason.LENGTH if token == self.answer[-1] else None
+            logprobs = (TokenLogprobs(token, -1.0, 1),)
+            news = EngineOutput(request.request_id, (token,), logprobs, before, reason)
+            for delta in self.out.process([news])[0]:
+                yield delta
+            before = ()
+
+
+@pytest.mark.parametrize("prompt", ["text", "ids"])
+def test_a_sentencepiece_answer_continues_its_prompt(serve, tmp_path, prompt):
+    """The space between prompt and answer is there, and each token begins where text_offset says."""
+    engine = SentencePieceEngine(write_gguf(tmp_path / "x.gguf", GOLDEN["sentencepiece"]))
+    text = "The capital of France is"
+    given = text if prompt == "text" else engine.tokenizer.encode(text)
+    with serve(engine).client() as client:
+        plain = client.completions.create(model="fake", prompt=given, logprobs=0).choices[0]
+        echoed = client.completions.create(model="fake", prompt=given, logprobs=0, echo=True).choices[0]
+        alone = client.completions.create(model="fake", prompt=[engine.tokenizer.bos_token_id], logprobs=0).choices[0]
+    assert (plain.text, echoed.text, alone.text) == (" Paris", text + " Paris", "Paris")
+    assert "".join(plain.logprobs.tokens) == " Paris"
+    for choice in (plain, echoed, alone):
+        starts = [*choice.logprobs.text_offset, len(choice.text)]
+        for token, start, end in zip(choice.logprobs.tokens, starts, starts[1:], strict=False):
+            if token != "<s>":
+                assert choice.text[start:end] == (token if start else token.removeprefix(" " * (choice is not plain)))
 
 
 def test_a_long_prompt_is_echoed_as_it_came(serve):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipstream.server.record import LogFormatter
 from tests.server.fake_engine import FakeEngine
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -254,15 +256,22 @@ def test_bad_http(shared, request_bytes):
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-def test_a_fault_of_ours_tells_nothing_of_the_inside(serve):
+def test_a_fault_of_ours_tells_the_log_and_nobody_else(serve, caplog):
     engine = FakeEngine()
     server = serve(engine)
     engine.generate = lambda *a, **k: 1 / 0
+    caplog.set_level(logging.INFO, "slipstream")
     with server.http() as http:
         answer = http.post("/v1/completions", json=COMPLETION)
     assert answer.status_code == 500
     assert "division" not in answer.text
-    assert error_of(answer)["type"] == "server_error"
+    assert (error_of(answer)["type"], error_of(answer)["code"]) == ("server_error", "internal")
+    server.wait_for(lambda: len(caplog.records) == 2, "the log lines did not come")
+    fault, line = caplog.records
+    assert "ZeroDivisionError" in LogFormatter(json=False).format(fault)
+    assert fault.fields["id"] == line.fields["id"] == answer.headers["x-request-id"]
+    assert (line.fields["status"], line.fields["error"]) == (500, "internal")
+    assert server.state.metrics.responses["POST", "/v1/completions", 500] == 1
 
 
 # --- Anything at all ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -16,7 +17,8 @@ import httpx
 import openai
 import pytest
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineDeadError
+from slipstream.server.generation import merge
 from slipstream.server.record import ROUTES, LogFormatter
 from slipstream.server.run import bind
 from slipstream.server.state import ServerSettings
@@ -53,11 +55,13 @@ def test_leaving_while_waiting_for_the_whole_answer_frees_the_request(serve, mor
     server.wait_for(lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted")
 
 
-def test_leaving_without_reading_frees_the_request(serve):
+@pytest.mark.parametrize("prompts", [["hi"], ["a", "b", "c"]])
+def test_leaving_without_reading_frees_the_request(serve, prompts):
     """The client stops reading until the socket's buffers are full, then goes: the server hangs in `send` meanwhile."""
     server = serve(FakeEngine(max_model_len=10**9))
     with server.client() as client:
-        stream = client.completions.create(**COMPLETION | {"max_tokens": 10**8, "n": 20}, stream=True)
+        body = COMPLETION | {"prompt": prompts, "max_tokens": 10**8, "n": 20}
+        stream = client.completions.create(**body, stream=True)
         next(stream)
 
         def is_blocked():
@@ -66,9 +70,59 @@ def test_leaving_without_reading_frees_the_request(serve):
             return server.engine.generation_tokens == before
 
         server.wait_for(is_blocked, "the server kept on writing to a client that does not read")
-        assert server.engine.running == 1
+        assert server.engine.running == len(prompts)
         stream.close()
     server.wait_idle()
+
+
+class Stream:
+    """Outputs without end, or `failing` at the third; counted as they are taken."""
+
+    def __init__(self, *, failing=False):
+        self.failing, self.taken, self.closed = failing, 0, False
+
+    async def __aiter__(self):
+        try:
+            while not self.failing or self.taken < 2:
+                self.taken += 1
+                yield self.taken
+                await asyncio.sleep(0)
+            raise EngineDeadError("gone")
+        finally:
+            self.closed = True
+
+
+async def turns():
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def test_what_nobody_asks_for_stays_with_the_engine():
+    streams = [Stream() for _ in range(3)]
+    merged = merge([aiter(stream) for stream in streams])
+    await anext(merged)
+    await turns()
+    assert sum(stream.taken for stream in streams) <= 1 + 3 + 3  # one was asked for; the queue; one in each hand
+    seen = [await anext(merged) for _ in range(60)]
+    for number in range(3):
+        ours = [output for n, output in seen if n == number]
+        assert ours
+        assert ours == list(range(ours[0], ours[0] + len(ours)))
+    await turns()  # the queue is full, and whoever fills it waits
+    await merged.aclose()
+    assert all(stream.closed for stream in streams)
+
+
+async def test_an_error_behind_a_full_queue_ends_all_streams():
+    streams = [Stream(), Stream(failing=True), Stream()]
+
+    async def read_slowly():
+        async for _ in merge([aiter(stream) for stream in streams]):
+            await turns()
+
+    with pytest.raises(EngineDeadError):
+        await read_slowly()
+    assert all(stream.closed for stream in streams)
 
 
 def test_requests_that_end_are_not_taken_for_disconnects(serve):

@@ -43,17 +43,21 @@ def is_idle(server):
     return (stats.num_running, stats.num_waiting) == (0, 0) and stats.num_free_blocks == stats.num_blocks
 
 
-def test_streamed_is_the_same(client):
+@pytest.mark.parametrize("prompt", [PROMPT["prompt"], "in the hour " * 30], ids=["short", "of several steps"])
+def test_streamed_is_the_same(client, prompt):
     def ask(**more):
-        return client.completions.create(**PROMPT, max_tokens=24, logprobs=2, echo=True, n=2, seed=3, **more)
+        fields = PROMPT | {"prompt": prompt, "max_tokens": 24, "logprobs": 2, "echo": True, "n": 2, "seed": 3}
+        return client.completions.create(**fields, **more)
 
     whole, chunks = ask(), list(ask(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 48
     for index, choice in enumerate(whole.choices):
         parts = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == index]
         assert "".join(p.text for p in parts) == choice.text
-        assert choice.text.startswith(PROMPT["prompt"])
-        assert [t for p in parts for t in p.logprobs.tokens] == choice.logprobs.tokens
+        assert choice.text.startswith(prompt)
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            streamed = [item for p in parts for item in getattr(p.logprobs, name)]
+            assert streamed == getattr(choice.logprobs, name)
         assert len(choice.logprobs.token_logprobs) == whole.usage.prompt_tokens + 24
         assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
         # Greedy: the chosen token is the most likely one.

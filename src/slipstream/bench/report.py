@@ -48,7 +48,7 @@ def print_definitions() -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is a name, the others are numbers."""
+    """The first column is a name, the others are numbers. Where no terminal sets the width nothing is cut off."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -60,4 +60,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    if not console.is_terminal:
+        console.width = 10_000  # a table takes only what it needs
     console.print(table)

@@ -1,12 +1,14 @@
 """`slipstream bench latency|throughput|serve`: measure, with the definitions printed beside every result.
 
 Greedy, end-of-sequence ignored, and, unless said otherwise, random token ids and no prefix cache. docs/benchmarking.md
-explains each number.
+explains each number. An option that the chosen workload or engine has no use for is refused, since a result would show
+it as if it had been measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,22 @@ if TYPE_CHECKING:
     from slipstream.bench.workload import Workload
 
 WORKLOADS = ("fixed", "random", "sharegpt", "lengths", "shared-prefix")
+LENGTHS = ("fixed", "random", "shared-prefix")
+
+CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
+    "input_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
+    "output_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
+    "range_ratio": ("--workload random", 0.5, lambda args: args.workload == "random"),
+    "prefix_len": ("--workload shared-prefix", 400, lambda args: args.workload == "shared-prefix"),
+    "lengths_file": ("--workload lengths", None, lambda args: args.workload == "lengths"),
+    "vocab_size": ("workloads of random token ids", None, lambda args: args.workload != "sharegpt"),
+    "batch_size": ("--engine transformers", 8, lambda args: args.engine == "transformers"),
+    "served_model_name": ("--url", None, lambda args: args.url is not None),
+    "api_key": ("--url", None, lambda args: args.url is not None),
+    "ignore_eos": ("--url", True, lambda args: args.url is not None),
+}
+"""Options that not every choice uses: what they belong to, their default, and whether that was chosen. Without being
+given they leave no attribute behind; `settle` puts the default there."""
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,7 +59,9 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     throughput = kinds.add_parser("throughput", help="all requests at once, offline")
     throughput.add_argument("model", help=MODEL_HELP)
     throughput.add_argument("--engine", choices=("slipstream", "transformers"), default="slipstream")
-    throughput.add_argument("--batch-size", type=int, default=8, metavar="X", help="of transformers (default: 8)")
+    throughput.add_argument(
+        "--batch-size", type=int, default=argparse.SUPPRESS, metavar="X", help="of transformers (default: 8)"
+    )
     throughput.add_argument(
         "--repeat", type=int, default=1, metavar="X", help="runs, of which the median counts (default: 1)"
     )
@@ -51,15 +71,18 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = kinds.add_parser("serve", help="requests over time, to a server or an engine started here")
     serve.add_argument("model", nargs="?", help=f"{MODEL_HELP}; with --url: whose tokenizer and vocabulary to use")
     serve.add_argument("--url", help="an endpoint with OpenAI's API; without it an engine is started here")
-    serve.add_argument("--served-model-name", metavar="NAME", help="its name at --url (default: the first it lists)")
-    serve.add_argument("--api-key", metavar="KEY", help="the endpoint's key")
+    for name, how in (
+        ("--served-model-name", {"metavar": "NAME", "help": "its name at --url (default: the first it lists)"}),
+        ("--api-key", {"metavar": "KEY", "help": "the endpoint's key"}),
+        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this, if no model is given"}),
+    ):
+        serve.add_argument(name, default=argparse.SUPPRESS, **how)
     serve.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="ask the endpoint for answers of full length (an extension that vLLM has too)",
+        default=argparse.SUPPRESS,
+        help="ask the endpoint for answers of full length, an extension that vLLM has too (default: yes)",
     )
-    serve.add_argument("--vocab-size", type=int, metavar="X", help="random token ids below this, if no model is given")
     serve.add_argument(
         "--arrivals",
         default="burst",
@@ -75,15 +98,19 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--workload", choices=WORKLOADS, default="fixed", help="(default: fixed)")
     group.add_argument("--num-requests", type=int, default=32, metavar="X", help="(default: 32)")
-    group.add_argument("--input-len", type=int, default=128, metavar="X", help="prompt tokens (default: 128)")
-    group.add_argument("--output-len", type=int, default=128, metavar="X", help="answer tokens (default: 128)")
+    for name, kind, text in (
+        ("--input-len", int, "prompt tokens (default: 128)"),
+        ("--output-len", int, "answer tokens (default: 128)"),
+        ("--range-ratio", float, "random: from ratio·len to len (0.5)"),
+        ("--prefix-len", int, "shared-prefix: common tokens (default: 400)"),
+    ):
+        group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar="X", help=text)
     group.add_argument(
-        "--range-ratio", type=float, default=0.5, metavar="X", help="random: from ratio·len to len (0.5)"
+        "--lengths-file",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help='lengths: {"lengths": [[input, output], …]}',
     )
-    group.add_argument(
-        "--prefix-len", type=int, default=400, metavar="X", help="shared-prefix: common tokens (default: 400)"
-    )
-    group.add_argument("--lengths-file", metavar="FILE", help='lengths: {"lengths": [[input, output], …]}')
     group.add_argument(
         "--warmup", type=int, default=4, metavar="X", help="short requests before, not counted (default: 4)"
     )
@@ -105,6 +132,7 @@ def run_latency(args: argparse.Namespace) -> int:
     from slipstream.bench.workload import fixed, warmup
 
     sizes = parse_sizes(args.batch_sizes)
+    refuse_engine_options(args, text=False)
     _positive(args, "input_len", "output_len", "repeat")
     settings = bench_args(args, needs_text=False, sharing=False)
     vocab = vocab_size(settings)
@@ -146,6 +174,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     from slipstream.bench.workload import warmup
 
     _positive(args, "repeat")
+    settle(args)
     settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
     workload = make_workload(args, settings)
     with phases(f"starting {args.engine}") as on_phase:
@@ -185,6 +214,7 @@ def run_serve(args: argparse.Namespace) -> int:
     arrivals, objectives = parse_arrivals(args.arrivals), parse_objectives(args.slo)
     if args.url is None and args.model is None:
         raise ConfigError("give a model to start here, or the --url of a server", field="model")
+    settle(args)
     settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
     workload = make_workload(args, settings)
     summary, description = asyncio.run(_serve(args, settings, workload, arrivals, objectives))
@@ -250,6 +280,11 @@ def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Cal
 
     if settings.dtype == "auto":
         raise ConfigError("with --engine transformers give --dtype, the one that it is compared in", field="dtype")
+    if settings.load_format not in ("auto", "dummy"):
+        raise ConfigError(
+            "--engine transformers finds out the format by itself: leave --load-format out, or dummy",
+            field="load_format",
+        )
     on_phase("weights")
     return OfflineTransformers(
         resolve_model(settings.model, download_dir=settings.download_dir),
@@ -263,6 +298,44 @@ def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Cal
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Refuse what was given and would have no effect; what was not given gets its default."""
+    for name, (owner, default, is_used) in CONDITIONAL.items():
+        if hasattr(args, name) and not is_used(args):
+            raise _unused(name, owner)
+        vars(args).setdefault(name, default)
+    text = args.workload == "sharegpt"
+    if getattr(args, "url", None) is not None:
+        if args.model is not None and args.vocab_size is not None:
+            raise ConfigError("with --url, --vocab-size takes the place of a model; leave one out", field="vocab_size")
+        fetches = ("download_dir",) if text or args.model is not None else ()
+        refuse_engine_options(args, text=text, only=("seed", *fetches), owner="an engine started here, without --url")
+    elif getattr(args, "engine", None) == "transformers":
+        used = ("dtype", "device", "num_threads", "load_format", "download_dir", "seed")
+        refuse_engine_options(args, text=text, only=used, owner="--engine slipstream")
+    else:
+        refuse_engine_options(args, text=text)
+
+
+def refuse_engine_options(
+    args: argparse.Namespace, *, text: bool, only: tuple[str, ...] | None = None, owner: str = ""
+) -> None:
+    """Those given that are not among `only`, and --tokenizer where no text is tokenised."""
+    for name in (field.name for field in dataclasses.fields(EngineArgs)):
+        if name == "model" or not hasattr(args, name):
+            continue
+        if name == "tokenizer":
+            if not text and getattr(args, "skip_tokenizer_init", True):
+                raise _unused(name, "--workload sharegpt")
+        elif only is not None and name not in only:
+            raise _unused(name, owner)
+
+
+def _unused(name: str, owner: str) -> ConfigError:
+    option = "--" + name.replace("_", "-")
+    return ConfigError(f"{option} belongs to {owner}, and has no effect here; leave it out", field=name)
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
@@ -292,11 +365,13 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
 
         if not settings.model:
             raise ConfigError("the sharegpt workload needs a model, for its tokenizer", field="model")
-        tokenizer = Tokenizer.from_pretrained(resolve_model(settings.tokenizer or settings.model))
+        tokenizer = Tokenizer.from_pretrained(
+            resolve_model(settings.tokenizer or settings.model, download_dir=settings.download_dir)
+        )
         path = resolve_dataset("sharegpt", download_dir=settings.download_dir)
         with phases("reading the conversations"):
             return make.sharegpt(read_sharegpt(path), tokenizer.encode, count, seed=seed)
-    vocab = getattr(args, "vocab_size", None)
+    vocab = args.vocab_size
     if vocab is None:
         if not settings.model:
             raise ConfigError("without a model, say how many token ids there are: --vocab-size", field="vocab_size")

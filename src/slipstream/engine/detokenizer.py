@@ -2,7 +2,9 @@
 
 Text is built from the bytes of each token, once; a character whose bytes are not all there is held back. So is text
 that may be the beginning of a stop string. What was given out is never taken back, and all of it together is what
-decoding all tokens at once gives. Work per character is constant (amortised), whatever the length of a stop string.
+decoding prompt and answer at once gives, less the prompt: SentencePiece's answer to "France is" begins with a space,
+which decoding the answer by itself would take off. Work per character is constant (amortised), whatever the length of a
+stop string.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from slipstream.engine.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """`stop` strings end the text: before the one that is complete first (of two at once, the longer), or after it with
-    `include_stop`. They are not looked for in the text of the first `min_tokens` tokens."""
+    """The text that continues `prompt_token_ids`. `stop` strings end it: before the one that is complete first (of two at
+    once, the longer), or after it with `include_stop`. They are not looked for in the text of the first `min_tokens`
+    tokens."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
+        prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool,
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
@@ -32,7 +36,7 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strips_leading_space
+        self._strip = tokenizer.strips_space_after(prompt_token_ids, skip_special_tokens)
         self._held = ""  # decoded, not yet given out: the longest beginning of a stop string that the text ends with
         self.num_tokens = 0
         self.num_tokens_used = 0  # of all tokens, how many the answer keeps; they differ after a stop string

@@ -290,6 +290,7 @@ class OutputProcessor:
             return None
         return IncrementalDetokenizer(
             self.tokenizer,
+            prompt_token_ids=request.prompt_token_ids,
             skip_special_tokens=sampling.skip_special_tokens,
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
@@ -352,8 +353,8 @@ class OutputProcessor:
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
         if self.tokenizer is None:
             return Logprob(token_id, "", value, rank)
-        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        return Logprob(token_id, text, value, rank, self.tokenizer.token_bytes(token_id))
+        data = self.tokenizer.token_bytes(token_id)
+        return Logprob(token_id, data.decode("utf-8", "replace"), value, rank, data)
 
 
 def raise_on_error(output: RequestOutput) -> RequestOutput:

@@ -49,7 +49,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max((backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)))
         self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
-        self._byte_level, self.strips_leading_space = _decoding(backend)
+        self._byte_level, self._strips_leading_space = _decoding(backend)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
@@ -69,21 +69,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text count as such. What they already say is not said twice: a text from a
         chat template that begins with the beginning-of-sequence token gets no second one."""
-        return self._surrounded(self._encodings([text])[0], add_special_tokens)
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The same for many texts, on all cores."""
-        return [self._surrounded(ids, add_special_tokens) for ids in self._encodings(texts)]
-
-    def _encodings(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            if len(texts) == 1:
-                return [self._backend.encode(texts[0], add_special_tokens=False).ids]
-            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # no str, or one that UTF-8 can't write
             raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
-
-    def _surrounded(self, ids: list[int], add_special_tokens: bool) -> list[int]:
         if add_special_tokens:
             if (prefix := list(self._special.prefix)) and ids[: len(prefix)] != prefix:
                 ids = prefix + ids
@@ -94,9 +83,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         data = b"".join([self.token_bytes(i) for i in ids if i not in skip])
-        if self.strips_leading_space:
+        if self._strips_leading_space:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
+
+    def strips_space_after(self, ids: Iterable[int], skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` takes off a space that comes after `ids`: only the space that SentencePiece puts before a
+        text, so only if nothing of `ids` shows. What continues a text keeps its space."""
+        skip = self.special_ids if skip_special_tokens else frozenset[int]()
+        return self._strips_leading_space and not any(i not in skip and self.token_bytes(i) for i in ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, also where that is part of a character; nothing for an id without a token."""

@@ -30,7 +30,7 @@ from slipstream.model.spec import Activation
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The activation functions by name. A new one is a line here and in `triton/activation.py`."""
+    """The activation functions by name. A new one is a line here and in `triton/pointwise.py`."""
     match activation:
         case "silu":
             return F.silu(x)

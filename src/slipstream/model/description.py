@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
-from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.spec import ModelSpec
 
 
@@ -83,12 +83,15 @@ def _read_gguf(path: Path) -> ModelDescription:
     family = find_gguf_family(architecture)
     assert family.gguf is not None
     prefix = f"{architecture}."
-    config = family.gguf.config({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)})
+    said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    reader = ConfigReader(said, path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
+    config = family.gguf.config(reader)
+    reader.finish()
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight", field="token_embd.weight")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    spec = family.read(ConfigReader(config, str(path.name)))
+    spec = family.read(ConfigReader(config, path.name))
     meta = file.metadata
     eos = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
     return ModelDescription(

@@ -1,6 +1,6 @@
 """The HTTP application: routes, and the layers around them.
 
-RequestLog (id, log line, count) > ApiKeys (401) > routes: strict body -> prompt tokens -> engine -> deltas
+RequestLog (id, log line, count, unforeseen errors) > ApiKeys (401) > routes: strict body -> prompt tokens -> engine -> deltas
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
             Middleware(RequestLog, metrics=state.metrics),
             Middleware(ApiKeys, keys=settings.api_keys),
         ],
-        exception_handlers=dict.fromkeys(
-            (ApiError, SlipstreamError, ClientDisconnected, HTTPException, Exception), answer_error
-        ),
+        exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),
     )
     app.router.redirect_slashes = False  # /v1/models/ is an unknown route, not a redirect that drops the body
     app.state.server = state

@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
-from slipstream.server.state import ServerState
+from slipstream.server.state import ServerState, Tokenizer
 from slipstream.server.tokens import text_prompt
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
@@ -20,8 +20,14 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl-"
     body: CompletionRequest
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.state.engine.tokenizer
+
     def chunk(self, delta: CompletionOutput) -> bytes:
         choice = self.choices[delta.index]
+        if not choice.begun and not delta.token_ids and delta.finish_reason is None:
+            return b""  # a part of the prompt was computed; its log-probabilities come with the first token
         text, logprobs = delta.text, b"null"
         if not choice.begun:
             text = self._echo(delta.index) + text
@@ -50,17 +56,21 @@ class CompletionAnswer(Answer):
         prompt = self.body.prompts()[index // self.sampling.n]
         if isinstance(prompt, str):
             return prompt
-        tokenizer = self.state.engine.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             return ""  # as the answer's own text
-        return tokenizer.decode(prompt, skip_special_tokens=self.sampling.skip_special_tokens)
+        return self.tokenizer.decode(prompt, skip_special_tokens=self.sampling.skip_special_tokens)
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
         """OpenAI's older form; with echo, the prompt's positions stand first."""
         choice, facts = self.choices[index], self.prompt_facts[index // self.sampling.n]
         positions: list[PositionLogprobs | None] = list(new)
-        if self.body.echo and not choice.begun:
-            positions = [*(facts.logprobs or ()), *positions]
+        if not choice.begun:
+            before = [] if self.body.echo else facts.token_ids
+            choice.strips_space = self.tokenizer is not None and self.tokenizer.strips_space_after(
+                before, skip_special_tokens=self.sampling.skip_special_tokens
+            )
+            if self.body.echo:
+                positions = [*(facts.logprobs or ()), *positions]
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -71,6 +81,8 @@ class CompletionAnswer(Answer):
             data = chosen.token_bytes or chosen.token.encode()
             if chosen.token_id in self.hidden_ids:
                 data = b""
+            if data and choice.strips_space:
+                data, choice.strips_space = data.removeprefix(b" "), False
             # A token that begins inside a character points at that character.
             offsets.append(choice.num_chars - (data[:1] > b"\x7f" and data[0] & 0xC0 == 0x80))
             choice.num_chars += sum(byte & 0xC0 != 0x80 for byte in data)
@@ -82,13 +94,13 @@ class CompletionAnswer(Answer):
     @cached_property
     def hidden_ids(self) -> frozenset[int]:
         """Tokens that do not show in the text."""
-        tokenizer = self.state.engine.tokenizer
-        return tokenizer.special_ids if tokenizer is not None and self.sampling.skip_special_tokens else frozenset()
+        if self.tokenizer is None or not self.sampling.skip_special_tokens:
+            return frozenset()
+        return self.tokenizer.special_ids
 
     def _first_token(self, token_id: int) -> Logprob:
-        tokenizer = self.state.engine.tokenizer
-        token = "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
-        return Logprob(token_id, token, 0.0)
+        data = b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+        return Logprob(token_id, data.decode("utf-8", "replace"), 0.0, token_bytes=data)
 
 
 def _name(token: Logprob) -> str:

@@ -111,7 +111,7 @@ _CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
 async def answer_error(request: Request, exc: Exception) -> Response:
-    """The exception handler of the whole app."""
+    """The app's handler of exceptions that are meant to be answered; RequestLog answers the others."""
     if isinstance(exc, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     error = as_api_error(exc)

@@ -51,6 +51,7 @@ class Choice:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
     num_chars: int = 0
+    strips_space: bool = False  # whether the next token's space does not show
 
 
 @dataclass(slots=True)
@@ -170,23 +171,27 @@ class Answer:
 async def merge(
     streams: Sequence[AsyncIterator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What comes from any of `streams`, with its number. The first error ends them all; so does closing this."""
+    """What comes from any of `streams`, with its number. The first error ends them all; so does closing this.
+
+    While nobody asks, no more outputs wait here than there are streams, besides one in the hand of each: what a slow
+    client has not read stays with the engine, which puts it together, as it does for one stream.
+    """
     if len(streams) == 1:
         async with _closing(streams[0]) as stream:
             async for output in stream:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(len(streams))
 
     async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
         last: Exception | None = None
         try:
             async with _closing(stream):
                 async for output in stream:
-                    queue.put_nowait((number, output))
+                    await queue.put((number, output))
         except Exception as exc:
             last = exc
-        queue.put_nowait((number, last))
+        await queue.put((number, last))
 
     pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.server.errors import as_api_error
 from slipstream.server.metrics import Metrics
 
 logger = logging.getLogger("slipstream.access")
+errors = logging.getLogger("slipstream.server")
 
 _QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})  # asked for every few seconds; logged when they fail
 ROUTES = _QUIET | {
@@ -38,7 +40,11 @@ class RequestRecord:
 
 
 class RequestLog:
-    """ASGI middleware, the outermost: makes the record, sends its id as x-request-id, logs and counts at the end."""
+    """ASGI middleware, the outermost: makes the record, sends its id as x-request-id, logs and counts at the end.
+
+    Nothing outside it answers, so it is here that an exception which nobody expected becomes a 500, with its traceback
+    in the log under the request's id.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -48,15 +54,25 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         record = scope["record"] = RequestRecord()
+        started = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
+        except Exception as exc:
+            error = as_api_error(exc)
+            record.error = error.code
+            if started:  # half an answer can only be broken off, which raising does; uvicorn logs it
+                raise
+            errors.exception("a request failed", extra={"fields": {"id": record.id}})
+            await error.response()(scope, receive, send_with_id)
         finally:
             self._finish(scope, record)
 

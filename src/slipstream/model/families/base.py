@@ -2,12 +2,13 @@
 
 A family is a reader from a Hugging Face config to a `ModelSpec`, and a table from checkpoint names to ours. The reader is
 strict: every key of the config is either read or known to have no effect on inference; anything else raises, naming it.
+The same goes for a GGUF file's metadata, from which such a config is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
@@ -40,12 +41,28 @@ NO_EFFECT = frozenset((
 """Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
 
 
-class ConfigReader:
-    """Takes keys out of a config; `finish` raises if any is left that could matter."""
+GGUF_NO_EFFECT = frozenset((
+    "rope.scaling.finetuned", "rope.scaling.original_context_length",  # without a scaling, which is refused
+    "vocab_size",  # the embedding has as many rows
+))  # fmt: skip
+"""The same for a GGUF file's keys, less the architecture that stands before each."""
 
-    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
+
+class ConfigReader:
+    """Takes keys out of a config; `finish` raises if any is left that could matter. Messages put `prefix` before keys."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        where: str = "config.json",
+        *,
+        prefix: str = "",
+        no_effect: frozenset[str] = NO_EFFECT,
+    ) -> None:
         self._config = config
         self._where = where
+        self._prefix = prefix
+        self._no_effect = no_effect
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -57,6 +74,7 @@ class ConfigReader:
         value = self._config.get(key)
         if value is None:
             if default is None:
+                key = self._prefix + key
                 raise UnsupportedModelError(f"{self._where} lacks {key!r}", field=key)
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -82,17 +100,18 @@ class ConfigReader:
             raise self.unsupported(key, "only " + " or ".join(repr(a) for a in allowed) + " is supported")
 
     def unsupported(self, key: str, why: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._where}: {key} = {self._config.get(key)!r}: {why}", field=key)
+        name = self._prefix + key
+        return UnsupportedModelError(f"{self._where}: {name} = {self._config.get(key)!r}: {why}", field=name)
 
     def finish(self, *more_without_effect: str) -> None:
-        unknown = set(self._config) - self._read - NO_EFFECT - set(more_without_effect)
+        unknown = set(self._config) - self._read - self._no_effect - set(more_without_effect)
         unknown = {k for k in unknown if self._config[k] is not None}
         if unknown:
-            key = sorted(unknown)[0]
+            keys = [f"{self._prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
             raise UnsupportedModelError(
-                f"{self._where} has {', '.join(f'{k} = {self._config[k]!r}' for k in sorted(unknown))}, which Slipstream "
-                "does not know: it may change what the model computes, so it is not ignored",
-                field=key,
+                f"{self._where} has {', '.join(keys)}, which Slipstream does not know: it may change what the model "
+                "computes, so it is not ignored",
+                field=self._prefix + min(unknown),
             )
 
 
@@ -100,12 +119,13 @@ class ConfigReader:
 class GGUFFamily:
     """How llama.cpp writes the family: its name there, the config keys that its metadata gives, and the tensor names.
 
-    `config` maps metadata (without the architecture's prefix) to a Hugging Face config; `names` maps GGUF tensor names,
-    with {i} for the layer, to checkpoint names; `transforms` are by GGUF name suffix.
+    `config` makes a Hugging Face config of the metadata (without the architecture before each key), of which no key may
+    be left over; `names` maps GGUF tensor names, with {i} for the layer, to checkpoint names. `unpermute`: the rows of q
+    and k stand in llama.cpp's order; `norms_plus_one`: one was added to the weights of norms.
     """
 
     architecture: str
-    config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[ConfigReader], dict[str, Any]]
     names: Mapping[str, str]
     unpermute: bool = False
     norms_plus_one: bool = False
@@ -123,7 +143,6 @@ class Family:
     ignored: tuple[str, ...] = ()
     gguf: GGUFFamily | None = None
     nested_config: str | None = None  # the key that holds the language model's own config
-    aliases: tuple[str, ...] = field(default=())
 
 
 # --- Pieces of descriptions -------------------------------------------------------------------------------------------
@@ -303,25 +322,30 @@ LLAMA_GGUF_NAMES: dict[str, str] = {
 }
 
 
-def llama_gguf_config(m: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that most architectures share. Scaled rotary embeddings of GGUF files are refused, not ignored."""
-    kind = m.get("rope.scaling.type", "none")
-    if kind not in ("none", None):
-        raise UnsupportedModelError(
-            f"rope.scaling.type = {kind!r} of a GGUF file is not supported", field="rope.scaling.type"
-        )
-    config = {
-        "hidden_size": m.get("embedding_length"),
-        "num_hidden_layers": m.get("block_count"),
-        "intermediate_size": m.get("feed_forward_length"),
-        "num_attention_heads": m.get("attention.head_count"),
-        "num_key_value_heads": m.get("attention.head_count_kv"),
-        "head_dim": m.get("attention.key_length"),
-        "rms_norm_eps": m.get("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": m.get("context_length"),
-        "rope_theta": m.get("rope.freq_base"),
+def llama_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """The keys that most architectures share. What llama.cpp can do and these models don't is refused, not ignored."""
+    config: dict[str, Any] = {
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
+        "intermediate_size": m.size("feed_forward_length"),
+        "num_attention_heads": m.size("attention.head_count"),
+        "num_key_value_heads": m.maybe("attention.head_count_kv", int),
+        "head_dim": m.maybe("attention.key_length", int),
+        "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": m.size("context_length"),
+        "rope_theta": m.maybe("rope.freq_base", float),
         "hidden_act": "silu",
     }
+    head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    m.require("attention.value_length", head_dim)
+    m.require("attention.causal", True)
+    m.require("rope.dimension_count", head_dim)
+    m.require("rope.scaling.type", "none")
+    m.require("rope.scaling.factor", 0.0, 1.0)  # llama.cpp takes 0 for none
+    m.require("rope.scale_linear", 0.0, 1.0)  # its name in older files
+    m.require("expert_count", 0)
+    m.require("expert_used_count", 0)
+    m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
     return {k: v for k, v in config.items() if v is not None}
 
 

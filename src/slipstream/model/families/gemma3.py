@@ -3,7 +3,6 @@ a rotary base of its own, embeddings scaled by √hidden. Of the multimodal chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from slipstream.model.families.base import (
@@ -100,16 +99,19 @@ def names(spec: ModelSpec) -> Names:
     return llama_names(spec, NORMS)
 
 
-def gguf_config(m: Mapping[str, Any]) -> dict[str, Any]:
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = llama_gguf_config(m)
     del config["hidden_act"]
     config["hidden_activation"] = "gelu_pytorch_tanh"
-    config["sliding_window"] = m.get("attention.sliding_window", 1024)
+    config["sliding_window"] = m.size("attention.sliding_window", 1024)
+    config["sliding_window_pattern"] = m.maybe("attention.sliding_window_pattern", int)
+    config["rope_local_base_freq"] = m.maybe("rope.freq_base_swa", float)
+    config["final_logit_softcapping"] = m.maybe("final_logit_softcapping", float)
     # The scale is not in the file: it is √head_dim, save for the 27B (62 layers), whose heads share √(hidden / heads).
-    if config.get("num_hidden_layers") == 62:
+    if config["num_hidden_layers"] == 62:
         config["query_pre_attn_scalar"] = config["hidden_size"] / config["num_attention_heads"]
     else:
-        config["query_pre_attn_scalar"] = config["head_dim"]
+        config["query_pre_attn_scalar"] = m.size("attention.key_length")
     return config
 
 
