@@ -343,6 +343,7 @@ def test_prompt_log_probabilities_survive_preemption(path, llm):
     [
         ({"quantization": "int8"}, 1e-5, 0.05),
         ({"quantization": "fp8"}, 1e-4, 0.3),
+        ({"quantization": "fp8-head"}, 1e-4, 0.3),
         ({"quantization": "int4-g32"}, 1e-3, 0.8),
         ({"kv_cache_dtype": "int8"}, 1e-6, 0.05),
         ({"kv_cache_dtype": "fp8"}, 1e-5, 0.1),

@@ -143,7 +143,8 @@ class Decoder:
         self.positions = parameters.pop("positions.weight", None)
         self.final_norm = _norm(spec.final_norm, "final_norm", parameters)
         head = parameters.pop("head.weight", self.embed)
-        self.head = ops.prepare_linear(head, parameters.pop("head.bias", None))
+        head_scheme = scheme if scheme is not None and scheme.head else None
+        self.head = ops.prepare_linear(head, parameters.pop("head.bias", None), head_scheme)
         device = self.embed.device
         tables: dict[RopeSpec, Tensor] = {}
 

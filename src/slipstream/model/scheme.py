@@ -7,8 +7,8 @@
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
 
 All are symmetric: value = code · scale. The largest magnitude of a row falls on the end of the range (of a group of 4-bit
-numbers on 7.5, between its two ends), and codes are rounded to nearest. Embeddings, norms, biases and the output head keep
-the model's type.
+numbers on 7.5, between its two ends), and codes are rounded to nearest. Embeddings, norms and biases keep the
+model's type, and so does the output head unless the scheme says otherwise.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0}
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight."""
+    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight. `head`: the output head too."""
 
     name: Literal["fp8", "int8", "int4"]
     weight_bits: int
     inputs: InputFormat | None
     group_size: int | None = None
+    head: bool = False
 
     @property
     def multiple(self) -> int:
@@ -45,6 +46,7 @@ class Scheme:
 
 SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme("fp8", 8, "fp8"),
+    "fp8-head": Scheme("fp8", 8, "fp8", head=True),
     "int8": Scheme("int8", 8, "int8"),
     "int4": Scheme("int4", 4, None, group_size=128),
     "int4-g32": Scheme("int4", 4, None, group_size=32),

@@ -260,7 +260,7 @@ def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, i
     if programs > 150:
         return 64, 256, 1, 4
     if programs > 80:
-        return 64, 256, 4, 3
+        return 64, 256, 2, 3
     return (64, 512, 2, 3) if inner % 1024 == 0 else (64, 256, 4, 4)
 
 
