@@ -48,11 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
+    parser.add_argument("--schemes", default="dense,fp8,int8,int4")
     args = parser.parse_args()
     ops, rows = TritonOps(), []
     for name, (outer, inner) in SHAPES.items():
-        for scheme in (None, *(s for s in SCHEMES if s in ("fp8", "int8", "int4"))):
-            kind = SCHEMES[scheme] if scheme else None
+        for scheme in args.schemes.split(","):
+            kind = SCHEMES.get(scheme)
             weight_bytes = kind.weight_bytes(outer, inner) if kind else outer * inner * 2
             weight = torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) * 0.02
             copies = [ops.prepare_linear(weight.clone(), None, kind) for _ in range(max(2, int(3e8 / weight_bytes)))]
@@ -64,10 +65,10 @@ def main() -> None:
                 taken = microseconds(calls)
                 floor = max(weight_bytes / BANDWIDTH, 2 * num_tokens * outer * inner / rate) * 1e6
                 rows.append(
-                    {"product": name, "scheme": scheme or "dense", "tokens": num_tokens, "us": taken, "floor_us": floor}
+                    {"product": name, "scheme": scheme, "tokens": num_tokens, "us": taken, "floor_us": floor}
                 )
                 print(
-                    f"{name:5} {scheme or 'dense':6} {num_tokens:6} {taken:9.1f} us  {floor / taken:6.1%} of the floor",
+                    f"{name:5} {scheme:6} {num_tokens:6} {taken:9.1f} us  {floor / taken:6.1%} of the floor",
                     flush=True,
                 )
             del copies

@@ -38,16 +38,20 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
         )
     size = scheme.group_size
     assert size is not None
-    words, scales = zip(*(_round_groups(rows, size) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
-    return GroupedLinear(weight=torch.cat(words), scales=torch.cat(scales, dim=1), bias=bias, group_size=size)
+    # The longer a chunk, the longer the reads; no quarter of it may hold two groups, or fewer than 16 inputs.
+    chunk = next(c for c in (4 * size, 2 * size, size) if weight.shape[1] % c == 0 and c >= 64)
+    words, scales = zip(*(_round_groups(rows, size, chunk) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+    return GroupedLinear(
+        weight=torch.cat(words), scales=torch.cat(scales, dim=1), bias=bias, group_size=size, chunk=chunk
+    )
 
 
-def _round_groups(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _round_groups(weight: Tensor, size: int, chunk: int) -> tuple[Tensor, Tensor]:
     """(int16 words [out, in / 4], scales [in / size, out] of the weight's type)."""
     groups = weight.float().unflatten(1, (-1, size))
     scales = (groups.abs().amax(-1).clamp(min=SMALLEST) / 7.5).to(weight.dtype)
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
-    return pack4(codes.flatten(1), max(64, size)), scales.T.contiguous()
+    return pack4(codes.flatten(1), chunk), scales.T.contiguous()
 
 
 def pack4(codes: Tensor, chunk: int) -> Tensor:
@@ -67,5 +71,5 @@ def dequantize(w: ScaledLinear | GroupedLinear) -> Tensor:
     """The weight [out, in] in float32."""
     if isinstance(w, ScaledLinear):
         return w.weight.float() * w.scales[:, None]
-    numbers: Tensor = unpack4(w.weight, max(64, w.group_size)).unflatten(1, (-1, w.group_size))
+    numbers: Tensor = unpack4(w.weight, w.chunk).unflatten(1, (-1, w.group_size))
     return (numbers * w.scales.float().T[..., None]).flatten(1)

@@ -134,6 +134,96 @@ def _decode_kernel(
         tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=store)
 
 
+@triton.jit(do_not_specialize=["window", "table_stride", "splits"])
+def _decode_single_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    table_ptr,
+    lens_ptr,
+    slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    softcap,
+    window,
+    table_stride,
+    splits,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`_decode_kernel` where each query head has keys of its own (G = 1): a tensor core's tile would hold one row of sixteen,
+    so the products are plain multiplications. Sums over keys stay apart, one for each of BLOCK_N, until the end."""
+    if PDL:
+        follow()
+    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lens_ptr + seq)
+    ds = tl.arange(0, BLOCK_D)
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), splits) * BLOCK_N
+    begin = low + split * span
+    end = tl.minimum(begin + span, length)
+    row = seq * K + head
+    q = tl.load(q_ptr + row * D + ds, mask=ds < D, other=0.0).to(tl.float32)
+    if SCALED:
+        scale *= tl.load(k_scale_ptr + head)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + head)
+    best = float("-inf")
+    totals = tl.zeros((BLOCK_N,), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        inside = at < end
+        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE)[:, None] * D + ds[None, :]
+        mask = inside[:, None] & (ds[None, :] < D)
+        k = tl.load(k_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        s = _scores(tl.sum(k * q[None, :], 1), scale, softcap, slope, length - 1 - at, HAS_SOFTCAP, HAS_ALIBI)
+        seen = inside
+        if HAS_WINDOW:
+            seen = seen & (at >= length - window)
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - safe)
+        alpha = tl.exp2(best - safe)
+        totals = totals * alpha + p
+        acc = acc * alpha + p[:, None] * v
+        best = new
+    total = tl.sum(totals, 0)
+    empty = total == 0.0
+    out = tl.sum(acc, 0) / tl.where(empty, 1.0, total)
+    if SCALED:
+        out = out * tl.load(v_scale_ptr + head)
+    if SPLIT:
+        part = row * splits + split
+        tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))))
+        if begin < end:
+            tl.store(part_ptr + part.to(tl.int64) * D + ds, out, mask=ds < D)
+    else:
+        tl.store(out_ptr + row * D + ds, out.to(out_ptr.dtype.element_ty), mask=ds < D)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     part_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
@@ -313,14 +403,17 @@ def paged_attention(
     if meta.num_decodes:
         group_rows = max(16, triton.next_power_of_2(shape["G"]))
         few = meta.num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
-        block_n, warps, stages = decode_tile or (32, 4 if few else 1, 3)
+        kernel, tile = _decode_kernel, (32, 4 if few else 1, 3)
+        if shape["G"] == 1:
+            kernel, tile = _decode_single_kernel, (max(4, (2048 if flags["SCALED"] else 512) // block_d), 1, 1)
+        block_n, warps, stages = decode_tile or tile
         splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
             rows = meta.num_decodes * num_heads * splits
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        _decode_kernel[(meta.num_decodes, num_kv_heads, splits)](
+        kernel[(meta.num_decodes, num_kv_heads, splits)](
             q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers, splits,
             BLOCK_M=group_rows, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
             **overlapped(q),

@@ -62,10 +62,11 @@ def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
         w.weight.T,
         scale_a=x.scales,
         scale_b=w.scales[None],
+        bias=w.bias,
         out_dtype=w.out_dtype,
         use_fast_accum=True,
     )
-    return y if w.bias is None else y.add_(w.bias)
+    return y
 
 
 # --- Dense, one token ------------------------------------------------------------------------------------------------
@@ -414,9 +415,10 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
     """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
-    block_n, splits, stages = tile or (128, 4 if outer > 16384 else 8, 3)
-    chunk = max(64, w.group_size)
-    splits = min(splits, inner // chunk)
+    programs = triton.cdiv(outer, 64)
+    wanted = 1 if programs > 150 else 2 if programs > 80 else 4
+    block_n, splits, stages = tile or (64, wanted, 3 if block_m == 16 else 2)
+    splits = min(splits, inner // w.chunk)
     y = torch.empty(num_tokens, outer, dtype=x.dtype, device=x.device)
     part = x
     if splits > 1:
@@ -435,7 +437,7 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
         inner,
         HAS_BIAS=w.bias is not None,
         SIZE=w.group_size,
-        CHUNK=chunk,
+        CHUNK=w.chunk,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         SPLITS=splits,
@@ -467,7 +469,7 @@ def _expand_kernel(
 
 def expand(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
     """The dense weight [out, in], for a product of many tokens."""
-    outer, inner, chunk = w.weight.shape[0], w.weight.shape[1] * 4, max(64, w.group_size)
+    outer, inner, chunk = w.weight.shape[0], w.weight.shape[1] * 4, w.chunk
     out = torch.empty(outer, inner, dtype=dtype, device=w.weight.device)
     _expand_kernel[(triton.cdiv(outer, 32), inner // chunk)](
         w.weight, w.scales, out, outer, inner, SIZE=w.group_size, CHUNK=chunk, BLOCK_N=32, num_warps=4
