@@ -88,6 +88,16 @@ async def test_cancelling_the_task_frees_the_request(engine):
     assert (await settled(engine)).num_running == 0
 
 
+async def test_an_idle_engine_sends_heartbeats(engine):
+    await settled(engine)
+    heard = engine._last_heard
+    for _ in range(2000):
+        if engine._last_heard > heard:
+            break
+        await asyncio.sleep(0.01)
+    assert engine._last_heard > heard
+
+
 async def test_a_deadline_ends_a_request(engine):
     answer = await collect(engine.generate(PROMPT, LONG, deadline_s=0.1))
     assert answer.outputs[0].finish_reason == "deadline"

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 MAX_FAST_DEATHS = 3
 STALL_S = 60.0
-"""Health fails when requests wait and the engine has said nothing for this long."""
+"""Health fails when the engine has said nothing, or requests wait and it made no step, for this long. One step that takes
+longer looks the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class AsyncLLM:
         self._reader: asyncio.Task[None] | None = None
         self._stopping = False
         self._down_reason = ""
-        self._last_news = time.monotonic()
+        self._last_heard = self._last_progress = time.monotonic()
+        self._num_steps = 0
 
     @classmethod
     async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> AsyncLLM:
@@ -178,8 +180,6 @@ class AsyncLLM:
             raise EngineDeadError(self._down_reason or "the engine is shutting down")
         self._output.add(request)
         stream = self._streams[request.request_id] = _Stream()
-        if len(self._streams) == 1:
-            self._last_news = time.monotonic()
         await self._child.send(Add(list(request.engine_requests)))
         return stream
 
@@ -198,9 +198,12 @@ class AsyncLLM:
     def health(self) -> Health:
         if not self.is_alive:
             return Health(False, self._down_reason or "the engine process is down")
-        silence = time.monotonic() - self._last_news
-        if self._streams and silence > STALL_S:
-            return Health(False, f"{len(self._streams)} requests wait and the engine made no step for {silence:.0f} s")
+        now = time.monotonic()
+        silence, stall = now - self._last_heard, now - self._last_progress
+        if silence > STALL_S:
+            return Health(False, f"the engine process has said nothing for {silence:.0f} s")
+        if stall > STALL_S:
+            return Health(False, f"requests wait and the engine made no step for {stall:.0f} s")
         return Health(True)
 
     async def stats(self) -> EngineStats:
@@ -249,7 +252,8 @@ class AsyncLLM:
             eos_token_ids=tuple(dict.fromkeys(eos)),
         )
         self._child, self._down_reason = child, ""
-        self._last_news = time.monotonic()
+        self._last_heard = self._last_progress = time.monotonic()
+        self._num_steps = 0
 
     async def _read(self) -> None:
         """Take the child's messages as they come; when it dies, say so and start another."""
@@ -283,7 +287,7 @@ class AsyncLLM:
         return True
 
     async def _on_message(self, message: ToParent) -> None:
-        self._last_news = time.monotonic()
+        self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
             deltas, aborts = self._output.process(message.outputs)
             for delta in deltas:
@@ -301,12 +305,21 @@ class AsyncLLM:
             if stream is not None:
                 stream.fail(_error(message.error, message.message, message.field))
         elif isinstance(message, Stats):
-            waiters, self._stats_waiters = self._stats_waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(message.stats)
+            self._note_progress(message.stats)
+            if message.asked:
+                waiters, self._stats_waiters = self._stats_waiters, []
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(message.stats)
         elif isinstance(message, Failed):
             raise EngineDeadError(f"the engine failed: {message.message}")
+
+    def _note_progress(self, stats: EngineStats) -> None:
+        """Only steps are progress: a scheduler that is stuck still answers, and still sends heartbeats."""
+        idle = not self._streams and stats.num_running == stats.num_waiting == 0
+        if idle or stats.num_steps != self._num_steps:
+            self._last_progress = self._last_heard
+        self._num_steps = stats.num_steps
 
     def _fail(self, error: Exception) -> None:
         """End everything that waits for the child."""

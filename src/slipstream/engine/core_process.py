@@ -24,7 +24,7 @@ from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineOutput, EngineRequest, EngineStats
 
 HEARTBEAT_S = 1.0
-"""While it has work, the child reports at least this often (between steps)."""
+"""The child reports this often (between steps), also when it has no work: silence means that it hangs."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -75,6 +75,7 @@ class Rejected(msgspec.Struct, tag=True):
 
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
+    asked: bool  # the answer to a GetStats; else a heartbeat
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -139,19 +140,18 @@ class CoreProcess:
                     return
                 self._handle(message)
             outputs = core.step() if core.has_work else []
-            now = time.monotonic()
             if outputs:
                 self._send(Outputs(outputs))
-                last_report = now
-            elif core.has_work and now - last_report > HEARTBEAT_S:
-                self._send(Stats(core.stats()))
+            now = time.monotonic()
+            if now - last_report >= HEARTBEAT_S:
+                self._send(Stats(core.stats(), asked=False))
                 last_report = now
 
     def _patience_ms(self) -> int:
-        """How long to wait for a message: not at all while steps can be made, until the next wake-up, or for ever."""
+        """How long to wait for a message: not at all while steps can be made, else until the next wake-up or heartbeat."""
         core = self._core
         if not core.has_work:
-            return -1
+            return int(HEARTBEAT_S * 1000)
         if core.can_step:
             return 0
         wakeup = core.next_wakeup()
@@ -171,7 +171,7 @@ class CoreProcess:
             if outputs:
                 self._send(Outputs(outputs))
         elif isinstance(message, GetStats):
-            self._send(Stats(core.stats()))
+            self._send(Stats(core.stats(), asked=True))
 
     def _receive(self) -> ToChild:
         message: ToChild = self._decoder.decode(self._socket.recv())
