@@ -88,6 +88,20 @@ async def test_cancelling_the_task_frees_the_request(engine):
     assert (await settled(engine)).num_running == 0
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_cancelling_at_any_turn_of_the_loop_leaves_nothing(engine, n):
+    sampling = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=n)
+    for turns in (*range(12), 50, 200):
+        task = asyncio.create_task(collect(engine.generate(PROMPT, sampling)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert (engine.num_requests, len(engine._output)) == (0, 0)
+    stats = await settled(engine)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
 async def test_an_idle_engine_sends_heartbeats(engine):
     await settled(engine)
     heard = engine._last_heard
