@@ -88,6 +88,18 @@ async def test_cancelling_the_task_frees_the_request(engine):
     assert (await settled(engine)).num_running == 0
 
 
+async def test_a_request_aborted_by_its_id_ends_its_stream(engine):
+    both = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=2)
+    stream = engine.generate(PROMPT, both, request_id="mine")
+    first = await anext(stream)
+    await engine.abort("mine")
+    await engine.abort("unknown")
+    rest = await collect(stream)
+    assert [choice.finish_reason for choice in rest.outputs] == ["abort", "abort"]
+    assert first.request_id == "mine"
+    assert (await settled(engine)).num_running == engine.num_requests == 0
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_cancelling_at_any_turn_of_the_loop_leaves_nothing(engine, n):
     sampling = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=n)

@@ -15,8 +15,8 @@ from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine import async_llm
 from slipstream.engine.async_llm import MAX_FAST_DEATHS, collect
-from slipstream.engine.core_process import Abort, Add, Failed, GetStats, Outputs, Ready, Start, Stats
-from slipstream.errors import EngineDeadError
+from slipstream.engine.core_process import Abort, Add, Failed, GetStats, Outputs, Ready, Rejected, Start, Stats
+from slipstream.errors import EngineDeadError, EngineOverloadedError
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineOutput, EngineStats, FinishReason
 from slipstream.worker.device import detect
@@ -363,3 +363,37 @@ async def test_callers_that_give_up_on_a_hung_engine_do_not_pile_up(world):
         task.cancel()
         await asyncio.wait([task])
     assert engine._stats_waiters == []
+
+
+async def test_a_finished_stream_closed_late_does_not_cancel_its_namesake(world):
+    engine = await world.start([world.ready], [world.ready])
+    old = engine.generate(PROMPT, GREEDY, request_id="mine")
+    asking = asyncio.create_task(anext(old))
+    await real_sleep(0)
+    world.children[0].say(output(world.children[0].sent[-1].requests[0].request_id, 7, finish=FinishReason.LENGTH))
+    assert (await asking).finished
+    task, key = await world.begin(request_id="mine")
+    await old.aclose()
+    assert engine.num_requests == 1
+    world.children[0].say(output(key, 8, finish=FinishReason.LENGTH))
+    assert (await task).outputs[0].token_ids == [8]
+
+
+async def test_late_news_of_a_cancelled_request_do_not_reach_its_namesake(world):
+    await world.start([world.ready])
+    task, key = await world.begin(request_id="mine")
+    task.cancel()
+    await asyncio.wait([task])
+    again, new_key = await world.begin(request_id="mine")
+    world.children[0].say(output(key, 1, 2, 3), output(key, finish=FinishReason.ABORT))
+    world.children[0].say(Rejected([key], "EngineOverloadedError", "the queue is full", None))
+    world.children[0].say(output(new_key, 8, finish=FinishReason.LENGTH))
+    assert (await again).outputs[0].token_ids == [8]
+
+
+async def test_a_rejection_reaches_its_request(world):
+    await world.start([world.ready])
+    task, key = await world.begin(request_id="mine")
+    world.children[0].say(Rejected([key], "EngineOverloadedError", "the queue is full", None))
+    with pytest.raises(EngineOverloadedError):
+        await task

@@ -179,12 +179,16 @@ class AsyncLLM:
                 finished = delta.finished
                 yield delta
         finally:
-            await self.abort(request.request_id)
+            if self._streams.get(request.request_id) is stream:  # else it has ended, and the id may be another's by now
+                del self._streams[request.request_id]
+                self._abort(self._output.discard(request.request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Cancel a request; its blocks are free before the engine's next step. Unknown ids are nothing to do."""
-        self._streams.pop(request_id, None)
-        keys = self._output.discard(request_id)
+        """Cancel a request: its stream ends with finish_reason "abort", and its blocks are free before the engine's next
+        step. Unknown ids are nothing to do."""
+        self._abort(self._output.unfinished(request_id))
+
+    def _abort(self, keys: list[str]) -> None:
         if keys and self._child is not None:
             self._child.send(Abort(keys))
 
@@ -318,14 +322,12 @@ class AsyncLLM:
                     stream.put(delta)
                 if delta.finished:
                     self._streams.pop(delta.request_id, None)
-            if aborts and self._child is not None:
-                self._child.send(Abort(aborts))
+            self._abort(aborts)
         elif isinstance(message, Rejected):
-            request_id = message.request_ids[0]
-            self._output.discard(request_id)
-            stream = self._streams.pop(request_id, None)
-            if stream is not None:
-                stream.fail(_error(message.error, message.message, message.field))
+            request_id = self._output.owner(message.request_ids[0])
+            if request_id is not None:  # else cancelled meanwhile
+                self._output.discard(request_id)
+                self._streams.pop(request_id).fail(_error(message.error, message.message, message.field))
         elif isinstance(message, Stats):
             self._note_progress(message.stats)
             if message.asked:
