@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 
@@ -12,10 +11,8 @@ import pytest_asyncio
 
 from slipstream import LLM, AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
-from slipstream.engine import async_llm
 from slipstream.engine.async_llm import collect
-from slipstream.engine.core_process import Stats
-from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, OutOfMemoryError, RequestError
+from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -91,6 +88,42 @@ async def test_cancelling_the_task_frees_the_request(engine):
     assert (await settled(engine)).num_running == 0
 
 
+async def test_a_request_aborted_by_its_id_ends_its_stream(engine):
+    both = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=2)
+    stream = engine.generate(PROMPT, both, request_id="mine")
+    first = await anext(stream)
+    await engine.abort("mine")
+    await engine.abort("unknown")
+    rest = await collect(stream)
+    assert [choice.finish_reason for choice in rest.outputs] == ["abort", "abort"]
+    assert first.request_id == "mine"
+    assert (await settled(engine)).num_running == engine.num_requests == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_cancelling_at_any_turn_of_the_loop_leaves_nothing(engine, n):
+    sampling = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=n)
+    for turns in (*range(12), 50, 200):
+        task = asyncio.create_task(collect(engine.generate(PROMPT, sampling)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert (engine.num_requests, len(engine._output)) == (0, 0)
+    stats = await settled(engine)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_an_idle_engine_sends_heartbeats(engine):
+    await settled(engine)
+    heard = engine._last_heard
+    for _ in range(2000):
+        if engine._last_heard > heard:
+            break
+        await asyncio.sleep(0.01)
+    assert engine._last_heard > heard
+
+
 async def test_a_deadline_ends_a_request(engine):
     answer = await collect(engine.generate(PROMPT, LONG, deadline_s=0.1))
     assert answer.outputs[0].finish_reason == "deadline"
@@ -138,102 +171,3 @@ async def test_the_childs_config_error_is_raised_here(path):
     with pytest.raises(ConfigError) as caught:
         await AsyncLLM.start(EngineArgs(model=str(path), **{**SETTINGS, "block_size": 0}))
     assert caught.value.field == "block_size"
-
-
-@pytest.fixture
-def quick_restarts(monkeypatch):
-    monkeypatch.setattr(async_llm, "RESTART_PAUSE_S", 0.01)
-
-
-async def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came to be")
-
-
-async def test_a_failed_start_is_tried_again(path, quick_restarts, monkeypatch):
-    engine = await AsyncLLM.start(EngineArgs(model=str(path), **SETTINGS))
-    adopt, failures = engine._adopt, [OutOfMemoryError("not yet free"), EngineDeadError("killed")]
-
-    async def sometimes(child, progress):
-        if failures:
-            raise failures.pop(0)
-        await adopt(child, progress)
-
-    monkeypatch.setattr(engine, "_adopt", sometimes)
-    try:
-        os.kill(engine._child.process.pid, signal.SIGKILL)
-        await until(lambda: engine.num_restarts == 3 and engine.is_alive)
-        assert engine.health().ok
-        assert (await collect(engine.generate(PROMPT, GREEDY))).finished
-    finally:
-        await engine.shutdown()
-
-
-@pytest.mark.parametrize(("error", "starts"), [(ConfigError("no"), 1), (OutOfMemoryError("full"), async_llm.MAX_FAST_DEATHS)])
-async def test_it_stays_down_when_it_can_not_start(path, quick_restarts, monkeypatch, error, starts):
-    engine = await AsyncLLM.start(EngineArgs(model=str(path), **SETTINGS))
-
-    async def never(child, progress):
-        raise error
-
-    monkeypatch.setattr(engine, "_adopt", never)
-    os.kill(engine._child.process.pid, signal.SIGKILL)
-    await asyncio.wait_for(engine._reader, 60)
-    assert engine.num_restarts == starts
-    assert "could not start again" in engine.health().reason
-    with pytest.raises(EngineDeadError, match="could not start again"):
-        await collect(engine.generate(PROMPT, GREEDY))
-    await engine.shutdown()
-
-
-async def test_shutdown_ends_a_child_that_is_starting(path, monkeypatch):
-    engine = await AsyncLLM.start(EngineArgs(model=str(path), **SETTINGS))
-    starting = []
-
-    async def hang(child, progress):
-        starting.append(child)
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(engine, "_adopt", hang)
-    os.kill(engine._child.process.pid, signal.SIGKILL)
-    await until(lambda: starting)
-    await engine.shutdown()
-    assert starting[0].process.poll() is not None
-
-
-async def test_a_fault_in_reading_fails_the_requests_and_starts_anew(path, quick_restarts, monkeypatch):
-    engine = await AsyncLLM.start(EngineArgs(model=str(path), **SETTINGS))
-    first = engine._child
-    try:
-        with monkeypatch.context() as patch:
-
-            def fault(outputs):
-                raise ValueError("a detokeniser's fault")
-
-            patch.setattr(engine._output, "process", fault)
-            with pytest.raises(EngineDeadError, match="a detokeniser's fault"):
-                await collect(engine.generate(PROMPT, LONG))
-        assert first.process.poll() is not None or engine._child is not first
-        await until(lambda: engine.is_alive and engine._child is not first)
-        assert (await collect(engine.generate(PROMPT, GREEDY))).finished
-    finally:
-        await engine.shutdown()
-
-
-async def test_health_asks_for_steps_not_for_words(engine, monkeypatch):
-    stats = await engine.stats()
-    monkeypatch.setattr(async_llm, "STALL_S", 0.5)
-    monkeypatch.setattr(engine, "_streams", {"one": None})
-    engine._num_steps, engine._last_progress = stats.num_steps, engine._last_progress - 1.0
-    await engine._on_message(Stats(stats))
-    assert "made no step" in engine.health().reason
-    await engine._on_message(Stats(dataclasses.replace(stats, num_steps=stats.num_steps + 1)))
-    assert engine.health().ok
-    monkeypatch.setattr(engine, "_streams", {})
-    engine._last_heard -= 1.0
-    assert "said nothing" in engine.health().reason
-    await engine.stats()
-    assert engine.health().ok

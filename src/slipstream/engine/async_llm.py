@@ -6,7 +6,11 @@
 
 Each delta holds what is new; a consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
 cancels the request. If the engine process dies, requests in flight raise EngineDeadError at once and the engine starts
-again, after growing pauses; after `MAX_FAST_DEATHS` deaths or failed starts in a row it stays down.
+again. A start that fails is tried again after a growing pause; after more than `MAX_FAST_DEATHS` deaths and failed starts
+in a row, or at once if a setting or the model is at fault, the engine stays down.
+
+One task, `_read`, owns the engine process from the end of `start` to `shutdown`. Nothing is awaited between a request's
+registration and its Add, nor between its end and its Abort, so a cancelled consumer leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -41,14 +45,7 @@ from slipstream.engine.core_process import (
     ToChild,
     ToParent,
 )
-from slipstream.engine.processor import (
-    InputProcessor,
-    OutputProcessor,
-    PreparedRequest,
-    load_tokenizer,
-    merge,
-    raise_on_error,
-)
+from slipstream.engine.processor import InputProcessor, OutputProcessor, load_tokenizer, merge, raise_on_error
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
 from slipstream.hub import resolve_model
@@ -60,11 +57,12 @@ if TYPE_CHECKING:
     import zmq.asyncio
 
 MAX_FAST_DEATHS = 3
-RESTART_PAUSE_S = 0.5
+MAX_RESTART_PAUSE_S = 30.0
 STALL_S = 60.0
-"""Health fails when the engine has said nothing for this long (it does every second), or requests wait and it made no step."""
+"""Health fails when the engine has said nothing, or requests wait and it made no step, for this long. One step that takes
+longer looks the same."""
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger("slipstream.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +128,9 @@ class AsyncLLM:
         OutOfMemoryError, …) are raised here as they are."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
-        child = await _Child.spawn(args)  # imports torch while we build the tokenizer
+        child = _Child.spawn()
         try:
+            await child.begin(args)  # it imports torch while we build the tokenizer
             tokenizer = await asyncio.to_thread(load_tokenizer, args, path)
             engine = cls(args, description, tokenizer)
             await engine._adopt(child, progress)
@@ -165,36 +164,30 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
         )
-        stream = await self._submit(request)
+        if self._child is None or self._stopping:
+            raise EngineDeadError(self._down_reason or "the engine is shutting down")
+        self._output.add(request)
+        stream = self._streams[request.request_id] = _Stream()
         try:
+            self._child.send(Add(list(request.engine_requests)))
             finished = False
             while not finished:
                 delta = raise_on_error(await stream.get())
                 finished = delta.finished
                 yield delta
         finally:
-            await self.abort(request.request_id)
+            if self._streams.get(request.request_id) is stream:  # else it has ended, and the id may be another's by now
+                del self._streams[request.request_id]
+                self._abort(self._output.discard(request.request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Cancel a request; its blocks are free before the engine's next step. Unknown ids are nothing to do."""
-        self._streams.pop(request_id, None)
-        keys = self._output.discard(request_id)
-        if keys and self._child is not None:
-            await self._child.send(Abort(keys))
+        """Cancel a request: its stream ends with finish_reason "abort", and its blocks are free before the engine's next
+        step. Unknown ids are nothing to do."""
+        self._abort(self._output.unfinished(request_id))
 
-    async def _submit(self, request: PreparedRequest) -> _Stream:
-        if self._child is None or self._stopping:
-            raise EngineDeadError(self._down_reason or "the engine is shutting down")
-        self._output.add(request)
-        stream = self._streams[request.request_id] = _Stream()
-        if len(self._streams) == 1:
-            self._last_progress = time.monotonic()
-        try:
-            await self._child.send(Add(list(request.engine_requests)))
-        except BaseException:
-            await self.abort(request.request_id)
-            raise
-        return stream
+    def _abort(self, keys: list[str]) -> None:
+        if keys and self._child is not None:
+            self._child.send(Abort(keys))
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -212,11 +205,11 @@ class AsyncLLM:
         if not self.is_alive:
             return Health(False, self._down_reason or "the engine process is down")
         now = time.monotonic()
-        if now - self._last_heard > STALL_S:
-            return Health(False, f"the engine process has said nothing for {now - self._last_heard:.0f} s")
-        if self._streams and now - self._last_progress > STALL_S:
-            waiting = now - self._last_progress
-            return Health(False, f"{len(self._streams)} requests wait and the engine made no step for {waiting:.0f} s")
+        silence, stall = now - self._last_heard, now - self._last_progress
+        if silence > STALL_S:
+            return Health(False, f"the engine process has said nothing for {silence:.0f} s")
+        if stall > STALL_S:
+            return Health(False, f"requests wait and the engine made no step for {stall:.0f} s")
         return Health(True)
 
     async def stats(self) -> EngineStats:
@@ -225,22 +218,28 @@ class AsyncLLM:
             raise EngineDeadError(self._down_reason or "the engine process is down")
         waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
-        await self._child.send(GetStats())
-        return await waiter
+        try:
+            self._child.send(GetStats())
+            return await waiter
+        finally:  # a caller that gave up leaves nothing for a hung child to pile up
+            if waiter in self._stats_waiters:
+                self._stats_waiters.remove(waiter)
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Take no more requests, wait up to `drain_s` for those in flight, cancel what is left, end the process."""
         self._stopping, self._down_reason = True, "the engine is shutting down"
         until = time.monotonic() + drain_s
-        while self._streams and self.is_alive and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)  # it may have to end a child that was starting
-        self._fail(EngineDeadError(self._down_reason))
-        if self._child is not None:
+        try:
+            while self._streams and self.is_alive and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+        finally:
+            if self._reader is not None:
+                self._reader.cancel()
+                await asyncio.wait([self._reader])  # it ends the child of a restart under way
+            self._fail(EngineDeadError(self._down_reason))
             child, self._child = self._child, None
-            await child.end()
+            if child is not None:
+                await child.end()
 
     # --- The child ------------------------------------------------------------------------------------------------------
 
@@ -264,55 +263,49 @@ class AsyncLLM:
         self._num_steps = 0
 
     async def _read(self) -> None:
-        """Take the child's messages as they come; when it dies, say so and start another."""
+        """Take the child's messages as they come; when it dies, say so and start another. No error may end this task
+        unseen, for then every stream would wait for ever: one that nobody foresaw counts as the child's death."""
         deaths = 0
-        while True:
-            child = self._child
-            assert child is not None
+        while not self._stopping:
             try:
+                child = self._child or await self._restart()
                 while True:
-                    await self._on_message(await child.receive())
+                    self._on_message(await child.receive())
                     deaths = 0
-            except EngineDeadError as error:
-                reason = error
-            except Exception as error:  # a message that can't be read or used: this engine can't be trusted
-                _log.exception("the engine's messages could not be followed")
-                reason = EngineDeadError(f"the engine's messages could not be followed: {type(error).__name__}: {error}")
-            self._child, self._down_reason = None, str(reason)
-            self._fail(reason)
-            await child.end()
-            deaths = await self._restart(deaths + 1)
-            if self._child is None:
-                return
-
-    async def _restart(self, deaths: int) -> int:
-        """Start the engine again, more patiently each time: its memory may not be free yet. How often it has died by then;
-        there is no child if it is to stay down."""
-        why = self._down_reason
-        while deaths <= MAX_FAST_DEATHS:
-            await asyncio.sleep(0 if deaths == 1 else min(RESTART_PAUSE_S * 2**deaths, 30.0))
-            self.num_restarts += 1
-            child = None
-            try:
-                child = await _Child.spawn(self.args)
-                await self._adopt(child, lambda phase: None)
-                return deaths
-            except BaseException as error:
-                if child is not None:
-                    await child.end()
-                if not isinstance(error, (SlipstreamError, OSError)):
-                    raise
-                _log.error("the engine could not start again: %s", error)
-                self._down_reason = f"{why}, and could not start again: {error}"
-                if isinstance(error, (ConfigError, ModelError)):
-                    return deaths  # it never will
+            except Exception as error:
                 deaths += 1
-        return deaths
+                final = self._stopping or deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError)
+                await self._bury(error, "it stays down" if final else "it will start again")
+                if final:
+                    return
+            if deaths > 1:
+                await asyncio.sleep(min(2.0**deaths, MAX_RESTART_PAUSE_S))
 
-    async def _on_message(self, message: ToParent) -> None:
+    async def _bury(self, error: Exception, then: str) -> None:
+        """The child died, could not start, or said what we cannot take: tell everyone who waits, end what is left of it."""
+        foreseen = isinstance(error, SlipstreamError)
+        reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"
+        _logger.error("the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error)
+        child, self._child = self._child, None
+        self._down_reason = f"{reason} ({then})"
+        self._fail(EngineDeadError(self._down_reason))
+        if child is not None:
+            await child.end()
+
+    async def _restart(self) -> _Child:
+        self.num_restarts += 1
+        child = _Child.spawn()
+        try:
+            await child.begin(self.args)
+            await self._adopt(child, lambda phase: None)
+        except BaseException:  # `shutdown` cancels us
+            await child.end()
+            raise
+        return child
+
+    def _on_message(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
-            self._last_progress = self._last_heard
             deltas, aborts = self._output.process(message.outputs)
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
@@ -320,23 +313,28 @@ class AsyncLLM:
                     stream.put(delta)
                 if delta.finished:
                     self._streams.pop(delta.request_id, None)
-            if aborts and self._child is not None:
-                await self._child.send(Abort(aborts))
+            self._abort(aborts)
         elif isinstance(message, Rejected):
-            request_id = message.request_ids[0]
-            self._output.discard(request_id)
-            stream = self._streams.pop(request_id, None)
-            if stream is not None:
-                stream.fail(_error(message.error, message.message, message.field))
+            request_id = self._output.owner(message.request_ids[0])
+            if request_id is not None:  # else cancelled meanwhile
+                self._output.discard(request_id)
+                self._streams.pop(request_id).fail(_error(message.error, message.message, message.field))
         elif isinstance(message, Stats):
-            if message.stats.num_steps > self._num_steps:
-                self._num_steps, self._last_progress = message.stats.num_steps, self._last_heard
-            waiters, self._stats_waiters = self._stats_waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(message.stats)
+            self._note_progress(message.stats)
+            if message.asked:
+                waiters, self._stats_waiters = self._stats_waiters, []
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(message.stats)
         elif isinstance(message, Failed):
             raise EngineDeadError(f"the engine failed: {message.message}")
+
+    def _note_progress(self, stats: EngineStats) -> None:
+        """Only steps are progress: a scheduler that is stuck still answers, and still sends heartbeats."""
+        idle = not self._streams and stats.num_running == stats.num_waiting == 0
+        if idle or stats.num_steps != self._num_steps:
+            self._last_progress = self._last_heard
+        self._num_steps = stats.num_steps
 
     def _fail(self, error: Exception) -> None:
         """End everything that waits for the child."""
@@ -371,37 +369,45 @@ class _Child:
         self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
 
     @classmethod
-    async def spawn(cls, args: EngineArgs) -> _Child:
+    def spawn(cls) -> _Child:
+        """Start the process. Whoever called must `end` it, whatever happens next."""
         import zmq
         import zmq.asyncio
 
         folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{folder}/engine"
-        socket.bind(address)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.engine.core_process", address],
-            stdin=subprocess.PIPE,
-        )
-        child = cls(process, socket, folder)
-        await child.send(Start(args))
-        return child
+        try:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.engine.core_process", address],
+                stdin=subprocess.PIPE,
+            )
+        except BaseException:
+            socket.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(process, socket, folder)
 
-    async def send(self, message: ToChild) -> None:
-        """Queue a message. While nobody is at the other end (not yet, or no more) a plain send would wait for ever; to a
-        process that has ended nothing is sent, and `receive` is where that is told."""
+    async def begin(self, args: EngineArgs) -> None:
+        """Send the first message as soon as the process has connected. If it ends instead, `receive` will say so."""
+        while not self.send(Start(args)) and self.process.poll() is None:
+            await asyncio.sleep(0.005)
+
+    def send(self, message: ToChild) -> bool:
+        """Queue a message, never waiting (the queue has no bound). False if nobody is at the other end: the process has
+        not connected yet, or it is gone, which `receive` will tell."""
         import zmq
 
-        data = self._encoder.encode(message)
-        while self.process.poll() is None:
-            try:
-                await self._socket.send(data, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                await asyncio.sleep(0.005)
+        # Not through a shadow of the socket: that would swallow the wake-up of a waiting `receive`.
+        sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
+        error = sent.exception()  # without blocking, a send is done when it returns
+        if error is not None and not isinstance(error, zmq.Again):
+            raise error
+        return error is None
 
     async def receive(self) -> ToParent:
         """The next message; EngineDeadError when the process has ended and said all it had to say."""
@@ -413,14 +419,17 @@ class _Child:
         return self._decoder.decode(await self._socket.recv())
 
     async def end(self) -> None:
-        """Stop the process, first asking, and remove the socket."""
-        if self.process.poll() is None:
-            await self.send(Stop())
-        if self.process.stdin is not None:
+        """Stop the process, first asking, and remove the socket. A caller that is cancelled meanwhile kills it."""
+        assert self.process.stdin is not None
+        try:
+            if self.process.poll() is None:
+                self.send(Stop())
             await asyncio.to_thread(self._wait, 5.0)
+        finally:
+            self.process.kill()  # nothing, if it has ended
             self.process.stdin.close()
-        self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            self._socket.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, seconds: float) -> None:
         try:

@@ -25,7 +25,7 @@ from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineOutput, EngineRequest, EngineStats
 
 HEARTBEAT_S = 1.0
-"""The child says something at least this often (between steps)."""
+"""The child reports this often (between steps), also when it has no work: silence means that it hangs."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -76,6 +76,7 @@ class Rejected(msgspec.Struct, tag=True):
 
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
+    asked: bool  # the answer to a GetStats; else a heartbeat
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -148,16 +149,15 @@ class CoreProcess:
                 self._handle(message)
             worked = worked or core.has_work
             outputs = core.step() if core.has_work else []
-            now = time.monotonic()
             if outputs:
                 self._send(Outputs(outputs))
-                last_report = now
-            elif now - last_report >= HEARTBEAT_S:
-                self._send(Stats(core.stats()))
+            now = time.monotonic()
+            if now - last_report >= HEARTBEAT_S:
+                self._send(Stats(core.stats(), asked=False))
                 last_report = now
 
     def _patience_ms(self) -> int:
-        """How long to wait for a message: not at all while steps can be made, until the next wake-up, or a heartbeat."""
+        """How long to wait for a message: not at all while steps can be made, else until the next wake-up or heartbeat."""
         core = self._core
         if not core.has_work:
             return int(HEARTBEAT_S * 1000)
@@ -180,7 +180,7 @@ class CoreProcess:
             if outputs:
                 self._send(Outputs(outputs))
         elif isinstance(message, GetStats):
-            self._send(Stats(core.stats()))
+            self._send(Stats(core.stats(), asked=True))
 
     def _receive(self) -> ToChild:
         message: ToChild = self._decoder.decode(self._socket.recv())

@@ -37,7 +37,8 @@ from slipstream.types import (
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A user's request, checked: its n engine requests, the first of which the others fork from."""
+    """A user's request, checked: its n engine requests, the first of which the others fork from. Engine requests have ids
+    of their own, never used twice, so that late news of a cancelled request can't reach another of the same name."""
 
     request_id: str
     prompt: str | None
@@ -117,10 +118,10 @@ class InputProcessor:
             raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError("deadline_s must be above 0", field="deadline_s")
-        request_id = request_id or f"request-{next(self._ids)}"
+        number = next(self._ids)
         now = time.monotonic()
         first = EngineRequest(
-            request_id=request_id,
+            request_id=str(number),
             prompt_token_ids=tokens,
             sampling=dataclasses.replace(sampling, n=1),
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
@@ -131,7 +132,7 @@ class InputProcessor:
             cache_salt=cache_salt,
         )
         others = (self._fork(first, i) for i in range(1, sampling.n))
-        return PreparedRequest(request_id, text, sampling, (first, *others))
+        return PreparedRequest(request_id or f"request-{number}", text, sampling, (first, *others))
 
     def _fork(self, first: EngineRequest, index: int) -> EngineRequest:
         """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
@@ -221,14 +222,23 @@ class OutputProcessor:
         self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids))
         self._owner.update(dict.fromkeys(choices, request.request_id))
 
+    def unfinished(self, request_id: str) -> list[str]:
+        """A request's engine requests that still run; none if it is unknown."""
+        state = self._states.get(request_id)
+        return [] if state is None else [key for key, choice in state.choices.items() if not choice.done]
+
     def discard(self, request_id: str) -> list[str]:
         """Forget a request; the engine requests that must be aborted."""
+        unfinished = self.unfinished(request_id)
         state = self._states.pop(request_id, None)
-        if state is None:
-            return []
-        for key in state.choices:
-            del self._owner[key]
-        return [key for key, choice in state.choices.items() if not choice.done]
+        if state is not None:
+            for key in state.choices:
+                del self._owner[key]
+        return unfinished
+
+    def owner(self, key: str) -> str | None:
+        """The request that an engine request belongs to, unless it is forgotten."""
+        return self._owner.get(key)
 
     def process(
         self, outputs: Sequence[EngineOutput], *, until_done: bool = False
