@@ -114,7 +114,7 @@ class SentencePieceEngine(FakeEngine):
         for token in self.answer:
             reason = FinishReason.LENGTH if token == self.answer[-1] else None
             logprobs = (TokenLogprobs(token, -1.0, 1),)
-            news = EngineOutput(request.request_id, (token,), logprobs, before, reason)
+            news = EngineOutput(request.engine_requests[0].request_id, (token,), logprobs, before, reason)
             for delta in self.out.process([news])[0]:
                 yield delta
             before = ()
