@@ -178,7 +178,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device)
+    _reject_unsupported(args, device, args.quantization or model.scheme)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -187,6 +187,11 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     if dtype == "float16" and not device.is_cuda:
         raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
 
+    quantization = choose("quantization", model.scheme, "model", "what the checkpoint holds")
+    if model.scheme is not None and quantization != model.scheme:
+        raise ConfigError(
+            f"quantization={quantization!r}, but the checkpoint's weights are {model.scheme}; leave it out", field="quantization"
+        )
     kv_dtype = choose("kv_cache_dtype", dtype, "model", "the model's type")
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
 
@@ -246,7 +251,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             path=model.path,
             tokenizer=args.tokenizer,
             dtype=dtype,
-            quantization=args.quantization,
+            quantization=quantization,
             max_model_len=max_model_len,
             load_format=args.load_format,  # type: ignore[arg-type]
             seed=args.seed,
@@ -287,7 +292,7 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
     return device.best_dtype, device.dtype_reason or "the faster one on this CPU"
 
 
-def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
+def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str | None) -> None:
     """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
     for name, only, what in (
         ("speculative_model", None, "speculative decoding is"),
@@ -306,20 +311,20 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts) -> None:
     ):
         if getattr(args, name) is not None and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
-    if args.quantization is not None:
-        _one_of("quantization", args.quantization, tuple(SCHEMES))
-    for name, off in (("quantization", None), ("kv_cache_dtype", "auto")):
-        given = getattr(args, name)
+    if quantization is not None:
+        _one_of("quantization", quantization, tuple(SCHEMES))
+    for name, given, off in (("quantization", quantization, None), ("kv_cache_dtype", args.kv_cache_dtype, "auto")):
         if given not in (off, "float32", "bfloat16", "float16") and not device.is_cuda and args.kernels != "reference":
             raise ConfigError(
                 f"{name}={given!r} needs a GPU: the CPU's kernels have no 8- or 4-bit form yet; leave it at {off!r} (or take "
                 "kernels='reference', which is exact and slow)",
                 field=name,
             )
-    if args.quantization == "fp8" and device.compute_capability is not None and device.compute_capability < (8, 9):
+    capability = device.compute_capability
+    if quantization is not None and SCHEMES[quantization].inputs == "fp8" and capability and capability < (8, 9):
         raise ConfigError(
-            f"quantization='fp8' needs a GPU of compute capability 8.9 or more; {device.name} has "
-            f"{device.compute_capability[0]}.{device.compute_capability[1]}: use 'int8' or 'int4'",
+            f"quantization={quantization!r} needs a GPU of compute capability 8.9 or more; {device.name} has "
+            f"{capability[0]}.{capability[1]}: use 'int8' or 'int4'",
             field="quantization",
         )
 

@@ -122,6 +122,9 @@ class CpuOps(ReferenceOps):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
         return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
 
+    def adopt_linear(self, w: Linear) -> Linear:
+        raise ConfigError("the CPU's kernels have no product with rounded weights; use kernels='reference'", field="kernels")
+
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
         if isinstance(w, PackedLinear):

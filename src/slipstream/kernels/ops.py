@@ -147,6 +147,10 @@ class OpSet(ABC):
         """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
         May return the weight as it is."""
 
+    def adopt_linear(self, w: Linear) -> Linear:
+        """A weight that a checkpoint holds rounded already, for this op set's `linear`."""
+        return w
+
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""

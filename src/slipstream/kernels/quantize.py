@@ -38,12 +38,19 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
         )
     size = scheme.group_size
     assert size is not None
-    # The longer a chunk, the longer the reads; no quarter of it may hold two groups, or fewer than 16 inputs.
-    chunk = next(c for c in (4 * size, 2 * size, size) if weight.shape[1] % c == 0 and c >= 64)
+    chunk = chunk_of(weight.shape[1], scheme)
     words, scales = zip(*(_round_groups(rows, size, chunk) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
     return GroupedLinear(
         weight=torch.cat(words), scales=torch.cat(scales, dim=1), bias=bias, group_size=size, chunk=chunk
     )
+
+
+def chunk_of(inner: int, scheme: Scheme) -> int:
+    """`GroupedLinear.chunk` of a weight with so many inputs: the longer, the longer the reads; no quarter of a chunk may hold
+    two groups, or fewer than 16 inputs."""
+    size = scheme.group_size
+    assert size is not None
+    return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
 def _round_groups(weight: Tensor, size: int, chunk: int) -> tuple[Tensor, Tensor]:

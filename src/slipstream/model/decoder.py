@@ -10,6 +10,7 @@ fused with the norm that follows it: `pending` is what was computed but not yet 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -126,7 +127,8 @@ class Layer:
 
 class Decoder:
     """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them, the layers' products
-    rounded by `scheme`, and then not needed."""
+    rounded by `scheme`, and then not needed. `rounded` are weights that a checkpoint holds rounded already, by the same
+    names, without their biases."""
 
     def __init__(
         self,
@@ -136,15 +138,17 @@ class Decoder:
         *,
         max_model_len: int,
         scheme: Scheme | None = None,
+        rounded: Mapping[str, Linear] | None = None,
     ) -> None:
+        rounded = rounded or {}
         self.spec = spec
         self.ops = ops
         self.embed = parameters.pop("embed.weight")
         self.positions = parameters.pop("positions.weight", None)
         self.final_norm = _norm(spec.final_norm, "final_norm", parameters)
-        head = parameters.pop("head.weight", self.embed)
-        head_scheme = scheme if scheme is not None and scheme.head else None
-        self.head = ops.prepare_linear(head, parameters.pop("head.bias", None), head_scheme)
+        if spec.tied_embeddings:
+            parameters["head.weight"] = self.embed
+        self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
         device = self.embed.device
         tables: dict[RopeSpec, Tensor] = {}
 
@@ -158,8 +162,8 @@ class Decoder:
                 slopes = alibi_slopes(s.position, s.num_heads).to(device)
             return Attention(
                 s,
-                _linear(f"{name}.qkv", parameters, ops, scheme),
-                _linear(f"{name}.out", parameters, ops, scheme),
+                _linear(f"{name}.qkv", parameters, ops, scheme, rounded),
+                _linear(f"{name}.out", parameters, ops, scheme, rounded),
                 parameters.pop(f"{name}.q_norm.weight", None),
                 parameters.pop(f"{name}.k_norm.weight", None),
                 cos_sin,
@@ -167,7 +171,7 @@ class Decoder:
             )
 
         def layer(s: LayerSpec, name: str) -> Layer:
-            up, down = (_linear(f"{name}.mlp.{part}", parameters, ops, scheme) for part in ("up", "down"))
+            up, down = (_linear(f"{name}.mlp.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
             mlp = MLP(s.mlp, up, down)
             norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in block_norms(s).items()}
             return Layer(s, attention(s.attention, f"{name}.attention"), mlp, norms)
@@ -196,5 +200,11 @@ def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
     return Norm(spec, parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
 
 
-def _linear(name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None) -> Linear:
-    return ops.prepare_linear(parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None), scheme)
+def _linear(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
+) -> Linear:
+    bias = parameters.pop(f"{name}.bias", None)
+    held = rounded.get(f"{name}.weight")
+    if held is not None:
+        return ops.adopt_linear(dataclasses.replace(held, bias=bias))
+    return ops.prepare_linear(parameters.pop(f"{name}.weight"), bias, scheme)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
+from slipstream.model.scheme import checkpoint_scheme
 from slipstream.model.spec import ModelSpec
 
 
@@ -26,6 +27,7 @@ class ModelDescription:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    scheme: str | None = None  # of `model.scheme.SCHEMES`: the weights are stored so
 
 
 def read_spec(path: Path) -> ModelDescription:
@@ -53,12 +55,11 @@ def _read_folder(path: Path) -> ModelDescription:
         if not isinstance(own, dict):
             raise UnsupportedModelError(f"{family.nested_config} must be an object", field=family.nested_config)
         own.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
-    if config.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            "quantization_config: quantised checkpoints are not supported yet; use the unquantised one, or a GGUF file",
-            field="quantization_config",
-        )
+    compressed = config.get("quantization_config") or config.get("compression_config")
+    own = {k: v for k, v in own.items() if k not in ("quantization_config", "compression_config")}
     spec = family.read(ConfigReader(own))
+    if compressed is not None and not isinstance(compressed, Mapping):
+        raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
@@ -72,6 +73,7 @@ def _read_folder(path: Path) -> ModelDescription:
         dtype=str(dtype),
         eos_token_ids=_ids(eos, spec.vocab_size),
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
+        scheme=checkpoint_scheme(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None,
     )
 
 

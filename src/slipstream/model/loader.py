@@ -10,9 +10,11 @@ import torch
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import OpSet
+from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
-from slipstream.model.scheme import Scheme
+from slipstream.model.parameters import parameters
+from slipstream.model.scheme import SCHEMES, Scheme
 from slipstream.model.spec import ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
@@ -43,8 +45,10 @@ def load_model(
     progress: Callable[[float], None] = lambda share: None,
 ) -> LoadedModel:
     """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
-    products are then rounded by `scheme`, one after the other."""
+    products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded."""
     description = read_spec(path)
+    if description.scheme is not None:
+        scheme = SCHEMES[description.scheme]
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {path} is a {description.format} checkpoint", field="load_format"
@@ -53,14 +57,19 @@ def load_model(
         check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
+            rounded = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                values = load_parameters(description, dtype=dtype, device=device, progress=progress)
+                if description.scheme is not None:
+                    held = SCHEMES[description.scheme]
+                    rounded = RoundedWeights(parameters(description.spec), held, dtype=dtype, device=device)
+                values = load_parameters(description, dtype=dtype, device=device, rounded=rounded, progress=progress)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
-        decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme)
+        linears = rounded.linears() if rounded is not None else {}
+        decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
     return LoadedModel(description, decoder, _bytes(decoder))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import Family
 from slipstream.model.parameters import Placement, Shape, parameters
@@ -28,10 +29,12 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    rounded: RoundedWeights | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model, by our names. CheckpointError names the tensor at fault."""
-    shapes = parameters(description.spec)
+    """All parameters of the description's model, by our names, but those that `rounded` takes. CheckpointError names the
+    tensor at fault."""
+    shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
     values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names, ignored = _gguf_tensors(description, dtype)
@@ -40,7 +43,14 @@ def load_parameters(
         ignored = description.family.ignored
     done, total, filled = 0, max(1, sum(v.numel() for v in values.values())), set()
     prefixes = description.family.prefixes
+
+    def find(name: str) -> Placement | None:
+        key = _canonical(name, prefixes, names)
+        return None if key is None else names[key]
+
     for name, shape, read in stored:
+        if rounded is not None and rounded.take(name, read, find):
+            continue
         key = _canonical(name, prefixes, names)
         if key is None:
             if description.spec.tied_embeddings and name.split(".")[-2:] == ["lm_head", "weight"]:
@@ -63,7 +73,9 @@ def load_parameters(
         filled.add(key)
         done += into.numel()
         progress(done / total)
-    missing = [name for name in names if name not in filled]
+    missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
+    if rounded is not None:
+        missing += rounded.missing(names)
     if missing:
         some = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])

@@ -24,9 +24,13 @@ class TritonOps(OpSet):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
             return Linear(weight=weight, bias=bias)
-        if weight.device not in self._scratch:
-            self._scratch[weight.device] = linear.Scratch(weight.device)
-        return round_linear(weight, bias, scheme)
+        return self.adopt_linear(round_linear(weight, bias, scheme))
+
+    def adopt_linear(self, w: Linear) -> Linear:
+        device = w.weight.device
+        if device not in self._scratch:
+            self._scratch[device] = linear.Scratch(device)
+        return w
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)

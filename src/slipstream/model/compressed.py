@@ -1,0 +1,132 @@
+"""Weights that a checkpoint holds rounded, as compressed-tensors writes them, put together without a second rounding.
+
+Beside each product's name stand, instead of `weight` in the model's type:
+    fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
+    int4        weight_packed int32 [out, in / 8], eight codes (number + 8) a word from the low bits up, and
+                weight_scale [out, in / group_size]
+What is only noted there (weight_shape, and input_scale: inputs are scaled as they come) is passed over; zero points and
+reordered inputs are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
+from slipstream.model.parameters import Placement, Shape
+from slipstream.model.scheme import Scheme
+
+PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
+PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
+REFUSED = ("weight_zero_point", "weight_g_idx", "input_zero_point")
+
+
+@dataclass(slots=True)
+class _Weight:
+    """One product's codes and scales, filled a slice of rows at a time: `filled` holds (first row, which part)."""
+
+    codes: Tensor
+    scales: Tensor
+    filled: set[tuple[int, str]] = field(default_factory=set)
+
+
+class RoundedWeights:
+    """Takes a checkpoint's rounded tensors; `linears()` gives the weights when all were taken."""
+
+    def __init__(
+        self, shapes: dict[str, Shape], scheme: Scheme, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.scheme, self.dtype = scheme, dtype
+        self._weights: dict[str, _Weight] = {}
+        for name, shape in shapes.items():
+            if not (name.endswith(PRODUCTS) or (scheme.head and name == "head.weight")):
+                continue
+            outer, inner = shape
+            if scheme.inputs is not None:
+                codes = torch.empty(outer, inner, dtype=DTYPES[scheme.inputs], device=device)
+                scales = torch.empty(outer, dtype=torch.float32, device=device)
+            else:
+                assert scheme.group_size is not None
+                codes = torch.empty(outer, inner // 4, dtype=torch.int16, device=device)
+                scales = torch.empty(inner // scheme.group_size, outer, dtype=dtype, device=device)
+            self._weights[name] = _Weight(codes, scales)
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._weights
+
+    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+        """Whether the tensor `name` belongs to a rounded weight; if so it is read into its place. `find` gives the place of a
+        product's weight by the checkpoint's name for it."""
+        stem, _, part = name.rpartition(".")
+        if part in PASSED_OVER:
+            return True
+        placement = find(f"{stem}.weight")
+        if placement is None or placement.target not in self._weights:
+            return False
+        if part in REFUSED:
+            raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
+        if part not in ("weight", "weight_scale", "weight_packed") or placement.transform != "none":
+            return False
+        into = self._weights[placement.target]
+        rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
+        at = slice(placement.start, placement.start + rows)
+        if part == "weight_scale":
+            self._scales(name, read(), into.scales, at, rows)
+        elif self.scheme.inputs is not None:
+            expected = (rows, into.codes.shape[1])
+            codes = _checked(name, read(), expected, into.codes.dtype)
+            into.codes[at].view(torch.uint8).copy_(codes.view(torch.uint8))
+        else:
+            inner = into.codes.shape[1] * 4
+            words = _checked(name, read(), (rows, inner // 8), torch.int32).to(into.codes.device)
+            codes = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], dim=-1).flatten(1)
+            into.codes[at] = pack4(codes, chunk_of(inner, self.scheme))
+        into.filled.add((placement.start, part))
+        return True
+
+    def _scales(self, name: str, given: Tensor, into: Tensor, at: slice, rows: int) -> None:
+        if self.scheme.inputs is None:
+            into[:, at] = _checked(name, given, (rows, into.shape[0]), None).T.to(into)
+        else:
+            given = given.reshape(-1).to(into)
+            if given.numel() not in (1, rows):
+                raise CheckpointError(f"{name} holds {given.numel()} scales for {rows} rows", field=name)
+            into[at] = given
+
+    def missing(self, names: dict[str, Placement]) -> list[str]:
+        """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
+        parts = ("weight" if self.scheme.inputs is not None else "weight_packed", "weight_scale")
+        return [
+            name.removesuffix("weight") + part
+            for name, place in names.items()
+            if place.target in self._weights
+            for part in parts
+            if (place.start, part) not in self._weights[place.target].filled
+        ]
+
+    def linears(self) -> dict[str, Linear]:
+        """By the names of `model.parameters`, without biases."""
+        made: dict[str, Linear] = {}
+        for name, w in self._weights.items():
+            if self.scheme.inputs is not None:
+                made[name] = ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
+            else:
+                assert self.scheme.group_size is not None
+                chunk = chunk_of(w.codes.shape[1] * 4, self.scheme)
+                made[name] = GroupedLinear(
+                    weight=w.codes, scales=w.scales, group_size=self.scheme.group_size, chunk=chunk
+                )
+        return made
+
+
+def _checked(name: str, value: Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:
+    if tuple(value.shape) != shape or (dtype is not None and value.dtype != dtype):
+        wanted = f"{list(shape)}" + (f" of {dtype}" if dtype is not None else "")
+        raise CheckpointError(f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name)
+    return value

@@ -1,0 +1,148 @@
+"""Checkpoints that compressed-tensors wrote: the same codes as rounding at load gives the same log-probabilities, exactly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.kernels.quantize import round_linear, unpack4
+from slipstream.model.scheme import SCHEMES
+from tests import tiny_models
+
+SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
+GROUP = {"targets": ["Linear"], "output_activations": None}
+EIGHT = {"symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel", "group_size": None, "actorder": None}
+TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+KINDS = {
+    "fp8": {"weights": {**EIGHT, "type": "float"}, "input_activations": {**TOKENS, "type": "float"}},
+    "int8": {"weights": {**EIGHT, "type": "int"}, "input_activations": {**TOKENS, "type": "int"}},
+    "int4-g32": {
+        "weights": {**EIGHT, "type": "int", "num_bits": 4, "strategy": "group", "group_size": 32},
+        "input_activations": None,
+    },
+}
+
+
+def pack32(codes):
+    """Eight codes (number + 8) to an int32 word, as compressed-tensors packs them."""
+    codes = (codes + 8).to(torch.int64)
+    words = sum(codes[:, i::8] << 4 * i for i in range(8))
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def compress(folder, kind, **config):
+    """Rewrite a tiny checkpoint as compressed-tensors would."""
+    scheme, tensors = SCHEMES[kind], load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight, stem = tensors.pop(name), name.removesuffix(".weight")
+        w = round_linear(weight, None, scheme)
+        if scheme.inputs is None:
+            tensors[f"{stem}.weight_packed"] = pack32(unpack4(w.weight, w.chunk))
+            tensors[f"{stem}.weight_scale"] = w.scales.T.contiguous()
+            tensors[f"{stem}.weight_shape"] = torch.tensor(weight.shape)
+        else:
+            tensors[f"{stem}.weight"] = w.weight
+            tensors[f"{stem}.weight_scale"] = w.scales[:, None].clone()
+            tensors[f"{stem}.input_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    written["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": {"fp8": "float-quantized", "int8": "int-quantized", "int4-g32": "pack-quantized"}[kind],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**GROUP, **KINDS[kind]}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        **config,
+    }
+    path.write_text(json.dumps(written))
+
+
+def log_probabilities(folder, **settings):
+    defaults = dict(kernels="reference", dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    with LLM(str(folder), **{**defaults, **settings}) as llm:
+        prompt = {"prompt_token_ids": list(range(3, 40))}
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    return [p.chosen.logprob for p in output.prompt_logprobs[1:]]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_same_as_rounding_at_load(tmp_path, kind, family):
+    tiny_models.build(tmp_path, family, **SIZES)
+    expected = log_probabilities(tmp_path, quantization=kind)
+    assert expected != log_probabilities(tmp_path)
+    compress(tmp_path, kind)
+    assert log_probabilities(tmp_path) == expected
+    assert log_probabilities(tmp_path, quantization=kind) == expected
+
+
+def test_one_scale_for_a_whole_tensor(tmp_path):
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress(tmp_path, "int8")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    expected = None
+    for scale in (torch.full_like(tensors[name], 0.01), torch.tensor(0.01), torch.tensor([0.01])):
+        save_file({**tensors, name: scale}, file, metadata={"format": "pt"})
+        found = log_probabilities(tmp_path)
+        assert expected is None or found == expected
+        expected = found
+
+
+def test_what_is_missing_or_misshapen_is_named(tmp_path):
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress(tmp_path, "int8")
+    file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
+    tensors = load_file(file)
+    for change, field in (
+        ({f"{stem}.weight_scale": None}, f"{stem}.weight_scale"),
+        ({f"{stem}.weight": None}, f"{stem}.weight"),
+        ({f"{stem}.weight": torch.zeros(3, 64, dtype=torch.int8)}, f"{stem}.weight"),
+        ({f"{stem}.weight": torch.zeros(32, 64)}, f"{stem}.weight"),
+        ({f"{stem}.weight_scale": torch.ones(5, 1)}, f"{stem}.weight_scale"),
+        ({f"{stem}.weight_zero_point": torch.ones(32, 1)}, f"{stem}.weight_zero_point"),
+        ({f"{stem}.surprise": torch.ones(1)}, f"{stem}.surprise"),
+    ):
+        changed = {n: t for n, t in {**tensors, **change}.items() if t is not None}
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError) as caught:
+            log_probabilities(tmp_path)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"quant_method": "gptq"}, "quant_method"),
+        ({"format": "marlin-24"}, "format"),
+        ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "ignore"),
+        ({"config_groups": {}}, "config_groups"),
+        ({"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["re:.*mlp.*"]}}}, "g.targets"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "symmetric": False}}}}, "weights.symmetric"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 3}}}}, "num_bits"),
+    ],
+    ids=str,
+)
+def test_other_schemes_are_refused_by_name(tmp_path, change, field):
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress(tmp_path, "int8", **change)
+    with pytest.raises(UnsupportedModelError) as caught:
+        log_probabilities(tmp_path)
+    assert field in caught.value.field
+
+
+def test_settings_that_do_not_go_with_it(tmp_path):
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress(tmp_path, "int8")
+    for settings in ({"quantization": "fp8"}, {"kernels": "auto"}):
+        with pytest.raises(ConfigError) as caught:
+            log_probabilities(tmp_path, **settings)
+        assert caught.value.field == "quantization"
