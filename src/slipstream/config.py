@@ -190,7 +190,8 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     quantization = choose("quantization", model.scheme, "model", "what the checkpoint holds")
     if model.scheme is not None and quantization != model.scheme:
         raise ConfigError(
-            f"quantization={quantization!r}, but the checkpoint's weights are {model.scheme}; leave it out", field="quantization"
+            f"quantization={quantization!r}, but the checkpoint's weights are {model.scheme}; leave it out",
+            field="quantization",
         )
     kv_dtype = choose("kv_cache_dtype", dtype, "model", "the model's type")
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))

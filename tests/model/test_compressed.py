@@ -83,6 +83,52 @@ def test_the_same_as_rounding_at_load(tmp_path, kind, family):
     assert log_probabilities(tmp_path, quantization=kind) == expected
 
 
+def compress_gptq(folder, **config):
+    """Rewrite a tiny checkpoint as GPTQ's tools would, with codes that are rounded to nearest."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight, stem = tensors.pop(name), name.removesuffix(".weight")
+        w = round_linear(weight, None, SCHEMES["int4-g32"])
+        tensors[f"{stem}.qweight"] = pack32(unpack4(w.weight, w.chunk)).T.contiguous()
+        tensors[f"{stem}.scales"] = w.scales
+        tensors[f"{stem}.qzeros"] = torch.full((len(w.scales), len(weight) // 8), 0x77777777, dtype=torch.int32)
+        tensors[f"{stem}.g_idx"] = (torch.arange(weight.shape[1]) // 32).int()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    given = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "damp_percent": 0.01}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {**given, **config}}))
+
+
+def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    expected = log_probabilities(tmp_path, quantization="int4-g32")
+    compress_gptq(tmp_path)
+    assert log_probabilities(tmp_path) == expected
+    file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
+    tensors = load_file(file)
+    for part, value in (
+        ("qzeros", tensors[f"{stem}.qzeros"] + 1),
+        ("g_idx", tensors[f"{stem}.g_idx"].flip(0)),
+        ("qweight", torch.zeros(2, 2, dtype=torch.int32)),
+        ("scales", None),
+        ("qweight", None),
+    ):
+        changed = {n: t for n, t in {**tensors, f"{stem}.{part}": value}.items() if t is not None}
+        save_file({n: t.contiguous() for n, t in changed.items()}, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError) as caught:
+            log_probabilities(tmp_path)
+        assert caught.value.field == f"{stem}.{part}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("bits", 8), ("sym", False), ("desc_act", True), ("group_size", -1)])
+def test_other_kinds_of_gptq_are_refused_by_name(tmp_path, name, value):
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress_gptq(tmp_path, **{name: value})
+    with pytest.raises(UnsupportedModelError) as caught:
+        log_probabilities(tmp_path)
+    assert caught.value.field == f"quantization_config.{name}"
+
+
 def test_one_scale_for_a_whole_tensor(tmp_path):
     tiny_models.build(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int8")
@@ -121,7 +167,7 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"quant_method": "gptq"}, "quant_method"),
+        ({"quant_method": "awq"}, "quant_method"),
         ({"format": "marlin-24"}, "format"),
         ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),

@@ -1,10 +1,14 @@
-"""Weights that a checkpoint holds rounded, as compressed-tensors writes them, put together without a second rounding.
+"""Weights that a checkpoint holds rounded, as compressed-tensors or GPTQ's tools write them, put together without a second
+rounding.
 
-Beside each product's name stand, instead of `weight` in the model's type:
+Beside each product's name stand, instead of `weight` in the model's type, from compressed-tensors:
     fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
     int4        weight_packed int32 [out, in / 8], eight codes (number + 8) a word from the low bits up, and
                 weight_scale [out, in / group_size]
-What is only noted there (weight_shape, and input_scale: inputs are scaled as they come) is passed over; zero points and
+and from GPTQ's tools:
+    int4        qweight int32 [in / 8, out], eight codes of one column a word; scales [in / group_size, out]; qzeros, all 8
+                (written as 7 in the first version of the format); g_idx, which group an input is in
+What is only noted there (weight_shape, and input_scale: inputs are scaled as they come) is passed over; other zero points and
 reordered inputs are refused.
 """
 
@@ -23,6 +27,7 @@ from slipstream.model.parameters import Placement, Shape
 from slipstream.model.scheme import Scheme
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
+PARTS = ("weight", "weight_scale", "weight_packed", "qweight", "qzeros", "scales", "g_idx")
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
 REFUSED = ("weight_zero_point", "weight_g_idx", "input_zero_point")
 
@@ -43,6 +48,7 @@ class RoundedWeights:
         self, shapes: dict[str, Shape], scheme: Scheme, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.scheme, self.dtype = scheme, dtype
+        self._from_gptq = False
         self._weights: dict[str, _Weight] = {}
         for name, shape in shapes.items():
             if not (name.endswith(PRODUCTS) or (scheme.head and name == "head.weight")):
@@ -71,12 +77,24 @@ class RoundedWeights:
             return False
         if part in REFUSED:
             raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
-        if part not in ("weight", "weight_scale", "weight_packed") or placement.transform != "none":
+        if part not in PARTS or placement.transform != "none":
             return False
         into = self._weights[placement.target]
         rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
         at = slice(placement.start, placement.start + rows)
-        if part == "weight_scale":
+        self._from_gptq = self._from_gptq or part == "qweight"
+        if part in ("qzeros", "g_idx"):
+            self._check_plain(name, part, read())
+        elif part == "scales":
+            self._scales(name, read().T, into.scales, at, rows)
+            part = "weight_scale"
+        elif part == "qweight":
+            inner = into.codes.shape[1] * 4
+            words = _checked(name, read(), (inner // 8, rows), torch.int32).to(into.codes.device)
+            codes = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], dim=1).flatten(0, 1)
+            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, self.scheme))
+            part = "weight_packed"
+        elif part == "weight_scale":
             self._scales(name, read(), into.scales, at, rows)
         elif self.scheme.inputs is not None:
             expected = (rows, into.codes.shape[1])
@@ -90,6 +108,15 @@ class RoundedWeights:
         into.filled.add((placement.start, part))
         return True
 
+    def _check_plain(self, name: str, part: str, value: Tensor) -> None:
+        """Every number stands for code − 8, and groups are of neighbours."""
+        if part == "qzeros":
+            plain = value.unique().tolist() in ([0x77777777], [0x88888888 - 2**32])
+        else:
+            plain = torch.equal(value.long(), torch.arange(len(value)) // (self.scheme.group_size or 1))
+        if not plain:
+            raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
+
     def _scales(self, name: str, given: Tensor, into: Tensor, at: slice, rows: int) -> None:
         if self.scheme.inputs is None:
             into[:, at] = _checked(name, given, (rows, into.shape[0]), None).T.to(into)
@@ -102,8 +129,9 @@ class RoundedWeights:
     def missing(self, names: dict[str, Placement]) -> list[str]:
         """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
         parts = ("weight" if self.scheme.inputs is not None else "weight_packed", "weight_scale")
+        theirs = {"weight_packed": "qweight", "weight_scale": "scales"} if self._from_gptq else {}
         return [
-            name.removesuffix("weight") + part
+            name.removesuffix("weight") + theirs.get(part, part)
             for name, place in names.items()
             if place.target in self._weights
             for part in parts

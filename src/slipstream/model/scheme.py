@@ -58,14 +58,23 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def checkpoint_scheme(config: Mapping[str, Any], *, tied_embeddings: bool) -> str:
-    """The name in `SCHEMES` of what a compressed-tensors `quantization_config` describes; what it describes beyond that is an
-    error that names the field.
+    """The name in `SCHEMES` of what a `quantization_config` of compressed-tensors or GPTQ describes; what it describes beyond
+    that is an error that names the field.
 
     Inputs are always scaled token by token as they come: a checkpoint's own static input scales are not needed, and where
     they were asked for this is the finer way. The cache's type is a setting of the engine, so that its scales are not either.
     """
     read = _Fields(config, "quantization_config")
-    read.expect("quant_method", "compressed-tensors")
+    read.expect("quant_method", "compressed-tensors", "gptq")
+    if config["quant_method"] == "gptq":
+        read.expect("bits", 4)
+        read.expect("sym", True)
+        read.expect("desc_act", False, None)
+        read.expect("lm_head", False, None)
+        read.expect("checkpoint_format", "gptq", "gptq_v2", None)
+        read.expect("group_size", 128, 32)
+        read.expect("dynamic", None, {})
+        return "int4" if config["group_size"] == 128 else "int4-g32"
     read.expect("format", "float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
     read.expect("quantization_status", "compressed", None)
     for name in ("transform_config", "sparsity_config"):
@@ -119,6 +128,6 @@ class _Fields:
     def refuse(self, name: str, value: Any) -> None:
         raise UnsupportedModelError(
             f"{self.path}.{name}={value!r} is not supported; use the unquantised checkpoint with quantization=…, or one in FP8 "
-            "or INT8 by rows with 8-bit inputs, or in INT4 by groups of 128 or 32",
+            "or INT8 by rows with 8-bit inputs, or in symmetric INT4 by groups of 128 or 32",
             field=f"{self.path}.{name}",
         )
