@@ -27,7 +27,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "types": ("errors",),
     "config": ("errors", "model.scheme"),
     "hub": ("errors",),
-    "plan": (*BASE, "model.spec"),
+    "plan": (*BASE, "model.spec", "model.scheme"),
     "core": (*BASE, "model.spec"),
     "kernels": ("errors", "model.spec", "model.scheme"),
     "model": ("errors", "kernels"),

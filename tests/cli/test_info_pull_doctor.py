@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import doctor
-from slipstream.cli.info import describe, parts_bytes
+from slipstream.cli.info import describe
 from slipstream.cli.main import main
 from slipstream.model.description import read_spec
 from slipstream.plan.hardware import GpuFacts, HostFacts
+from slipstream.plan.memory import weights_bytes
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
@@ -38,7 +39,7 @@ def test_info_text(capsys):
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt-j-6b"])
 def test_parts_add_up(name):
     spec = read_spec(CONFIGS / name).spec
-    parts = parts_bytes(spec, 4)
+    parts = weights_bytes(spec, 4)
     assert sum(parts.values()) == 4 * spec.num_parameters
     norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms)
     assert parts["norms"] == 4 * (norms + spec.final_norm.size * (2 if spec.final_norm.bias else 1))

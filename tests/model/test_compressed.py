@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.quantize import round_linear, unpack4
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES
+from slipstream.plan.memory import weights_bytes
 from tests import tiny_models
 
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
@@ -183,6 +186,21 @@ def test_other_schemes_are_refused_by_name(tmp_path, change, field):
     with pytest.raises(UnsupportedModelError) as caught:
         log_probabilities(tmp_path)
     assert field in caught.value.field
+
+
+@pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "int8", "int4-g32"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_are_what_is_planned(tmp_path, kind, tied):
+    """What a loaded model holds is what `plan.memory` says, position tables apart."""
+    tiny_models.build(tmp_path, "llama", **SIZES, tie_word_embeddings=tied)
+    ops = ReferenceOps()
+    scheme = SCHEMES[kind] if kind else None
+    model = load_model(
+        tmp_path, ops=ops, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=scheme
+    )
+    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    planned = weights_bytes(model.spec, 2, scheme)
+    assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
 
 
 def test_settings_that_do_not_go_with_it(tmp_path):

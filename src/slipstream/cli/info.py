@@ -15,11 +15,12 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv
+from slipstream.model.scheme import SCHEMES
+from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv, weights_bytes
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
-    from slipstream.model.spec import LayerSpec, ModelSpec
+    from slipstream.model.spec import LayerSpec
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     path = resolve_model(settings.model, download_dir=settings.download_dir)
     description = read_spec(path)
     config, ledger = estimate(settings, description)
-    spec, dtype = description.spec, config.model.dtype
-    element = DTYPE_BYTES[dtype]
-    parts = parts_bytes(spec, element)
+    spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
+    element = DTYPE_BYTES[config.cache.dtype]
+    parts = weights_bytes(spec, DTYPE_BYTES[dtype], SCHEMES[scheme] if scheme else None)
     if args.json:
         print_json(
             {
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
                 "file_bytes": files_bytes(path),
                 "checkpoint_dtype": description.dtype,
                 "dtype": dtype,
+                "quantization": scheme,
+                "kv_cache_dtype": config.cache.dtype,
                 "num_parameters": spec.num_parameters,
                 "bytes_by_part": parts,
                 "kv_bytes_per_token": spec.kv_bytes_per_token(element),
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     print_facts(settings.model, rows)
     print()
     print_facts(
-        f"weights in {dtype}", [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))]
+        f"weights in {scheme or dtype}", [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))]
     )
     print("\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)")
     print("\n".join(ledger.describe()))
@@ -91,18 +94,6 @@ def describe(layer: LayerSpec) -> str:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
     parts.append(f"{'gated ' if m.gated else ''}{m.activation} {m.intermediate_size:,}")
     return ", ".join(parts)
-
-
-def parts_bytes(spec: ModelSpec, element_bytes: int) -> dict[str, int]:
-    """Bytes of the parameters by part; they add up to `spec.num_parameters` × `element_bytes`."""
-    attention = sum(layer.attention.num_parameters(spec.hidden_size) for layer in spec.layers)
-    mlp = sum(layer.mlp.num_parameters(spec.hidden_size) for layer in spec.layers)
-    embeddings = spec.vocab_size * spec.hidden_size
-    head = (0 if spec.tied_embeddings else embeddings) + spec.vocab_size * spec.head_bias
-    positions = spec.learned_positions.num_positions * spec.hidden_size if spec.learned_positions else 0
-    known = {"embeddings": embeddings + positions, "attention": attention, "mlp": mlp, "output head": head}
-    known["norms"] = spec.num_parameters - sum(known.values())
-    return {name: count * element_bytes for name, count in known.items()}
 
 
 def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineConfig, MemoryLedger]:
@@ -136,7 +127,8 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     config = resolve(args, description, facts)
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
-    weights = spec.num_parameters * DTYPE_BYTES[config.model.dtype]
+    scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
+    weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
     if facts.is_cuda:
         allowed = int(facts.memory_bytes * config.cache.gpu_memory_utilization)
         budget = allowed - (facts.memory_bytes - facts.free_bytes) - weights
