@@ -3,7 +3,7 @@
     python benchmarks/gpu_table.py OUT.json [--quantization fp8] [--kv-cache-dtype fp8] [--loads 128/128x1024,…] [--profile]
 
 Random weights and token ids, greedy, no end-of-sequence, no prefix cache, all requests of a load submitted at once: as the
-peers in PERFORMANCE.md were measured. Prints and writes each figure as it comes. --profile adds where the GPU's time goes
+peers in the README were measured. Prints and writes each figure as it comes. --profile adds where the GPU's time goes
 in decode steps and, by the engine's own steps, what share of a run the GPU was busy.
 """
 

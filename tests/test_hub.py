@@ -87,6 +87,13 @@ def test_a_changed_file_is_not_used(pulls, monkeypatch):
     assert list_cached() == {}
 
 
+def test_a_cache_folder_that_can_not_be_used(tmp_path, pulls):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DownloadError) as caught:
+        resolve_model("tiny", download_dir=str(tmp_path / "file"))
+    assert caught.value.field == "download_dir"
+
+
 def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text("#!/bin/sh\necho 'ERROR: no network' >&2\nexit 1\n")

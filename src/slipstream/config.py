@@ -143,18 +143,17 @@ class EngineConfig:
         if capacity >= wanted:
             return self
         need = self.max_blocks_per_seq * block_bytes
+        more = "gpu_memory_utilization or kv_cache_bytes" if self.device.facts.is_cuda else "kv_cache_bytes"
         have = num_blocks * block_bytes
         if self.origins["max_model_len"].source == "user":
             raise OutOfMemoryError(
                 f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
-                f"{have / 2**30:.2f} GiB ({capacity} tokens); lower max_model_len or give the cache more memory "
-                "(gpu_memory_utilization, kv_cache_bytes)",
+                f"{have / 2**30:.2f} GiB ({capacity} tokens); lower max_model_len or give the cache more memory ({more})",
                 field="max_model_len",
             )
         if capacity < self.cache.block_size:
             raise OutOfMemoryError(
-                "no memory is left for the KV cache; use a smaller model or dtype, or raise gpu_memory_utilization or "
-                "kv_cache_bytes",
+                f"no memory is left for the KV cache; use a smaller model or dtype, or raise {more}",
                 field="kv_cache_bytes",
             )
         origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens")
@@ -183,7 +182,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
     dtype = choose("dtype", dtype_auto, "device", dtype_why)
-    _one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
+    _one_of("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
     if dtype == "float16" and not device.is_cuda:
         raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
 
@@ -198,10 +197,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
 
     max_model_len = choose("max_model_len", spec.max_position, "model", "the context the model was made for")
     _positive("max_model_len", max_model_len)
-    if spec.learned_positions and max_model_len > spec.learned_positions.num_positions:
+    if max_model_len > spec.max_position:
         raise ConfigError(
-            f"max_model_len={max_model_len} is beyond the model's table of {spec.learned_positions.num_positions} learned "
-            "positions; lower it",
+            f"max_model_len={max_model_len} is beyond the {spec.max_position} tokens that the model was made for; lower it",
             field="max_model_len",
         )
     block_size = choose("block_size", 16, "default", "16 tokens: little waste, long enough reads")
@@ -237,6 +235,11 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     for name in ("kv_cache_bytes", "max_queue", "num_threads"):
         if getattr(args, name) is not None:
             _positive(name, getattr(args, name))
+    if args.kv_cache_bytes is not None and args.kv_cache_bytes > device.memory_bytes:
+        raise ConfigError(
+            f"kv_cache_bytes={args.kv_cache_bytes} is more than the {device.memory_bytes} bytes of {device.name}; lower it",
+            field="kv_cache_bytes",
+        )
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "triton"))

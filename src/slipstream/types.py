@@ -76,6 +76,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Callers pass what they know from other libraries: a string or list for stop, -1 for "no top_k".
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}", field="stop")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

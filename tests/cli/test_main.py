@@ -81,6 +81,18 @@ def test_debug_shows_the_traceback(fails_with, capsys, words):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_an_interrupt_with_json_is_one_object(fails_with, capsys):
+    fails_with(KeyboardInterrupt())
+    assert main(["doctor", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "Interrupted"
+
+
+def test_a_mistyped_option_gets_a_hint_and_is_never_guessed(capsys):
+    assert main(["run", "--max-tokns", "5", "hi"]) == 2
+    assert "did you mean --max-tokens?" in capsys.readouterr().err
+    assert main(["run", "--max-token", "5", "hi"]) == 2
+
+
 def test_interrupt(fails_with):
     fails_with(KeyboardInterrupt())
     assert main(["doctor"]) == 130

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.cli import chat
+from slipstream.cli import chat, run
 from slipstream.cli.answer import measure
 from slipstream.cli.main import main
 from slipstream.types import CompletionOutput, RequestOutput, RequestTimes
@@ -92,6 +92,11 @@ def test_run_refuses(capsys, words, field):
 def test_run_names_a_model_without_a_prompt(tiny_model, capsys):
     assert main(["run", str(tiny_model)]) == 2
     assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_a_long_lone_prompt_is_no_path(monkeypatch):
+    for prompt in ("w" * 300, "two words " * 2000, "a\0b"):
+        assert run.choose([prompt], None)[1] == prompt
 
 
 def test_run_prompt_too_long(tiny_model, capsys):

@@ -187,7 +187,7 @@ def test_the_command(tiny_path, tmp_path):
     ready = json.loads(process.stdout.readline())
     assert ready["models"] == ["tiny"]
     assert ready["ledger"]["weights_bytes"] > 0
-    with openai.OpenAI(base_url=ready["url"] + "/v1", api_key="the-key", max_retries=0) as client:
+    with openai.OpenAI(base_url=ready["url"], api_key="the-key", max_retries=0) as client:
         body = PROMPT | {"model": "tiny", "max_tokens": 300}
         stream = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
         next(stream)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,11 @@ def _finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespa
     parser.add_argument("--output", metavar="FILE", help="write the result, with all settings, as JSON")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...); prefix caching is off unless asked for)"))
-    parser.set_defaults(handler=handler)
+    def checked(args: argparse.Namespace) -> int:
+        check_output(args)
+        return handler(args)
+
+    parser.set_defaults(handler=checked)
 
 
 # --- The three kinds --------------------------------------------------------------------------------------------------
@@ -423,15 +428,23 @@ def latency_of(runs: list[list[RequestRecord]]) -> dict[str, float | None]:
     return found
 
 
+def check_output(args: argparse.Namespace) -> None:
+    """Whether the result can be written, before it is measured."""
+    if args.output is not None:
+        folder = Path(args.output).resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():
+            raise ConfigError(f"cannot write {args.output}: {folder} is no folder that can be written to", field="output")
+
+
 def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    if args.json:
+        print_json(result)
     if args.output is not None:
         text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
         try:
             Path(args.output).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {args.output}: {error.strerror}", field="output") from None
-    if args.json:
-        print_json(result)
 
 
 def _verdict(summary: Summary) -> int:

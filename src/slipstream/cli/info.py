@@ -129,6 +129,9 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     one_block = block_bytes(spec, block_size, element)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
     weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
+    if not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
+        # The CPU's kernels hold a tied head a second time, in the order in which its product reads it.
+        weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[config.model.dtype]
     if facts.is_cuda:
         allowed = int(facts.memory_bytes * config.cache.gpu_memory_utilization)
         budget = allowed - (facts.memory_bytes - facts.free_bytes) - weights

@@ -8,10 +8,12 @@ imported before a handler runs: `slipstream --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream import __version__
 from slipstream.cli import bench, chat, doctor, info, pull, run, serve
@@ -33,10 +35,25 @@ class UsageError(SlipstreamError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is raised like every other, so that --json and the exit codes hold for it too."""
+    """argparse, but an error is raised like every other, so that --json and the exit codes hold for it too, and an option is
+    never guessed from its beginning."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, self.format_usage().strip())
+        words = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized arguments") else []
+        near = [m for word in words for m in difflib.get_close_matches(word, self._all_options(), n=1)]
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise UsageError(message + hint, self.format_usage().strip())
+
+    def _all_options(self) -> set[str]:
+        found = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found |= parser._all_options()
+        return found
 
 
 def build_parser() -> Parser:
@@ -63,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be told from success
         return code
     except KeyboardInterrupt:
+        if json:
+            from slipstream.cli.console import print_json
+
+            print_json({"error": {"type": "Interrupted", "message": "interrupted", "field": None}})
         return INTERRUPTED
     except BrokenPipeError:
         # Who read our output has gone. Python would complain once more at exit.

@@ -117,7 +117,7 @@ def _add(parser: argparse._ActionsContainer, name: str, text: str, default: Any,
     shown = "chosen for the model and machine" if default is None else default
     if owner is SamplingParams and default is None:
         shown = "none" if name != "max_tokens" else "the rest of the context"
-    if text.startswith(("not supported", "only ")):
+    if text.startswith(("not supported", "only ")) or name in ("tokenizer", "quantization", "download_dir", "max_queue"):
         shown = ""
     text = text + (f" (default: {shown})" if shown != "" else "")
     parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)

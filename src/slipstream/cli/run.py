@@ -79,6 +79,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _is_model(word: str) -> bool:
+    """Whether a lone word names a model. Most are prompts, and too long for a path."""
+    try:
+        return word == DEFAULT_MODEL or (Path(word) / "config.json").is_file() or is_gguf(word)
+    except (OSError, ValueError):
+        return False
+
+
 def choose(words: list[str], model: str | None) -> tuple[str, str]:
     """Model and prompt from the words of the command line."""
     if len(words) > 2:
@@ -88,7 +96,7 @@ def choose(words: list[str], model: str | None) -> tuple[str, str]:
     prompt = words[-1]
     if len(words) == 2:
         model = words[0]
-    elif model is None and (prompt == DEFAULT_MODEL or (Path(prompt) / "config.json").is_file() or is_gguf(prompt)):
+    elif model is None and _is_model(prompt):
         raise ConfigError(
             f"{prompt!r} is a model, and there is no prompt; write slipstream run {prompt} 'PROMPT', or slipstream "
             f"chat {prompt}",

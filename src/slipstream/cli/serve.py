@@ -122,7 +122,7 @@ class Banner:
     @classmethod
     def of(cls, engine: AsyncLLM, settings: ServerSettings, url: str, seconds: float) -> Banner:
         return cls(
-            url=url,
+            url=f"{url}/v1",
             models=settings.served_model_names or (engine.model_name,),
             start_s=round(seconds, 3),
             device=engine.config.device.facts.name,
@@ -133,7 +133,7 @@ class Banner:
     def __str__(self) -> str:
         ledger = self.ledger
         return (
-            f"Slipstream serves {', '.join(self.models)} at {self.url}/v1 (started in {self.start_s:.1f} s)\n"
+            f"Slipstream serves {', '.join(self.models)} at {self.url} (started in {self.start_s:.1f} s)\n"
             f"{self.device}, {self.dtype}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
             f"{ledger.num_kv_tokens:,} tokens: {ledger.num_full_sequences} sequences of {ledger.max_model_len:,}"
         )

@@ -298,6 +298,7 @@ class AsyncLLM:
         try:
             await child.begin(self.args)
             await self._adopt(child, lambda phase: None)
+            _logger.info("the engine is up again (start %d)", self.num_restarts)
         except BaseException:  # `shutdown` cancels us
             await child.end()
             raise

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, OutOfMemoryError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
@@ -182,6 +182,11 @@ def _fit(
         budget = host_cache_budget(free_bytes=free, wanted_bytes=full + one_block)
     if config.cache.kv_cache_bytes is not None:
         budget = config.cache.kv_cache_bytes
+        if not facts.is_cuda and budget > free:
+            raise OutOfMemoryError(
+                f"kv_cache_bytes={budget} is more than the {free} bytes that are free beside the model; lower it",
+                field="kv_cache_bytes",
+            )
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
     config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block
     measured_graphs = runner.allocate(config, num_blocks)

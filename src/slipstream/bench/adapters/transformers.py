@@ -29,7 +29,13 @@ def load_gguf(path: Path, dtype: str) -> Any:
     config = getattr(transformers, "GgufConfig", None)  # not there before, where unpacking was all there was
     dense = {} if config is None else {"quantization_config": config(dequantize=True)}
     auto: Any = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense)
+    try:
+        return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"transformers can't load {path.name}: {error}; it needs pip install 'slipstream[dev]' for GGUF files",
+            field="engine",
+        ) from error
 
 
 class StepClock:
