@@ -102,7 +102,8 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
 
         traceback.print_exception(error)
     if isinstance(error, UsageError):
-        print(error.usage, file=sys.stderr)
+        first, *more = error.usage.splitlines()
+        print(f"{first} … (--help shows all)" if more else first, file=sys.stderr)
     print("slipstream: " + "; ".join([message, *getattr(error, "__notes__", ())]), file=sys.stderr)
     if json:
         from slipstream.cli.console import print_json
