@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; only here
@@ -184,6 +185,8 @@ def test_4_bit_products(size, inner):
     scheme = SCHEMES["int4" if size == 128 else "int4-g32"]
     for bias in (None, torch.randn(outer).half()):  # in bfloat16: tests/gpu, the interpreter's dot knows only float16
         w = round_linear(torch.randn(outer, inner).half(), bias, scheme)
+        if bias is not None:
+            w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape).half())
         close(expand(w, torch.float32), dequantize(w))
         x = torch.randn(3, inner).half()
         for splits in (1, 2, 3):

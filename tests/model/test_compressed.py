@@ -32,8 +32,8 @@ KINDS = {
 
 
 def pack32(codes):
-    """Eight codes (number + 8) to an int32 word, as compressed-tensors packs them."""
-    codes = (codes + 8).to(torch.int64)
+    """Eight codes to an int32 word, as compressed-tensors packs them."""
+    codes = codes.to(torch.int64)
     words = sum(codes[:, i::8] << 4 * i for i in range(8))
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -123,6 +123,45 @@ def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
         assert caught.value.field == f"{stem}.{part}"
 
 
+def test_awq_computes_what_its_definition_says(tmp_path):
+    """(code − zero) · scale, of codes packed by the columns' order 0 2 4 6 1 3 5 7: against the same numbers unrounded."""
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    file = tmp_path / "model.safetensors"
+    dense, tensors = load_file(file), load_file(file)
+    rng = torch.Generator().manual_seed(1)
+
+    def pack(codes):  # [rows, out]
+        words = sum(codes[:, column::8].to(torch.int64) << 4 * i for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+        return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        stem = name.removesuffix(".weight")
+        outer, inner = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (inner, outer), generator=rng)
+        zeros = torch.randint(0, 16, (inner // 32, outer), generator=rng)
+        scales = torch.rand(inner // 32, outer, generator=rng) / 32
+        spread = (t.repeat_interleave(32, dim=0) for t in (zeros, scales))
+        dense[name] = ((codes - next(spread)) * next(spread)).T.contiguous()
+        tensors.update({f"{stem}.qweight": pack(codes), f"{stem}.qzeros": pack(zeros), f"{stem}.scales": scales})
+    save_file(dense, file, metadata={"format": "pt"})
+    expected = log_probabilities(tmp_path)
+    save_file(tensors, file, metadata={"format": "pt"})
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    given = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    path.write_text(json.dumps({**written, "quantization_config": given}))
+    assert log_probabilities(tmp_path) == pytest.approx(expected, abs=1e-4)
+    del tensors["model.layers.0.mlp.up_proj.qzeros"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        log_probabilities(tmp_path)
+    assert caught.value.field == "model.layers.0.mlp.up_proj.qzeros"
+    path.write_text(json.dumps({**written, "quantization_config": {**given, "version": "gemv"}}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        log_probabilities(tmp_path)
+    assert caught.value.field == "quantization_config.version"
+
+
 @pytest.mark.parametrize(("name", "value"), [("bits", 8), ("sym", False), ("desc_act", True), ("group_size", -1)])
 def test_other_kinds_of_gptq_are_refused_by_name(tmp_path, name, value):
     tiny_models.build(tmp_path, "llama", **SIZES)
@@ -170,7 +209,7 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"quant_method": "awq"}, "quant_method"),
+        ({"quant_method": "bitsandbytes"}, "quant_method"),
         ({"format": "marlin-24"}, "format"),
         ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),

@@ -148,7 +148,7 @@ def edit(path, **changes):
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"hidden_size": "32"}, "hidden_size"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "fp_quant"}}, "quantization_config.quant_method"),
     ],
     ids=str,
 )

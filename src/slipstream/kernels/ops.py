@@ -102,11 +102,13 @@ class ScaledLinear(Linear):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear(Linear):
     """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
-    j, j + C/4, j + C/2, j + 3C/4 of the chunk, each plus 8. `weight` int16 [out, in / 4]."""
+    j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
+    `zeros` says otherwise. `weight` int16 [out, in / 4]."""
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
     group_size: int
     chunk: int
+    zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

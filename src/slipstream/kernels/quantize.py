@@ -69,14 +69,15 @@ def pack4(codes: Tensor, chunk: int) -> Tensor:
 
 
 def unpack4(words: Tensor, chunk: int) -> Tensor:
-    """`GroupedLinear.weight` → numbers −8 … 7, int32 [out, in]."""
+    """`GroupedLinear.weight` → codes 0 … 15, int32 [out, in]."""
     chunks: Tensor = words.int().unflatten(1, (-1, chunk // 4))
-    return torch.cat([(chunks >> shift & 15) - 8 for shift in (0, 4, 8, 12)], dim=-1).flatten(1)
+    return torch.cat([chunks >> shift & 15 for shift in (0, 4, 8, 12)], dim=-1).flatten(1)
 
 
 def dequantize(w: ScaledLinear | GroupedLinear) -> Tensor:
     """The weight [out, in] in float32."""
     if isinstance(w, ScaledLinear):
         return w.weight.float() * w.scales[:, None]
-    numbers: Tensor = unpack4(w.weight, w.chunk).unflatten(1, (-1, w.group_size))
-    return (numbers * w.scales.float().T[..., None]).flatten(1)
+    codes: Tensor = unpack4(w.weight, w.chunk).unflatten(1, (-1, w.group_size))
+    zeros = 8.0 if w.zeros is None else w.zeros.float().T[..., None]
+    return ((codes - zeros) * w.scales.float().T[..., None]).flatten(1)

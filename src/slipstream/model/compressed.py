@@ -1,5 +1,5 @@
-"""Weights that a checkpoint holds rounded, as compressed-tensors or GPTQ's tools write them, put together without a second
-rounding.
+"""Weights that a checkpoint holds rounded, as compressed-tensors, GPTQ's or AWQ's tools write them, put together without a
+second rounding.
 
 Beside each product's name stand, instead of `weight` in the model's type, from compressed-tensors:
     fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
@@ -8,6 +8,9 @@ Beside each product's name stand, instead of `weight` in the model's type, from 
 and from GPTQ's tools:
     int4        qweight int32 [in / 8, out], eight codes of one column a word; scales [in / group_size, out]; qzeros, all 8
                 (written as 7 in the first version of the format); g_idx, which group an input is in
+and from AWQ's:
+    int4        qweight int32 [in, out / 8], eight columns a word in the order of AWQ_COLUMNS; scales [in / group_size, out];
+                qzeros int32 [in / group_size, out / 8], the code that stands for 0, packed alike
 What is only noted there (weight_shape, and input_scale: inputs are scaled as they come) is passed over; other zero points and
 reordered inputs are refused.
 """
@@ -24,11 +27,14 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.model.parameters import Placement, Shape
-from slipstream.model.scheme import Scheme
+from slipstream.model.scheme import Method, Scheme
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
 PARTS = ("weight", "weight_scale", "weight_packed", "qweight", "qzeros", "scales", "g_idx")
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word, counted in codes from the low bits, columns 0 to 7 stand."""
+
 REFUSED = ("weight_zero_point", "weight_g_idx", "input_zero_point")
 
 
@@ -38,6 +44,7 @@ class _Weight:
 
     codes: Tensor
     scales: Tensor
+    zeros: Tensor | None
     filled: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -45,15 +52,15 @@ class RoundedWeights:
     """Takes a checkpoint's rounded tensors; `linears()` gives the weights when all were taken."""
 
     def __init__(
-        self, shapes: dict[str, Shape], scheme: Scheme, *, dtype: torch.dtype, device: torch.device
+        self, shapes: dict[str, Shape], scheme: Scheme, method: Method, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.scheme, self.dtype = scheme, dtype
-        self._from_gptq = False
+        self.scheme, self.method, self.dtype = scheme, method, dtype
         self._weights: dict[str, _Weight] = {}
         for name, shape in shapes.items():
             if not (name.endswith(PRODUCTS) or (scheme.head and name == "head.weight")):
                 continue
             outer, inner = shape
+            zeros = None
             if scheme.inputs is not None:
                 codes = torch.empty(outer, inner, dtype=DTYPES[scheme.inputs], device=device)
                 scales = torch.empty(outer, dtype=torch.float32, device=device)
@@ -61,7 +68,8 @@ class RoundedWeights:
                 assert scheme.group_size is not None
                 codes = torch.empty(outer, inner // 4, dtype=torch.int16, device=device)
                 scales = torch.empty(inner // scheme.group_size, outer, dtype=dtype, device=device)
-            self._weights[name] = _Weight(codes, scales)
+                zeros = torch.empty_like(scales) if method == "awq" else None
+            self._weights[name] = _Weight(codes, scales, zeros)
 
     def __contains__(self, target: str) -> bool:
         return target in self._weights
@@ -82,18 +90,20 @@ class RoundedWeights:
         into = self._weights[placement.target]
         rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
         at = slice(placement.start, placement.start + rows)
-        self._from_gptq = self._from_gptq or part == "qweight"
-        if part in ("qzeros", "g_idx"):
+        if part == "qzeros" and into.zeros is not None:
+            words = _checked(name, read(), (into.zeros.shape[0], rows // 8), torch.int32)
+            into.zeros[:, at] = _awq_codes(words).to(into.zeros)
+        elif part in ("qzeros", "g_idx"):
             self._check_plain(name, part, read())
         elif part == "scales":
             self._scales(name, read().T, into.scales, at, rows)
-            part = "weight_scale"
         elif part == "qweight":
             inner = into.codes.shape[1] * 4
-            words = _checked(name, read(), (inner // 8, rows), torch.int32).to(into.codes.device)
-            codes = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], dim=1).flatten(0, 1)
+            awq = self.method == "awq"
+            shape = (inner, rows // 8) if awq else (inner // 8, rows)
+            words = _checked(name, read(), shape, torch.int32).to(into.codes.device)
+            codes = _awq_codes(words) if awq else torch.stack(_nibbles(words), dim=1).flatten(0, 1)
             into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, self.scheme))
-            part = "weight_packed"
         elif part == "weight_scale":
             self._scales(name, read(), into.scales, at, rows)
         elif self.scheme.inputs is not None:
@@ -103,7 +113,7 @@ class RoundedWeights:
         else:
             inner = into.codes.shape[1] * 4
             words = _checked(name, read(), (rows, inner // 8), torch.int32).to(into.codes.device)
-            codes = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], dim=-1).flatten(1)
+            codes = torch.stack(_nibbles(words), dim=-1).flatten(1)
             into.codes[at] = pack4(codes, chunk_of(inner, self.scheme))
         into.filled.add((placement.start, part))
         return True
@@ -128,10 +138,11 @@ class RoundedWeights:
 
     def missing(self, names: dict[str, Placement]) -> list[str]:
         """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
-        parts = ("weight" if self.scheme.inputs is not None else "weight_packed", "weight_scale")
-        theirs = {"weight_packed": "qweight", "weight_scale": "scales"} if self._from_gptq else {}
+        parts: tuple[str, ...] = ("weight" if self.scheme.inputs is not None else "weight_packed", "weight_scale")
+        if self.method != "compressed-tensors":
+            parts = ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
         return [
-            name.removesuffix("weight") + theirs.get(part, part)
+            name.removesuffix("weight") + part
             for name, place in names.items()
             if place.target in self._weights
             for part in parts
@@ -148,9 +159,20 @@ class RoundedWeights:
                 assert self.scheme.group_size is not None
                 chunk = chunk_of(w.codes.shape[1] * 4, self.scheme)
                 made[name] = GroupedLinear(
-                    weight=w.codes, scales=w.scales, group_size=self.scheme.group_size, chunk=chunk
+                    weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=self.scheme.group_size, chunk=chunk
                 )
         return made
+
+
+def _nibbles(words: Tensor) -> list[Tensor]:
+    """The eight codes of int32 words, from the low bits up."""
+    return [words >> shift & 15 for shift in range(0, 32, 4)]
+
+
+def _awq_codes(words: Tensor) -> Tensor:
+    """int32 [rows, out / 8] → codes [rows, out]."""
+    found = _nibbles(words)
+    return torch.stack([found[i] for i in AWQ_COLUMNS], dim=-1).flatten(1)
 
 
 def _checked(name: str, value: Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:

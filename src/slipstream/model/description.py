@@ -11,7 +11,7 @@ from typing import Any, Literal
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
-from slipstream.model.scheme import checkpoint_scheme
+from slipstream.model.scheme import Method, checkpoint_scheme
 from slipstream.model.spec import ModelSpec
 
 
@@ -27,7 +27,8 @@ class ModelDescription:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    scheme: str | None = None  # of `model.scheme.SCHEMES`: the weights are stored so
+    scheme: str | None = None  # of `model.scheme.SCHEMES`: the weights are stored so, ...
+    method: Method | None = None  # ... as these tools write them
 
 
 def read_spec(path: Path) -> ModelDescription:
@@ -60,6 +61,9 @@ def _read_folder(path: Path) -> ModelDescription:
     spec = family.read(ConfigReader(own))
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
+    scheme = method = None
+    if compressed:
+        scheme, method = checkpoint_scheme(compressed, tied_embeddings=spec.tied_embeddings)
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
@@ -73,7 +77,8 @@ def _read_folder(path: Path) -> ModelDescription:
         dtype=str(dtype),
         eos_token_ids=_ids(eos, spec.vocab_size),
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
-        scheme=checkpoint_scheme(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None,
+        scheme=scheme,
+        method=method,
     )
 
 

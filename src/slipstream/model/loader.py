@@ -61,9 +61,9 @@ def load_model(
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                if description.scheme is not None:
-                    held = SCHEMES[description.scheme]
-                    rounded = RoundedWeights(parameters(description.spec), held, dtype=dtype, device=device)
+                if description.scheme is not None and description.method is not None:
+                    held, shapes = SCHEMES[description.scheme], parameters(description.spec)
+                    rounded = RoundedWeights(shapes, held, description.method, dtype=dtype, device=device)
                 values = load_parameters(description, dtype=dtype, device=device, rounded=rounded, progress=progress)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error

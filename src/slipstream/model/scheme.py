@@ -57,15 +57,26 @@ SCHEMES: dict[str, Scheme] = {
 """What `quantization=` takes."""
 
 
-def checkpoint_scheme(config: Mapping[str, Any], *, tied_embeddings: bool) -> str:
-    """The name in `SCHEMES` of what a `quantization_config` of compressed-tensors or GPTQ describes; what it describes beyond
-    that is an error that names the field.
+Method: TypeAlias = Literal["compressed-tensors", "gptq", "awq"]
+"""Whose tools wrote a rounded checkpoint: how its tensors are called and packed."""
+
+
+def checkpoint_scheme(config: Mapping[str, Any], *, tied_embeddings: bool) -> tuple[str, Method]:
+    """The name in `SCHEMES` of what a `quantization_config` describes, and who wrote it; what it describes beyond that is an
+    error that names the field.
 
     Inputs are always scaled token by token as they come: a checkpoint's own static input scales are not needed, and where
     they were asked for this is the finer way. The cache's type is a setting of the engine, so that its scales are not either.
     """
     read = _Fields(config, "quantization_config")
-    read.expect("quant_method", "compressed-tensors", "gptq")
+    read.expect("quant_method", "compressed-tensors", "gptq", "awq")
+    if config["quant_method"] == "awq":
+        read.expect("bits", 4)
+        read.expect("version", "gemm", "GEMM")
+        read.expect("zero_point", True)
+        read.expect("modules_to_not_convert", None, [], ["lm_head"])
+        read.expect("group_size", 128, 32)
+        return ("int4" if config["group_size"] == 128 else "int4-g32"), "awq"
     if config["quant_method"] == "gptq":
         read.expect("bits", 4)
         read.expect("sym", True)
@@ -74,7 +85,7 @@ def checkpoint_scheme(config: Mapping[str, Any], *, tied_embeddings: bool) -> st
         read.expect("checkpoint_format", "gptq", "gptq_v2", None)
         read.expect("group_size", 128, 32)
         read.expect("dynamic", None, {})
-        return "int4" if config["group_size"] == 128 else "int4-g32"
+        return ("int4" if config["group_size"] == 128 else "int4-g32"), "gptq"
     read.expect("format", "float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
     read.expect("quantization_status", "compressed", None)
     for name in ("transform_config", "sparsity_config"):
@@ -111,7 +122,7 @@ def checkpoint_scheme(config: Mapping[str, Any], *, tied_embeddings: bool) -> st
         _Fields(config, "quantization_config").refuse("ignore", others)
     if not head_is_dense and f"{found}-head" not in SCHEMES:
         _Fields(config, "quantization_config").refuse("ignore", "no lm_head")
-    return found if head_is_dense else f"{found}-head"
+    return (found if head_is_dense else f"{found}-head"), "compressed-tensors"
 
 
 class _Fields:
@@ -128,6 +139,6 @@ class _Fields:
     def refuse(self, name: str, value: Any) -> None:
         raise UnsupportedModelError(
             f"{self.path}.{name}={value!r} is not supported; use the unquantised checkpoint with quantization=…, or one in FP8 "
-            "or INT8 by rows with 8-bit inputs, or in symmetric INT4 by groups of 128 or 32",
+            "or INT8 by rows with 8-bit inputs, or in INT4 by groups of 128 or 32",
             field=f"{self.path}.{name}",
         )

@@ -347,6 +347,7 @@ def _grouped_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     y_ptr,
     part_ptr,
@@ -354,6 +355,7 @@ def _grouped_kernel(
     M,
     N,
     K,
+    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -363,12 +365,12 @@ def _grouped_kernel(
     PDL: tl.constexpr,
 ):
     """As `_skinny_kernel`, a chunk of inputs at a time. A code c in the low bits of 0x4300 is the bfloat16 number 128 + c (of
-    0x6400 the float16 number 1024 + c), so no conversion is needed: what the 128 (and the 8 that codes are off by) add is
-    taken off again by the sum of the inputs."""
+    0x6400 the float16 number 1024 + c), so no conversion is needed: what the 128 (and the group's zero) add is taken off again
+    by the sum of the inputs."""
     HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     kind: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     base: tl.constexpr = 0x6400 if HALF else 0x4300
-    excess: tl.constexpr = 1032.0 if HALF else 136.0
+    excess: tl.constexpr = 1024.0 if HALF else 128.0
     pid_n, pid_k = tl.program_id(0), tl.program_id(1)
     QUARTER: tl.constexpr = CHUNK // 4
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -385,20 +387,23 @@ def _grouped_kernel(
     for chunk in range(pid_k * chunks, tl.minimum(pid_k * chunks + chunks, K // CHUNK)):
         words = tl.load(w_at + chunk * QUARTER, mask=live_n, other=0, eviction_policy="evict_first")
         scale = tl.zeros((BLOCK_N,), tl.float32)
+        off = tl.full((BLOCK_N,), excess + 8.0, tl.float32)
         dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(4):
             if i * QUARTER % SIZE == 0:  # a group begins: the chunk's first, and with small groups another
-                acc += (dot - excess * total[None, :]) * scale[:, None]
+                acc += (dot - off[:, None] * total[None, :]) * scale[:, None]
                 group = chunk * (CHUNK // SIZE) + i * QUARTER // SIZE
                 scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)
+                if HAS_ZEROS:
+                    off = excess + tl.load(zero_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)
                 dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 total = tl.zeros((BLOCK_M,), tl.float32)
             x = tl.load(x_at + chunk * CHUNK + i * QUARTER, mask=live_m, other=0.0).to(kind)
             codes = ((words >> (4 * i)) & 0xF | base).to(kind, bitcast=True)
             dot = tl.dot(codes, x, dot)
             total += tl.sum(x.to(tl.float32), 0)
-        acc += (dot - excess * total[None, :]) * scale[:, None]
+        acc += (dot - off[:, None] * total[None, :]) * scale[:, None]
     mine = True
     if SPLITS > 1:
         at = n[:, None] * BLOCK_M + m[None, :]
@@ -428,6 +433,7 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
         x.contiguous(),
         w.weight,
         w.scales,
+        w.scales if w.zeros is None else w.zeros,
         x if w.bias is None else w.bias,
         y,
         part,
@@ -435,6 +441,7 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
         num_tokens,
         outer,
         inner,
+        HAS_ZEROS=w.zeros is not None,
         HAS_BIAS=w.bias is not None,
         SIZE=w.group_size,
         CHUNK=w.chunk,
@@ -450,7 +457,16 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
 
 @triton.jit
 def _expand_kernel(
-    w_ptr, scale_ptr, out_ptr, N, K, SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    N,
+    K,
+    HAS_ZEROS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """One chunk of BLOCK_N rows: codes to numbers."""
     QUARTER: tl.constexpr = CHUNK // 4
@@ -463,7 +479,10 @@ def _expand_kernel(
     for i in tl.static_range(4):
         group = chunk * (CHUNK // SIZE) + i * QUARTER // SIZE
         scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        number = (((words >> (4 * i)) & 0xF) - 8).to(tl.float32) * scale
+        zero = 8.0
+        if HAS_ZEROS:
+            zero = tl.load(zero_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        number = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
         tl.store(out + i * QUARTER, number.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -472,6 +491,16 @@ def expand(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
     outer, inner, chunk = w.weight.shape[0], w.weight.shape[1] * 4, w.chunk
     out = torch.empty(outer, inner, dtype=dtype, device=w.weight.device)
     _expand_kernel[(triton.cdiv(outer, 32), inner // chunk)](
-        w.weight, w.scales, out, outer, inner, SIZE=w.group_size, CHUNK=chunk, BLOCK_N=32, num_warps=4
+        w.weight,
+        w.scales,
+        w.scales if w.zeros is None else w.zeros,
+        out,
+        outer,
+        inner,
+        HAS_ZEROS=w.zeros is not None,
+        SIZE=w.group_size,
+        CHUNK=chunk,
+        BLOCK_N=32,
+        num_warps=4,
     )
     return out
