@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +41,6 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     scheme: Scheme | None = None,
-    progress: Callable[[float], None] = lambda share: None,
 ) -> LoadedModel:
     """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
     products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded."""
@@ -64,7 +62,7 @@ def load_model(
                 if description.scheme is not None and description.method is not None:
                     held, shapes = SCHEMES[description.scheme], parameters(description.spec)
                     rounded = RoundedWeights(shapes, held, description.method, dtype=dtype, device=device)
-                values = load_parameters(description, dtype=dtype, device=device, rounded=rounded, progress=progress)
+                values = load_parameters(description, dtype=dtype, device=device, rounded=rounded)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position

@@ -30,7 +30,6 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     rounded: RoundedWeights | None = None,
-    progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Tensor]:
     """All parameters of the description's model, by our names, but those that `rounded` takes. CheckpointError names the
     tensor at fault."""
@@ -41,7 +40,7 @@ def load_parameters(
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         ignored = description.family.ignored
-    done, total, filled = 0, max(1, sum(v.numel() for v in values.values())), set()
+    filled: set[str] = set()
     prefixes = description.family.prefixes
 
     def find(name: str) -> Placement | None:
@@ -71,8 +70,6 @@ def load_parameters(
             )
         into.copy_(_transform(read(), placement))
         filled.add(key)
-        done += into.numel()
-        progress(done / total)
     missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
     if rounded is not None:
         missing += rounded.missing(names)
