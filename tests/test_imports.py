@@ -21,7 +21,10 @@ FILES = {
 }
 
 BASE = ("errors", "types", "config")
-DESCRIPTION = ("model.spec", "model.scheme", "model.description", "model.families", "model.parameters")
+DESCRIPTION = (
+    *("model.spec", "model.scheme", "model.quantization_config", "model.description", "model.families"),
+    "model.parameters",
+)
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
     "types": ("errors",),

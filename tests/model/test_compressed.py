@@ -109,6 +109,16 @@ def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
     assert log_probabilities(tmp_path) == expected
     file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
     tensors = load_file(file)
+    # The second version of the format writes zero points as they are: what one takes, the other must not.
+    second = {n: torch.full_like(t, 0x88888888 - 2**32) if n.endswith(".qzeros") else t for n, t in tensors.items()}
+    save_file(second, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="qzeros"):
+        log_probabilities(tmp_path)
+    path, config = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
+    newer = {**config["quantization_config"], "checkpoint_format": "gptq_v2"}
+    path.write_text(json.dumps({**config, "quantization_config": newer}))
+    assert log_probabilities(tmp_path) == expected
+    path.write_text(json.dumps(config))
     for part, value in (
         ("qzeros", tensors[f"{stem}.qzeros"] + 1),
         ("g_idx", tensors[f"{stem}.g_idx"].flip(0)),
@@ -210,6 +220,9 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
     ("change", "field"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method"),
+        ({"surprise": 1}, "surprise"),
+        ({"config_groups": {"g": []}}, "config_groups"),
+        ({"config_groups": {"g": {**GROUP, "weights": 3}}}, "g.weights"),
         ({"format": "marlin-24"}, "format"),
         ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),

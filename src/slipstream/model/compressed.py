@@ -7,7 +7,7 @@ Beside each product's name stand, instead of `weight` in the model's type, from 
                 weight_scale [out, in / group_size]
 and from GPTQ's tools:
     int4        qweight int32 [in / 8, out], eight codes of one column a word; scales [in / group_size, out]; qzeros, all 8
-                (written as 7 in the first version of the format); g_idx, which group an input is in
+                (written as 7 in the format's first version); g_idx, which group an input is in
 and from AWQ's:
     int4        qweight int32 [in, out / 8], eight columns a word in the order of AWQ_COLUMNS; scales [in / group_size, out];
                 qzeros int32 [in / group_size, out / 8], the code that stands for 0, packed alike
@@ -27,7 +27,8 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.model.parameters import Placement, Shape
-from slipstream.model.scheme import Method, Scheme
+from slipstream.model.quantization_config import Method
+from slipstream.model.scheme import Scheme
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
 PARTS = ("weight", "weight_scale", "weight_packed", "qweight", "qzeros", "scales", "g_idx")
@@ -121,7 +122,7 @@ class RoundedWeights:
     def _check_plain(self, name: str, part: str, value: Tensor) -> None:
         """Every number stands for code − 8, and groups are of neighbours."""
         if part == "qzeros":
-            plain = value.unique().tolist() in ([0x77777777], [0x88888888 - 2**32])
+            plain = value.unique().tolist() == [0x77777777 if self.method == "gptq" else 0x88888888 - 2**32]
         else:
             plain = torch.equal(value.long(), torch.arange(len(value)) // (self.scheme.group_size or 1))
         if not plain:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
-from slipstream.model.scheme import Method, checkpoint_scheme
+from slipstream.model.quantization_config import Method, read_quantization
 from slipstream.model.spec import ModelSpec
 
 
@@ -63,7 +63,7 @@ def _read_folder(path: Path) -> ModelDescription:
         raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
     scheme = method = None
     if compressed:
-        scheme, method = checkpoint_scheme(compressed, tied_embeddings=spec.tied_embeddings)
+        scheme, method = read_quantization(compressed, tied_embeddings=spec.tied_embeddings)
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
