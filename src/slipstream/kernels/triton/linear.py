@@ -20,11 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
-from slipstream.kernels.triton.overlap import fetch_ahead, follow, overlapped
+from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import quantize
-
-AHEAD = tl.constexpr(8)
-"""Lines of 128 bytes of each row that are fetched ahead: some 20 MB in all, what memory delivers while a small kernel runs."""
 
 SKINNY = 64
 """Up to so many tokens the weight's bytes decide, and kernels of our own read them."""
@@ -188,7 +185,6 @@ def _skinny_kernel(
     w_at = w_ptr + n[:, None].to(tl.int64) * K + ks[None, :]
     x_at = x_ptr + m[None, :] * K + ks[:, None]
     if PDL:
-        fetch_ahead(w_ptr, n, N, K, pid_k * span, AHEAD)
         follow()
     acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
     if EVEN:
@@ -381,7 +377,6 @@ def _grouped_kernel(
     x_at = x_ptr + m[None, :] * K + js[:, None]
     live_n, live_m = (n < N)[:, None], (m < M)[None, :]
     if PDL:
-        fetch_ahead(w_ptr, n, N, K // 2, pid_k * chunks * (CHUNK // 2), AHEAD)
         follow()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for chunk in range(pid_k * chunks, tl.minimum(pid_k * chunks + chunks, K // CHUNK)):

@@ -14,7 +14,6 @@ import functools
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -24,18 +23,6 @@ def follow():
     """Let the next kernel start, and wait until the one before has ended and its writes can be seen."""
     gdc_launch_dependents()
     gdc_wait()
-
-
-@triton.jit
-def fetch_ahead(ptr, n, N, row_bytes, start, COUNT: tl.constexpr):
-    """Ask for the first COUNT · 128 bytes of rows n of a weight, from byte `start` on, to be brought into the L2 cache. To be
-    called before `follow()`: memory stays busy while the kernel ahead ends."""
-    at = start + tl.arange(0, COUNT) * 128
-    address = ptr.to(tl.int64) + n[:, None].to(tl.int64) * row_bytes + at[None, :]
-    address = tl.where((n < N)[:, None] & (at < row_bytes)[None, :], address, ptr.to(tl.int64))
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 def overlapped(x: Tensor) -> dict[str, bool]:
