@@ -192,6 +192,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             f"quantization={quantization!r}, but the checkpoint's weights are {model.scheme}; leave it out",
             field="quantization",
         )
+    if quantization is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
+        raise ConfigError(
+            f"quantization={quantization!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
+        )
     kv_dtype = choose("kv_cache_dtype", dtype, "model", "the model's type")
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.config import EngineArgs
+from slipstream.config import DeviceFacts, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
+from slipstream.model.description import read_spec
+from slipstream.plan.memory import kv_budget
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -275,6 +277,39 @@ def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
     with pytest.raises(error) as caught:
         make(path, **settings)
     assert caught.value.field == field
+
+
+def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
+    tiny_models.build(tmp_path, "llama", vocab_size=250, tie_word_embeddings=False)
+    for name, why in (("fp8-head", "vocab_size is 250"), ("int4", "multiples of 128")):
+        with pytest.raises(ConfigError, match=why) as caught:
+            make(tmp_path, quantization=name, kernels="reference", skip_tokenizer_init=True)
+        assert caught.value.field == "quantization"
+
+
+def on_a_gpu(path, **settings):
+    facts = DeviceFacts(
+        device="cuda:0", name="a GPU", memory_bytes=2**34, free_bytes=2**34, best_dtype="bfloat16", compute_capability=(9, 0)
+    )
+    return resolve(EngineArgs(model=str(path), **settings), read_spec(path), facts)
+
+
+def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
+    assert on_a_gpu(path, quantization="int4").model.quantization == "int4"
+    with pytest.raises(ConfigError) as caught:
+        on_a_gpu(path, quantization="int4", dtype="float32")
+    assert caught.value.field == "dtype"
+
+
+def test_the_cache_takes_what_is_left_of_its_share(path):
+    """By hand: of 1,000 bytes 900 may be used, 300 are in use by us and others, 100 more will be."""
+    config = on_a_gpu(path, gpu_memory_utilization=0.9)
+    assert kv_budget(config, 10, total_bytes=1000, free_bytes=700, taken_bytes=100) == (900, 500)
+    given = on_a_gpu(path, kv_cache_bytes=600)
+    assert kv_budget(given, 10, total_bytes=1000, free_bytes=700, taken_bytes=100)[1] == 600
+    with pytest.raises(OutOfMemoryError) as caught:
+        kv_budget(given, 10, total_bytes=1000, free_bytes=700, taken_bytes=101)
+    assert caught.value.field == "kv_cache_bytes"
 
 
 def test_the_signature_is_that_of_the_settings(path):

@@ -16,7 +16,7 @@ from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import SCHEMES
-from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv, weights_bytes
+from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -132,20 +132,15 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     if not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # The CPU's kernels hold a tied head a second time, in the order in which its product reads it.
         weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[config.model.dtype]
-    if facts.is_cuda:
-        allowed = int(facts.memory_bytes * config.cache.gpu_memory_utilization)
-        budget = allowed - (facts.memory_bytes - facts.free_bytes) - weights
-    else:
-        allowed = facts.memory_bytes
-        wanted = (config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1) * one_block
-        budget = host_cache_budget(free_bytes=facts.free_bytes, wanted_bytes=wanted)
-    if config.cache.kv_cache_bytes is not None:
-        budget = config.cache.kv_cache_bytes
+    total, free = facts.memory_bytes, facts.free_bytes
+    # What a host has free changes by the minute: there a model is described also where it would not fit just now.
+    taken = weights if facts.is_cuda else 0
+    allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=block_size, dtype_bytes=element)
     config = config.with_memory_limits(num_blocks - 1, one_block)
     return config, MemoryLedger(
         device=facts.name,
-        total_bytes=facts.memory_bytes,
+        total_bytes=total,
         allowed_bytes=allowed,
         weights_bytes=weights,
         activation_bytes=0,

@@ -19,11 +19,11 @@ import torch
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
-from slipstream.errors import EngineError, OutOfMemoryError
+from slipstream.errors import EngineError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
-from slipstream.plan.memory import MemoryLedger, block_bytes, host_cache_budget, plan_kv
+from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv
 from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
@@ -169,24 +169,14 @@ def _fit(
     element, size = DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, size, element)
     weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes()
     if facts.is_cuda:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes()
-        allowed = int(total * config.cache.gpu_memory_utilization)
-        budget = allowed - (total - free) - activation_bytes - graphs - rows
     else:
-        graphs, total, allowed = 0, facts.memory_bytes, facts.memory_bytes
-        full = config.scheduling.max_num_seqs * config.max_blocks_per_seq * one_block
-        free = host_memory()[1] - activation_bytes - rows  # now, with the weights loaded
-        budget = host_cache_budget(free_bytes=free, wanted_bytes=full + one_block)
-    if config.cache.kv_cache_bytes is not None:
-        budget = config.cache.kv_cache_bytes
-        if not facts.is_cuda and budget > free:
-            raise OutOfMemoryError(
-                f"kv_cache_bytes={budget} is more than the {free} bytes that are free beside the model; lower it",
-                field="kv_cache_bytes",
-            )
+        total, free = facts.memory_bytes, host_memory()[1]  # now, with the weights loaded
+    taken = activation_bytes + graphs + rows
+    allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
     config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block
     measured_graphs = runner.allocate(config, num_blocks)

@@ -72,7 +72,17 @@ def load_model(
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
-    """ConfigError if a product's inputs can't be cut as the scheme needs them."""
+    """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
+    if scheme.inputs is not None:
+        heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
+        kv_rows = [("num_kv_heads · head_dim", layer.attention.kv_size) for layer in spec.layers]
+        for name, rows in (*heads, *kv_rows):
+            if rows % 16:
+                raise ConfigError(
+                    f"{scheme.name} products need rows in multiples of 16, and the model's {name} is {rows}; leave the weights "
+                    "as they are" + (", or the head with 'fp8'" if name == "vocab_size" else ""),
+                    field="quantization",
+                )
     for layer in spec.layers:
         for name, inner in (
             ("hidden_size", spec.hidden_size),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.config import EngineConfig
+from slipstream.errors import OutOfMemoryError
 from slipstream.model.scheme import Scheme
 from slipstream.model.spec import ModelSpec
 
@@ -57,6 +59,26 @@ HOST_CACHE_SHARE = 0.4
 def host_cache_budget(*, free_bytes: int, wanted_bytes: int) -> int:
     """Bytes for a KV cache in host memory, where other programs live too; `wanted_bytes` would serve all sequences."""
     return min(MAX_HOST_CACHE_BYTES, int(free_bytes * HOST_CACHE_SHARE), wanted_bytes)
+
+
+def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes: int, taken_bytes: int) -> tuple[int, int]:
+    """(bytes that the engine may use, bytes for the KV cache), with blocks of `block` bytes on a device that has
+    `free_bytes` of `total_bytes` left, of which the engine will take `taken_bytes` for other things."""
+    left = free_bytes - taken_bytes
+    if config.device.facts.is_cuda:
+        allowed = int(total_bytes * config.cache.gpu_memory_utilization)
+        budget = allowed - (total_bytes - free_bytes) - taken_bytes
+    else:
+        allowed = total_bytes
+        full = (config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1) * block  # with the null block
+        budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
+    given = config.cache.kv_cache_bytes
+    if given is not None and given > left:
+        raise OutOfMemoryError(
+            f"kv_cache_bytes={given} is more than the {left} bytes that are free beside the model; lower it",
+            field="kv_cache_bytes",
+        )
+    return allowed, budget if given is None else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
