@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.ops import LayerKV, by_dim
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -38,7 +38,7 @@ def _convert_as_the_chip(data, given, wanted, rounding):
     normal numbers; the chip rounds to nearest, as torch does."""
     if given == tl.float32 and wanted == tl.float8e4nv:
         rounded = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8)
-        return rounded.numpy().reshape(-1)
+        return rounded.numpy().reshape(data.shape)
     return _convert(data, given, wanted, rounding)
 
 
@@ -78,6 +78,8 @@ def test_attention(data, splits, dtype):
     options = data.draw(cases.attention_options(shape.num_heads))
     step = cases.step(shape)
     kv = step.kv if dtype is None else scaled(step.kv, dtype)
+    if data.draw(st.booleans()):
+        kv = dataclasses.replace(kv, v=by_dim(kv.v))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
         ours = OURS.attention(step.q, kv, step.meta, **options)
@@ -112,6 +114,8 @@ def test_rope_and_cache(data):
         caches[1] = LayerKV(caches[1].k, caches[1].v, caches[0].k_scale, caches[0].v_scale)
         caches[1].k.copy_(caches[0].k)
         caches[1].v.copy_(caches[0].v)
+    if data.draw(st.booleans()):
+        caches[0] = dataclasses.replace(caches[0], v=by_dim(caches[0].v))
     ours = OURS.rope_and_cache(qkv, caches[0], step.meta, **options)
     theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, **options)
     close(ours, theirs)
@@ -218,7 +222,7 @@ def test_linear_embed_and_copies():
         close(gemv(x, weight, b, block_n=2, block_k=32), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))
-    kv = LayerKV(torch.randn(6, 2, 4, 8), torch.randn(6, 2, 4, 8))
+    kv = LayerKV(torch.randn(6, 2, 4, 8), by_dim(torch.randn(6, 2, 4, 8)))
     copy = LayerKV(kv.k.clone(), kv.v.clone())
     pairs = torch.tensor([[1, 3], [2, 5]])
     OURS.copy_blocks(kv, pairs[:, 0], pairs[:, 1])

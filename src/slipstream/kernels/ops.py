@@ -26,7 +26,8 @@ from slipstream.model.spec import Activation
 class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it.
 
-    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value.
+    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value. How `v` lies in memory is
+    the op set's choice (`OpSet.values_by_dim`).
     """
 
     k: Tensor  # [B, K, block_size, D]
@@ -37,6 +38,11 @@ class LayerKV:
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+
+def by_dim(v: Tensor) -> Tensor:
+    """The same values [B, K, block_size, D], with a block's tokens side by side in memory: [B, K, D, block_size]."""
+    return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +149,10 @@ class OpSet(ABC):
     """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
 
     name: str
+
+    def values_by_dim(self, dtype: torch.dtype) -> bool:
+        """Whether values of a cache of that type are best kept `by_dim`; otherwise as the keys are."""
+        return False
 
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:

@@ -245,8 +245,11 @@ class ModelRunner:
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention = self.model.spec.layers[layer].attention
-        shape = (num_blocks, attention.num_kv_heads, self.config.cache.block_size, attention.head_dim)
-        return _zeros(shape, dtype, self.device), _zeros(shape, dtype, self.device)
+        num_heads, size, dim = attention.num_kv_heads, self.config.cache.block_size, attention.head_dim
+        k = _zeros((num_blocks, num_heads, size, dim), dtype, self.device)
+        if self.ops.values_by_dim(dtype):
+            return k, _zeros((num_blocks, num_heads, dim, size), dtype, self.device).transpose(2, 3)
+        return k, _zeros(k.shape, dtype, self.device)
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
         """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that

@@ -21,6 +21,9 @@ class TritonOps(OpSet):
     def __init__(self) -> None:
         self._scratch: dict[torch.device, linear.Scratch] = {}
 
+    def values_by_dim(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize == 1
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
             return Linear(weight=weight, bias=bias)
