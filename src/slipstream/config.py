@@ -177,7 +177,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device, args.quantization or model.scheme)
+    _reject_unsupported(args, device, args.quantization or model.scheme, model.kv_cache)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -196,8 +196,15 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         raise ConfigError(
             f"quantization={quantization!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
         )
-    kv_dtype = choose("kv_cache_dtype", dtype, "model", "the model's type")
+    kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
+    kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
+    if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
+            f"out, or take the model's type, {dtype!r}",
+            field="kv_cache_dtype",
+        )
 
     max_model_len = choose("max_model_len", spec.max_position, "model", "the context the model was made for")
     _positive("max_model_len", max_model_len)
@@ -300,7 +307,9 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
     return device.best_dtype, device.dtype_reason or "the faster one on this CPU"
 
 
-def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str | None) -> None:
+def _reject_unsupported(
+    args: EngineArgs, device: DeviceFacts, quantization: str | None, checkpoint_kv: str | None
+) -> None:
     """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
     for name, only, what in (
         ("speculative_model", None, "speculative decoding is"),
@@ -321,10 +330,12 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if quantization is not None:
         _one_of("quantization", quantization, tuple(SCHEMES))
-    for name, given, off in (("quantization", quantization, None), ("kv_cache_dtype", args.kv_cache_dtype, "auto")):
-        if given not in (off, "float32", "bfloat16", "float16") and not device.is_cuda and args.kernels != "reference":
+    kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else checkpoint_kv
+    kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
+    for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
+        if given not in (None, "float32", "bfloat16", "float16") and not device.is_cuda and args.kernels != "reference":
             raise ConfigError(
-                f"{name}={given!r} needs a GPU: the CPU's kernels have no 8- or 4-bit form yet; leave it at {off!r} (or take "
+                f"{name}={given!r} needs a GPU: the CPU's kernels have no 8- or 4-bit form yet; {off} (or take "
                 "kernels='reference', which is exact and slow)",
                 field=name,
             )

@@ -108,8 +108,11 @@ class ModelRunner:
             self._synchronize()
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            with self._phase("calibrate"), torch.inference_mode():
-                self.kv_scales = self._calibrate()
+            if self.model.cache_scales is not None:  # of the same form: `resolve` has seen to it
+                self.kv_scales = self.model.cache_scales.layers()
+            else:
+                with self._phase("calibrate"), torch.inference_mode():
+                    self.kv_scales = self._calibrate()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self.graphs: DecodeGraphs | None = None
