@@ -55,6 +55,7 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
@@ -111,6 +112,7 @@ class SchedulingConfig:
     policy: Literal["inflight", "dynamic", "static"]
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int  # where some sequences decode
     enable_chunked_prefill: bool
     batch_window_s: float
     max_queue: int | None
@@ -237,6 +239,20 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             f"{max_model_len}); raise it, lower max_model_len, or enable chunked prefill",
             field="max_num_batched_tokens",
         )
+    mixed = choose("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: throughput before even gaps")
+    _positive("max_num_mixed_tokens", mixed)
+    if not seqs <= mixed <= tokens:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} must lie between max_num_seqs={seqs}, which one decode step takes, and "
+            f"max_num_batched_tokens={tokens}, which no step exceeds",
+            field="max_num_mixed_tokens",
+        )
+    if mixed < tokens and not args.enable_chunked_prefill:
+        raise ConfigError(
+            f"without chunked prefill a step holds whole prompts, and max_num_mixed_tokens={mixed} can't bound it; leave it "
+            "out or enable chunked prefill",
+            field="max_num_mixed_tokens",
+        )
     share = choose("gpu_memory_utilization", 0.9, "default", "leaves room for what the engine does not count")
     if not 0 < share <= 1:
         raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
@@ -283,6 +299,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             policy=args.scheduling_policy,  # type: ignore[arg-type]
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            max_num_mixed_tokens=mixed,
             enable_chunked_prefill=args.enable_chunked_prefill,
             batch_window_s=window,
             max_queue=args.max_queue,

@@ -29,6 +29,7 @@ ENGINE_HELP = {
     "max_model_len": "longest prompt with answer, in tokens",
     "max_num_seqs": "most sequences in one step",
     "max_num_batched_tokens": "most tokens in one step",
+    "max_num_mixed_tokens": "most tokens in a step in which running sequences get their next; bounds the time between tokens",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_bytes": "size of the KV cache, such as 2GiB",
     "enable_prefix_caching": "reuse what prompts begin with alike",

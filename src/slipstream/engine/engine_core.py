@@ -40,6 +40,7 @@ class EngineCore:
             SchedulerConfig(
                 max_num_seqs=self.config.scheduling.max_num_seqs,
                 max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
+                max_num_mixed_tokens=self.config.scheduling.max_num_mixed_tokens,
                 max_model_len=self.config.model.max_model_len,
                 block_size=self.config.cache.block_size,
                 num_blocks=self.ledger.num_blocks,

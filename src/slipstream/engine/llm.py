@@ -43,6 +43,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_num_mixed_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
         kv_cache_bytes: int | None = None,
         enable_prefix_caching: bool = True,
