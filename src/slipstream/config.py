@@ -73,6 +73,7 @@ class EngineArgs:
     batch_window_s: float | None = None
     max_queue: int | None = None
     kernels: str = "auto"
+    tile_table: str = "auto"
     num_threads: int | None = None
 
 
@@ -122,6 +123,7 @@ class SchedulingConfig:
 class DeviceConfig:
     facts: DeviceFacts
     kernels: Literal["auto", "reference", "cpu", "triton"]
+    tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
     num_threads: int
 
@@ -307,6 +309,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         device=DeviceConfig(
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
+            tile_table=args.tile_table if _has_tiles(args, device) else "none",
             enforce_eager=args.enforce_eager or not device.is_cuda,
             num_threads=threads,
         ),
@@ -342,8 +345,9 @@ def _reject_unsupported(
         ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
         ("num_threads", not device.is_cuda, "a CPU"),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
+        ("tile_table", _has_tiles(args, device), "the GPU's kernels"),
     ):
-        if getattr(args, name) is not None and not applies:
+        if getattr(args, name) not in (None, "auto") and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if quantization is not None:
         _one_of("quantization", quantization, tuple(SCHEMES))
@@ -363,6 +367,10 @@ def _reject_unsupported(
             f"{capability[0]}.{capability[1]}: use 'int8' or 'int4'",
             field="quantization",
         )
+
+
+def _has_tiles(args: EngineArgs, device: DeviceFacts) -> bool:
+    return device.is_cuda and args.kernels in ("auto", "triton")
 
 
 def _check_types(args: EngineArgs) -> None:

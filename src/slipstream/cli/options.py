@@ -47,6 +47,7 @@ ENGINE_HELP = {
     "batch_window_s": "dynamic: seconds to wait for a batch to fill",
     "max_queue": "most requests that wait; beyond it they are refused",
     "kernels": "auto, reference, cpu or triton",
+    "tile_table": "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file",
     "num_threads": "CPU threads",
 }
 SAMPLING_HELP = {

@@ -61,6 +61,7 @@ class LLM:
         batch_window_s: float | None = None,
         max_queue: int | None = None,
         kernels: str = "auto",
+        tile_table: str = "auto",
         num_threads: int | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
