@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
@@ -273,8 +274,9 @@ class OpSet(ABC):
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
 
 
-def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises."""
+def select_ops(device: torch.device, implementation: str = "auto", tiles: TileTable = NO_TILES) -> OpSet:
+    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises. `tiles`
+    are for triton."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
@@ -290,7 +292,7 @@ def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
     if implementation == "triton" and device.type == "cuda":
         from slipstream.kernels.triton import TritonOps
 
-        return TritonOps()
+        return TritonOps(tiles)
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )

@@ -189,7 +189,7 @@ def _rope_kernel(
     BY_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; the others
+    """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; others
     pass. Then ⌈T / BLOCK_T⌉ · K programs that bring the values of BLOCK_T tokens into the cache."""
     if PDL:
         follow()
