@@ -79,9 +79,9 @@ BY_GROUP: dict[str, Change] = {"attention.qkv": "ungroup"}
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = layer_norm_gguf_config(m, "layer_norm_epsilon")
     m.require("tensor_data_layout", "jploski")  # llama.cpp's name for q, k and v one after the other
-    grouped = config["num_key_value_heads"] > 1
     config["ffn_hidden_size"] = config.pop("intermediate_size")
-    return {**config, "num_kv_heads": config.pop("num_key_value_heads"), "new_decoder_architecture": grouped}
+    config["num_kv_heads"] = config.pop("num_key_value_heads")
+    return {**config, "new_decoder_architecture": config["num_kv_heads"] > 1}
 
 
 def gguf_names(spec: ModelSpec) -> Names:

@@ -18,7 +18,7 @@ def gguf_config(m: ConfigReader, *, partial: bool = False) -> dict[str, Any]:
         "num_key_value_heads": m.maybe("attention.head_count_kv", int),
         "head_dim": m.maybe("attention.key_length", int),
         "max_position_embeddings": m.size("context_length"),
-        "rope_theta": m.maybe("rope.freq_base", float),
+        "rope_theta": m.take("rope.freq_base", float, 10000.0),  # llama.cpp's default, whatever the family's
     }
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     m.require("attention.value_length", head_dim)
