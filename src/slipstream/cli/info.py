@@ -131,7 +131,7 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
     if not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # The CPU's kernels hold a tied head a second time, in the order in which its product reads it.
-        weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[config.model.dtype]
+        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]
     total, free = facts.memory_bytes, facts.free_bytes
     # What a host has free changes by the minute: there a model is described also where it would not fit just now.
     taken = weights if facts.is_cuda else 0

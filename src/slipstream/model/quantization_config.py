@@ -164,7 +164,8 @@ def _group(group: ConfigReader, prefix: str) -> str:
     inputs.require("num_bits", 8)
     inputs.require("type", kind)
     inputs.require("symmetric", True)
-    inputs.finish("strategy", "dynamic", "group_size", "actorder", "block_structure")
+    inputs.ignore("strategy", "dynamic", "group_size", "actorder", "block_structure")
+    inputs.finish()
     return "fp8" if kind == "float" else "int8"
 
 

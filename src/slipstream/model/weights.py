@@ -18,8 +18,7 @@ from slipstream.errors import CheckpointError
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import Family
-from slipstream.model.parameters import Placement, Shape, parameters
+from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
 """A tensor of a checkpoint: its name, its shape, and how to read it."""
@@ -38,7 +37,8 @@ def load_parameters(
     shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
     values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
-        stored, names, ignored = _gguf_tensors(description, dtype)
+        stored, names = _gguf_tensors(description, dtype)
+        ignored: tuple[str, ...] = ()
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         ignored = description.family.ignored
@@ -67,12 +67,12 @@ def load_parameters(
         target = values[placement.target]
         rows = target.shape[0] - placement.start if placement.rows is None else placement.rows
         into = target[placement.start : placement.start + rows]
-        expected = tuple(into.shape[::-1] if placement.transform == "transpose" else into.shape)
+        expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
         if tuple(shape) != expected:
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
             )
-        into.copy_(_transform(read(), placement))
+        into.copy_(_transform(read(), placement.transform))
         filled.add(key)
     missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
     if rounded is not None:
@@ -101,18 +101,19 @@ def dummy_parameters(
     return values
 
 
-def _transform(value: Tensor, placement: Placement) -> Tensor:
-    match placement.transform:
-        case "transpose":
-            return value.T
-        case "unpermute":
-            # llama.cpp stores the two halves of each rotary head interleaved.
-            heads = value.view(placement.num_heads, value.shape[0] // placement.num_heads // 2, 2, *value.shape[1:])
-            return heads.transpose(1, 2).reshape(value.shape)
-        case "minus_one":
-            return value.float() - 1.0
-        case "none":
+def _transform(value: Tensor, transform: Transform | None) -> Tensor:
+    match transform:
+        case None:
             return value
+        case Transpose():
+            return value.T
+        case Ungroup(num_kv_heads=k, group=group):
+            heads = value.view(k, group + 2, value.shape[0] // (k * (group + 2)), *value.shape[1:])
+            return torch.cat([part.flatten(0, 2) for part in (heads[:, :group], heads[:, group:-1], heads[:, -1:])])
+        case Unpermute(num_heads=n):
+            return value.view(n, value.shape[0] // n // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+        case MinusOne():
+            return value.float() - 1.0
 
 
 def _canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
@@ -160,36 +161,20 @@ def _safetensors_files(path: Path) -> list[Path]:
     return files
 
 
-def _gguf_tensors(
-    description: ModelDescription, dtype: torch.dtype
-) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
-    """A GGUF file's tensors under the family's checkpoint names, and the family's table with llama.cpp's transforms."""
+def _gguf_tensors(description: ModelDescription, dtype: torch.dtype) -> tuple[Iterator[Stored], dict[str, Placement]]:
+    """A GGUF file's tensors, and the family's table for them."""
     from slipstream.model.gguf import GGUFFile
 
-    family: Family = description.family
-    assert family.gguf is not None
-    names = {}
-    for name, placement in family.names(description.spec).items():
-        if family.gguf.unpermute and re.search(r"\.[qk]_proj\.", name):
-            attention = description.spec.layers[int(name.split(".")[2])].attention
-            heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
-            placement = Placement(placement.target, placement.start, placement.rows, "unpermute", heads)
-        elif family.gguf.norms_plus_one and name.endswith("norm.weight"):
-            placement = Placement(placement.target, placement.start, placement.rows, "minus_one")
-        names[name] = placement
-    file = GGUFFile(description.path)
-    table = family.gguf.names
+    gguf = description.family.gguf
+    assert gguf is not None
+    file, names = GGUFFile(description.path), gguf.names(description.spec)
 
-    def stream() -> Iterator[Stored]:
-        for name, tensor in file.tensors.items():
-            found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-            key = f"blk.{{i}}.{found[2]}" if found else name
-            if key not in table:
-                yield name, tuple(tensor.shape), lambda: torch.empty(0)  # no place: refused or ignored by name
-                continue
-            theirs = table[key].replace("{i}", found[1] if found else "")
-            # Norms keep their precision until one is taken off; everything else goes straight to the final type.
-            kind = torch.float32 if theirs.endswith("norm.weight") else dtype
-            yield theirs, tuple(tensor.shape), lambda n=name, k=kind: file.dequantize(n, k)  # type: ignore[misc]
+    def kind(name: str) -> torch.dtype:
+        # Norms keep their precision until one is taken off; everything else goes straight to the final type.
+        return torch.float32 if name in names and isinstance(names[name].transform, MinusOne) else dtype
 
-    return stream(), names, ()
+    stored = (
+        (name, tuple(tensor.shape), lambda n=name: file.dequantize(n, kind(n)))
+        for name, tensor in file.tensors.items()
+    )
+    return stored, names

@@ -13,12 +13,11 @@ from slipstream.model.spec import ModelSpec
 def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None) -> dict[str, int]:
     """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`."""
     hidden = spec.hidden_size
-    embeddings = spec.vocab_size * hidden
     counts = {
-        "embeddings": embeddings + (spec.learned_positions.num_positions * hidden if spec.learned_positions else 0),
+        "embeddings": spec.embedding_parameters,
         "attention": sum(layer.attention.num_parameters(hidden) for layer in spec.layers),
         "mlp": sum(layer.mlp.num_parameters(hidden) for layer in spec.layers),
-        "output head": (0 if spec.tied_embeddings else embeddings) + spec.vocab_size * spec.head_bias,
+        "output head": spec.head_parameters,
     }
     counts["norms"] = spec.num_parameters - sum(counts.values())
     found = {name: count * dtype_bytes for name, count in counts.items()}
@@ -35,7 +34,7 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
         round_product("mlp", m.intermediate_size * (2 if m.gated else 1), hidden)
         round_product("mlp", hidden, m.intermediate_size)
     if scheme.head:
-        round_product("output head", spec.vocab_size, hidden, beside=spec.tied_embeddings)
+        round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
     return found
 
 
