@@ -61,6 +61,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False
+    deterministic: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     speculative_model: str | None = None
@@ -125,6 +126,7 @@ class DeviceConfig:
     kernels: Literal["auto", "reference", "cpu", "triton"]
     tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
+    deterministic: bool
     num_threads: int
 
 
@@ -309,8 +311,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         device=DeviceConfig(
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
-            tile_table=args.tile_table if _has_tiles(args, device) else "none",
+            tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
             enforce_eager=args.enforce_eager or not device.is_cuda,
+            deterministic=args.deterministic,
             num_threads=threads,
         ),
         origins=origins,
@@ -345,9 +348,10 @@ def _reject_unsupported(
         ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
         ("num_threads", not device.is_cuda, "a CPU"),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
-        ("tile_table", _has_tiles(args, device), "the GPU's kernels"),
+        ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
+        ("deterministic", _has_tiles(args, device), "the GPU's kernels"),
     ):
-        if getattr(args, name) not in (None, "auto") and not applies:
+        if getattr(args, name) not in (None, "auto", False) and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if quantization is not None:
         _one_of("quantization", quantization, tuple(SCHEMES))

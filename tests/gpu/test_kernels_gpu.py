@@ -224,3 +224,17 @@ def test_sampling_at_a_real_vocabulary(ops):
     )
     ours, theirs = ops.sample(logits.clone(), params), REFERENCE.sample(logits.clone(), params)
     assert (ours == theirs).float().mean() >= 0.98  # a draw may fall on a border that rounding moves
+
+
+@pytest.mark.parametrize("name", [None, *SCHEMES])
+def test_deterministic_products(name):
+    """A row's product is the same, bit for bit, whatever stands beside it."""
+    ops = TritonOps(deterministic=True)
+    for n, k in ((6144, 4096), (4096, 14336), (960, 576)):
+        scheme = None if name is None else SCHEMES[name]
+        w = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
+        x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
+        whole = ops.linear(x, w)
+        assert error(whole, REFERENCE.linear(x, w)) < 2e-2
+        for num_tokens in (1, 2, 17, 64, 65, 130):
+            assert torch.equal(ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens])

@@ -82,9 +82,10 @@ def test_attention(data, splits, dtype):
     kv = step.kv if dtype is None else scaled(step.kv, dtype)
     if data.draw(st.booleans()):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
+    ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        ours = OURS.attention(step.q, kv, step.meta, **options)
+        ours = ops.attention(step.q, kv, step.meta, **options)
     theirs = REFERENCE.attention(step.q, kv, step.meta, **options)
     assert ours.isfinite().all()
     # Against an 8-bit cache the kernel multiplies in float16.
@@ -181,8 +182,8 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
         for _ in range(2):  # the counters of the parts are as they were
             close(skinny(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
-        if name == "int8":
-            close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(TritonOps(deterministic=True).linear(x, w), theirs)
 
 
 @pytest.mark.parametrize(("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), (128, 768)])
@@ -299,7 +300,8 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
 def test_linear_embed_and_copies():
     x, weight, bias = torch.randn(1, 100), torch.randn(30, 100), torch.randn(30)
     for b in (None, bias):
-        close(OURS.linear(x, OURS.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
+        for ops in (OURS, TritonOps(deterministic=True)):
+            close(ops.linear(x, ops.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
         close(gemv(x, weight, b, tile=(2, 32, 4)), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))

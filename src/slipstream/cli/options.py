@@ -35,6 +35,7 @@ ENGINE_HELP = {
     "enable_prefix_caching": "reuse what prompts begin with alike",
     "enable_chunked_prefill": "split long prompts over several steps",
     "enforce_eager": "no CUDA graphs",
+    "deterministic": "an answer depends on nothing but its request, whatever else is computed (GPU; slower)",
     "tensor_parallel_size": "only 1 so far",
     "pipeline_parallel_size": "only 1 so far",
     "speculative_model": "not supported yet",

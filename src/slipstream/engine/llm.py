@@ -49,6 +49,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         enforce_eager: bool = False,
+        deterministic: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         speculative_model: str | None = None,

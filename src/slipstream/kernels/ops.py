@@ -274,13 +274,17 @@ class OpSet(ABC):
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
 
 
-def select_ops(device: torch.device, implementation: str = "auto", tiles: TileTable = NO_TILES) -> OpSet:
+def select_ops(
+    device: torch.device, implementation: str = "auto", tiles: TileTable = NO_TILES, *, deterministic: bool = False
+) -> OpSet:
     """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises. `tiles`
-    are for triton."""
+    are for triton, and so is `deterministic`: the result for a token depends on nothing but the tokens before it."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu"
+    if deterministic and implementation != "triton":
+        raise ConfigError("deterministic=True needs a GPU and its kernels ('triton'); leave it out", field="deterministic")
     if implementation == "reference":
         from slipstream.kernels.reference import ReferenceOps
 
@@ -292,7 +296,7 @@ def select_ops(device: torch.device, implementation: str = "auto", tiles: TileTa
     if implementation == "triton" and device.type == "cuda":
         from slipstream.kernels.triton import TritonOps
 
-        return TritonOps(tiles)
+        return TritonOps(tiles, deterministic=deterministic)
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )

@@ -26,8 +26,9 @@ def attention_kind(kv: LayerKV) -> str:
 class TritonOps(OpSet):
     name = "triton"
 
-    def __init__(self, tiles: TileTable = NO_TILES) -> None:
-        self.tiles = tiles
+    def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False) -> None:
+        self.tiles = NO_TILES if deterministic else tiles
+        self.deterministic = deterministic
         self._scratch: dict[torch.device, linear.Scratch] = {}
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
@@ -56,7 +57,7 @@ class TritonOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles)
+        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return pointwise.quantize(x, inputs)
@@ -138,6 +139,7 @@ class TritonOps(OpSet):
             alibi_slopes=alibi_slopes,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
+            deterministic=self.deterministic,
         )
 
     def gated_activation(

@@ -6,6 +6,7 @@
 | fp8 | `_skinny_kernel` | `_skinny_kernel` | the library (row-wise scales, fast accumulation) |
 | int8 | `_skinny_kernel` | `_skinny_kernel` | `_tiled_kernel` |
 | int4 | `_grouped_kernel` | `_grouped_kernel` | dequantised once, then the library |
+| any, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
 All sums have a fixed order. Tiles come from a table (`kernels.tiles`); what it does not hold takes the heuristics here.
@@ -35,8 +36,13 @@ class Scratch:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
-def linear(x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES) -> Tensor:
-    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none."""
+def linear(
+    x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES, deterministic: bool = False
+) -> Tensor:
+    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none. `deterministic`: a row's result depends
+    on nothing but the row."""
+    if deterministic:
+        return _invariant(x, w)
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         num_tokens, inner = q.values.shape
@@ -57,6 +63,20 @@ def linear(x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable 
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
         return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
     return F.linear(x, w.weight, w.bias)
+
+
+def _invariant(x: Activations, w: Linear) -> Tensor:
+    """One kernel for any number of tokens: an output is one sum along K, in steps of the tensor core's own, so the tile's height
+    and width change no bit of it (tests/gpu checks that)."""
+    if isinstance(w, ScaledLinear):
+        q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
+        tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY else (128, 128, 128, 8, 3)
+        return tiled(q, w, tile=tile)
+    assert isinstance(x, Tensor)
+    if isinstance(w, GroupedLinear):
+        w = Linear(weight=expand(w, x.dtype), bias=w.bias)
+    tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY else (128, 128, 64, 8, 3)
+    return tiled(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
 
 
 def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
@@ -266,7 +286,7 @@ def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, i
     return (64, 512, 2, 3) if inner % 1024 == 0 else (64, 256, 4, 4)
 
 
-# --- int8, many tokens -----------------------------------------------------------------------------------------------
+# --- Many tokens -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -280,13 +300,15 @@ def _tiled_kernel(
     M,
     N,
     K,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    ACC: tl.constexpr,
 ):
-    """int8 · int8 in int32, scaled as it is written. Tiles of GROUP rows of tiles are taken together, for the L2 cache."""
+    """x · wᵀ, scaled as it is written. Tiles of GROUP rows of tiles are taken together, for the L2 cache."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP * tiles_n) * GROUP
@@ -298,40 +320,47 @@ def _tiled_kernel(
     ks = tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + ks[None, :]
     w_at = w_ptr + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + ks[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for k in range(0, K, BLOCK_K):
         inside = ks + k < K
-        x = tl.load(x_at + k, mask=inside[None, :], other=0)
-        w = tl.load(w_at + k, mask=inside[:, None], other=0)
-        acc = tl.dot(x, w, acc, out_dtype=tl.int32)
-    y = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
-    y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+        x = tl.load(x_at + k, mask=inside[None, :], other=0.0)
+        w = tl.load(w_at + k, mask=inside[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=ACC)
+    y = acc.to(tl.float32)
+    if SCALED:
+        y *= tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+        y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     at = m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def tiled(x: Quantized, w: ScaledLinear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
-    """`tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
-    (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
+def tiled(x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
+    """Any number of tokens, dense weights or 8 bits. `tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
+    values, x_scales = (x.values, x.scales) if isinstance(x, Quantized) else (x.contiguous(), x)
+    scaled = isinstance(w, ScaledLinear)
+    (num_tokens, inner), outer = values.shape, w.weight.shape[0]
     block_m, block_n, block_k, warps, stages = tile or (128, 256, 128, 8, 3)
-    y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
+    dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
+    y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
     _tiled_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
-        x.values,
-        x.scales,
-        w.weight,
-        w.scales,
-        x.scales if w.bias is None else w.bias,
+        values,
+        x_scales,
+        w.weight.contiguous(),
+        w.scales if isinstance(w, ScaledLinear) else x_scales,
+        x_scales if w.bias is None else w.bias,
         y,
         num_tokens,
         outer,
         inner,
+        SCALED=scaled,
         HAS_BIAS=w.bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP=8,
+        ACC=tl.int32 if values.dtype == torch.int8 else tl.float32,
         num_warps=warps,
         num_stages=stages,
     )
