@@ -227,9 +227,9 @@ def test_sampling_at_a_real_vocabulary(ops):
 
 
 @pytest.mark.parametrize("name", [None, *SCHEMES])
-def test_deterministic_products(name):
+def test_deterministic_products(ops, name):
     """A row's product is the same, bit for bit, whatever stands beside it."""
-    ops = TritonOps(deterministic=True)
+    ops = type(ops)(deterministic=True)
     for n, k in ((6144, 4096), (4096, 14336), (960, 576)):
         scheme = None if name is None else SCHEMES[name]
         w = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)

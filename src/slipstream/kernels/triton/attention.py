@@ -375,7 +375,9 @@ def paged_attention(
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     if num_seqs > num_decodes:
-        default = (64, 64, 4, 3) if block_d <= 128 else (64, 32, 8, 2)
+        default = (64, 32, 8, 2)
+        if block_d <= 128:
+            default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
             default = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or default

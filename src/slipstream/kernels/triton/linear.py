@@ -5,7 +5,7 @@
 | dense | `_gemv_kernel` | the library | the library |
 | fp8 | `_skinny_kernel` | `_skinny_kernel` | the library (row-wise scales, fast accumulation) |
 | int8 | `_skinny_kernel` | `_skinny_kernel` | `_tiled_kernel` |
-| int4 | `_grouped_kernel` | `_grouped_kernel` | dequantised once, then the library |
+| int4 | `_grouped_gemv_kernel` | `_grouped_kernel` | dequantised once, then the library |
 | any, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
@@ -54,6 +54,8 @@ def linear(
         return tiled(q, w, tile=tiles.find("tiled", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
     if isinstance(w, GroupedLinear):
+        if x.shape[0] == 1 and (block_w := _gemv_words(w)):
+            return grouped_gemv(x, w, block_w)
         if x.shape[0] <= SKINNY:
             assert scratch is not None
             kind = "int4" if w.group_size == 128 else "int4-g32"
@@ -477,6 +479,119 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
         SPLITS=splits,
         num_warps=4,
         num_stages=stages,
+        **overlapped(y),
+    )
+    return y
+
+
+@triton.jit
+def _four_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scale1, scale2, scale3):
+    """One row's words [R, 8] times the four inputs of each: [R]. A code at bit 16 of `base` is the float32 number 128 + code, so
+    `off` is what 128 and the zero point add to a run's sum."""
+    bits = words.to(tl.uint16, bitcast=True).to(tl.uint32)
+    y = (tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0) * scale0
+    y += (tl.sum(((bits << 12) & 0xF0000 | base).to(tl.float32, bitcast=True) * x1, 1) - off1) * scale1
+    y += (tl.sum(((bits << 8) & 0xF0000 | base).to(tl.float32, bitcast=True) * x2, 1) - off2) * scale2
+    y += (tl.sum(((bits << 4) & 0xF0000 | base).to(tl.float32, bitcast=True) * x3, 1) - off3) * scale3
+    return y
+
+
+@triton.jit(do_not_specialize=["base"])
+def _grouped_gemv_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    y_ptr,
+    base,
+    N,
+    W,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token without tensor cores, whose operands would go through shared memory. A thread reads 8 words at once, which lie
+    in one group for each of their four codes: it sums their products, and multiplies by the scale once. `base` is 0x43000000, no constant here because an instruction that
+    masks and sets bits takes one constant only."""
+    QUARTER: tl.constexpr = CHUNK // 4
+    runs, eight = tl.arange(0, BLOCK_W // 8), tl.arange(0, 8)[None, :]
+    row = tl.program_id(0) * ROWS
+    at = runs[:, None] * 8 + eight
+    if PDL:
+        follow()
+    accs = (tl.zeros((BLOCK_W // 8,), tl.float32),) * ROWS
+    for start in range(0, W, BLOCK_W):
+        word = start + runs * 8
+        chunk, place = word // QUARTER, word % QUARTER
+        x_at = x_ptr + (chunk * CHUNK + place)[:, None] + eight
+        x0, x1 = tl.load(x_at).to(tl.float32), tl.load(x_at + QUARTER).to(tl.float32)
+        x2, x3 = tl.load(x_at + 2 * QUARTER).to(tl.float32), tl.load(x_at + 3 * QUARTER).to(tl.float32)
+        sum0, sum1, sum2, sum3 = tl.sum(x0, 1), tl.sum(x1, 1), tl.sum(x2, 1), tl.sum(x3, 1)
+        group = chunk * (CHUNK // SIZE)
+        g0, g1 = (group + place // SIZE) * N, (group + (QUARTER + place) // SIZE) * N
+        g2, g3 = (group + (2 * QUARTER + place) // SIZE) * N, (group + (3 * QUARTER + place) // SIZE) * N
+        new = ()
+        for r in tl.static_range(ROWS):
+            n = row + r
+            words = tl.load(w_ptr + n.to(tl.int64) * W + start + at, eviction_policy="evict_first")
+            s0, s1 = tl.load(scale_ptr + g0 + n).to(tl.float32), tl.load(scale_ptr + g1 + n).to(tl.float32)
+            s2, s3 = tl.load(scale_ptr + g2 + n).to(tl.float32), tl.load(scale_ptr + g3 + n).to(tl.float32)
+            if HAS_ZEROS:
+                z0, z1 = tl.load(zero_ptr + g0 + n).to(tl.float32), tl.load(zero_ptr + g1 + n).to(tl.float32)
+                z2, z3 = tl.load(zero_ptr + g2 + n).to(tl.float32), tl.load(zero_ptr + g3 + n).to(tl.float32)
+                y = _four_codes(
+                    words, base, x0, x1, x2, x3,
+                    sum0 * (128.0 + z0), sum1 * (128.0 + z1), sum2 * (128.0 + z2), sum3 * (128.0 + z3), s0, s1, s2, s3,
+                )  # fmt: skip
+            else:
+                y = _four_codes(
+                    words, base, x0, x1, x2, x3, sum0 * 136.0, sum1 * 136.0, sum2 * 136.0, sum3 * 136.0, s0, s1, s2, s3
+                )
+            new = new + (accs[r] + y,)
+        accs = new
+    for r in tl.static_range(ROWS):
+        y = tl.sum(accs[r], 0)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + row + r).to(tl.float32)
+        tl.store(y_ptr + row + r, y.to(y_ptr.dtype.element_ty))
+
+
+GEMV_ROWS = 4
+"""Rows of a 4-bit weight that a program of one token's product owns."""
+
+
+def _gemv_words(w: GroupedLinear) -> int:
+    """Words of a row that `grouped_gemv` takes at once; 0: the shape does not suit it."""
+    rows, words = w.weight.shape
+    return next((n for n in (1024, 512, 256) if words % n == 0), 0) if rows % GEMV_ROWS == 0 else 0
+
+
+def grouped_gemv(x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS, num_warps: int = 4) -> Tensor:
+    """x [1, K]; `block_w` words at once, a divisor of K / 4; the weight's rows must be a multiple of `rows`."""
+    outer = w.weight.shape[0]
+    y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
+    _grouped_gemv_kernel[(outer // rows,)](
+        x.contiguous(),
+        w.weight,
+        w.scales,
+        w.scales if w.zeros is None else w.zeros,
+        x if w.bias is None else w.bias,
+        y,
+        0x43000000,
+        outer,
+        w.weight.shape[1],
+        HAS_ZEROS=w.zeros is not None,
+        HAS_BIAS=w.bias is not None,
+        SIZE=w.group_size,
+        CHUNK=w.chunk,
+        ROWS=rows,
+        BLOCK_W=block_w,
+        num_warps=num_warps,
         **overlapped(y),
     )
     return y
