@@ -38,7 +38,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "engine": (*BASE, "hub", "plan", "core", "worker", *DESCRIPTION, "model.gguf"),
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
-    "cli": (*BASE, "hub", "plan", "kernels.ops", "worker.device", "engine", "server", "bench", *DESCRIPTION),
+    "cli": (*BASE, "hub", "plan", "kernels.ops", "worker.device", "engine", "server", "bench", "model.check", *DESCRIPTION),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it

@@ -227,7 +227,7 @@ class Decoder:
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
             h, residual = layer(self.ops, h, residual, cache, meta)
-        return _sum(h, residual) if self.final_norm is None else self.final_norm(self.ops, h, residual)[0]
+        return self.finished(h, residual)
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → what the first layer reads, [T, E]"""
@@ -237,6 +237,10 @@ class Decoder:
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)
         return h if self.embed_norm is None else self.embed_norm(self.ops, h)[0]
+
+    def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
+        """What the last layer gives → what `logits` reads."""
+        return _sum(h, residual) if self.final_norm is None else self.final_norm(self.ops, h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V], in the model's type."""
