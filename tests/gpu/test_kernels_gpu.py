@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors
+from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
@@ -104,7 +104,7 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
         tokens = cache.transpose(1, 2)
         return to_cache(tokens.flatten(0, 1), scale, DTYPES[kind]).view(tokens.shape).transpose(1, 2).contiguous()
 
-    small = LayerKV(*(codes(c, s) for c, s in zip((kv.k, kv.v), scales, strict=True)), *scales)
+    small = LayerKV(codes(kv.k, scales[0]), by_dim(codes(kv.v, scales[1])), *scales)
     (_, heads, dim), kv_heads = q.shape, kv.k.shape[1]
     ours = ops.attention(q, small, meta, scale=dim**-0.5)
     assert error(ours, REFERENCE.attention(q, small, meta, scale=dim**-0.5)) < 5e-3

@@ -24,11 +24,12 @@ ENGINE_HELP = {
     "dtype": "auto, float32, bfloat16 or float16",
     "device": "auto, cpu, cuda or cuda:N",
     "quantization": "fp8, fp8-head, int8, int4 or int4-g32: round the weights at load (GPU)",
-    "kv_cache_dtype": "auto (the model's), fp8 or int8 (GPU)",
+    "kv_cache_dtype": "auto (the checkpoint's), fp8 or int8 (GPU)",
     "block_size": "tokens in a block of KV cache",
     "max_model_len": "longest prompt with answer, in tokens",
     "max_num_seqs": "most sequences in one step",
     "max_num_batched_tokens": "most tokens in one step",
+    "max_num_mixed_tokens": "most tokens in a step in which running sequences get their next; bounds the time between tokens",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_bytes": "size of the KV cache, such as 2GiB",
     "enable_prefix_caching": "reuse what prompts begin with alike",
@@ -46,6 +47,7 @@ ENGINE_HELP = {
     "batch_window_s": "dynamic: seconds to wait for a batch to fill",
     "max_queue": "most requests that wait; beyond it they are refused",
     "kernels": "auto, reference, cpu or triton",
+    "tile_table": "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file",
     "num_threads": "CPU threads",
 }
 SAMPLING_HELP = {

@@ -43,6 +43,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_num_mixed_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
         kv_cache_bytes: int | None = None,
         enable_prefix_caching: bool = True,
@@ -60,6 +61,7 @@ class LLM:
         batch_window_s: float | None = None,
         max_queue: int | None = None,
         kernels: str = "auto",
+        tile_table: str = "auto",
         num_threads: int | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
@@ -26,7 +27,8 @@ from slipstream.model.spec import Activation
 class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it.
 
-    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value.
+    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value. How `v` lies in memory is
+    the op set's choice (`OpSet.values_by_dim`).
     """
 
     k: Tensor  # [B, K, block_size, D]
@@ -37,6 +39,11 @@ class LayerKV:
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+
+def by_dim(v: Tensor) -> Tensor:
+    """The same values [B, K, block_size, D], with a block's tokens side by side in memory: [B, K, D, block_size]."""
+    return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +150,10 @@ class OpSet(ABC):
     """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
 
     name: str
+
+    def values_by_dim(self, dtype: torch.dtype) -> bool:
+        """Whether values of a cache of that type are best kept `by_dim`; otherwise as the keys are."""
+        return False
 
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
@@ -263,8 +274,9 @@ class OpSet(ABC):
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
 
 
-def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises."""
+def select_ops(device: torch.device, implementation: str = "auto", tiles: TileTable = NO_TILES) -> OpSet:
+    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises. `tiles`
+    are for triton."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
@@ -280,7 +292,7 @@ def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
     if implementation == "triton" and device.type == "cuda":
         from slipstream.kernels.triton import TritonOps
 
-        return TritonOps()
+        return TritonOps(tiles)
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )

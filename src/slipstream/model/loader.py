@@ -9,6 +9,7 @@ import torch
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import OpSet
+from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
@@ -20,11 +21,13 @@ from slipstream.model.weights import dummy_parameters, load_parameters
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables."""
+    """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables. `cache_scales`
+    are the checkpoint's, for an 8-bit cache of the form that its description names."""
 
     description: ModelDescription
     decoder: Decoder
     weights_bytes: int
+    cache_scales: CacheScales | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -55,20 +58,25 @@ def load_model(
         check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
-            rounded = None
+            rounded = cache_scales = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                if description.scheme is not None and description.method is not None:
-                    held, shapes = SCHEMES[description.scheme], parameters(description.spec)
-                    rounded = RoundedWeights(shapes, held, description.method, dtype=dtype, device=device)
-                values = load_parameters(description, dtype=dtype, device=device, rounded=rounded)
+                stored = description.quantization
+                if stored is not None and stored.scheme is not None:
+                    held, shapes = SCHEMES[stored.scheme], parameters(description.spec)
+                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                if stored is not None and stored.kv_cache is not None:
+                    cache_scales = CacheScales(description.spec, device=device)
+                values = load_parameters(
+                    description, dtype=dtype, device=device, rounded=rounded, cache_scales=cache_scales
+                )
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
         linears = rounded.linears() if rounded is not None else {}
         decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
-    return LoadedModel(description, decoder, _bytes(decoder))
+    return LoadedModel(description, decoder, _bytes(decoder), cache_scales)
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:

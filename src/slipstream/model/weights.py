@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
@@ -29,9 +30,10 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     rounded: RoundedWeights | None = None,
+    cache_scales: CacheScales | None = None,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model, by our names, but those that `rounded` takes. CheckpointError names the
-    tensor at fault."""
+    """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
+    CheckpointError names the tensor at fault."""
     shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
     values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
@@ -48,6 +50,8 @@ def load_parameters(
         return None if key is None else names[key]
 
     for name, shape, read in stored:
+        if cache_scales is not None and cache_scales.take(name, read, find):
+            continue
         if rounded is not None and rounded.take(name, read, find):
             continue
         key = _canonical(name, prefixes, names)

@@ -9,17 +9,35 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet, Quantized, SamplingTensors
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
+from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import linear, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 
+def attention_kind(kv: LayerKV) -> str:
+    """A cache's numbers, as tile tables call them."""
+    if kv.k_scale is None:
+        return str(kv.k.dtype).removeprefix("torch.")
+    return "int8" if kv.k.dtype == torch.int8 else "fp8"
+
+
 class TritonOps(OpSet):
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, tiles: TileTable = NO_TILES) -> None:
+        self.tiles = tiles
         self._scratch: dict[torch.device, linear.Scratch] = {}
+
+    def values_by_dim(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize == 1
+
+    def with_tiles(self, tiles: TileTable) -> TritonOps:
+        """The same ops on the same weights, with other tiles."""
+        other = TritonOps(tiles)
+        other._scratch = self._scratch
+        return other
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
@@ -38,7 +56,7 @@ class TritonOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(x, w, self._scratch.get(w.weight.device))
+        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return pointwise.quantize(x, inputs)
@@ -109,7 +127,18 @@ class TritonOps(OpSet):
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, meta, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+        kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
+        return paged_attention(
+            q,
+            kv,
+            meta,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
+            prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
+        )
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None

@@ -8,7 +8,7 @@
 | int4 | `_grouped_kernel` | `_grouped_kernel` | dequantised once, then the library |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
-All sums have a fixed order.
+All sums have a fixed order. Tiles come from a table (`kernels.tiles`); what it does not hold takes the heuristics here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.tiles import NO_TILES, NUM_COUNTERS, TileTable
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import quantize
 
@@ -31,25 +32,30 @@ class Scratch:
     """What split products share on one device: counters of finished parts, all zero between kernels. One stream only."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
-def linear(x: Activations, w: Linear, scratch: Scratch | None) -> Tensor:
+def linear(x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES) -> Tensor:
     """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none."""
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
-        if q.values.shape[0] <= SKINNY:
+        num_tokens, inner = q.values.shape
+        if num_tokens <= SKINNY:
             assert scratch is not None
-            return skinny(q, w, scratch)
-        return _library_fp8(q, w) if w.inputs == "fp8" else tiled(q, w)
+            return skinny(q, w, scratch, tile=tiles.find("skinny", w.inputs, w.out_features, inner, num_tokens))
+        if w.inputs == "fp8":
+            return _library_fp8(q, w)
+        return tiled(q, w, tile=tiles.find("tiled", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
     if isinstance(w, GroupedLinear):
         if x.shape[0] <= SKINNY:
             assert scratch is not None
-            return grouped(x, w, scratch)
+            kind = "int4" if w.group_size == 128 else "int4-g32"
+            return grouped(x, w, scratch, tile=tiles.find("grouped", kind, w.out_features, x.shape[1], x.shape[0]))
         return F.linear(x, expand(w, x.dtype), w.bias)
     if x.shape[0] == 1 and w.weight.is_contiguous():
-        return gemv(x.contiguous(), w.weight, w.bias)
+        tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
+        return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
     return F.linear(x, w.weight, w.bias)
 
 
@@ -111,11 +117,10 @@ def _gemv_kernel(
     tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < N)
 
 
-def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, block_n: int = 2, block_k: int = 1024, num_warps: int = 4
-) -> Tensor:
-    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32."""
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int, int] | None = None) -> Tensor:
+    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32. `tile`: (BLOCK_N, BLOCK_K, warps)."""
     outer, inner = weight.shape
+    block_n, block_k, num_warps = tile or (2, 1024, 4)
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(outer, block_n),)](
         x,
@@ -214,7 +219,7 @@ def _skinny_kernel(
 
 
 def skinny(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
-    """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
+    """Up to SKINNY tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     block_n, block_k, splits, stages = tile or _skinny_tile(outer, inner, block_m)
@@ -307,12 +312,10 @@ def _tiled_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def tiled(
-    x: Quantized, w: ScaledLinear, *, tile: tuple[int, int, int, int, int] = (128, 256, 128, 8, 3)
-) -> Tensor:
+def tiled(x: Quantized, w: ScaledLinear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
     """`tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
-    block_m, block_n, block_k, warps, stages = tile
+    block_m, block_n, block_k, warps, stages = tile or (128, 256, 128, 8, 3)
     y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
     _tiled_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
         x.values,
@@ -412,7 +415,7 @@ def _grouped_kernel(
 
 
 def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None) -> Tensor:
-    """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, SPLITS, stages)."""
+    """Up to SKINNY tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     programs = triton.cdiv(outer, 64)
