@@ -41,6 +41,9 @@ PUBLISHED = {  # the numbers of parameters that the models are known by; tied he
     "command-r": 34_980_831_232,
     "glm-4-9b-chat": 9_399_951_360,
     "ministral-8b": 8_019_808_256,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
 }
 
 
@@ -129,6 +132,10 @@ REFUSED = [
     ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
     ("glm", {"hidden_act": 7}, "hidden_act"),
     ("ministral", {"sliding_window": None}, "layer_types"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+    ("qwen2_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
+    ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
 ]
 
 
@@ -220,7 +227,7 @@ def test_longrope_follows_the_longest_context_that_is_served(tmp_path):
 
 STD = 0.06  # small enough that scores stay apart from one-hot, where rounding would tip them
 WIDE = {"init_std": STD, "initializer_range": STD, "hidden_size": 128, "intermediate_size": 128, "n_embd": 128, "d_model": 128}
-WIDE |= {"ffn_dim": 128, "head_dim": 32}
+WIDE |= {"ffn_dim": 128, "head_dim": 32, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
