@@ -40,7 +40,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "bench": (*BASE, "plan", "engine"),
     "cli": (
         *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", *DESCRIPTION),
-        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
+        *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }

@@ -34,6 +34,7 @@ _GPT = dict(
 )
 _SMALL = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
 _LAYERS = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")}
+_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -53,6 +54,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {**_GPT, "model_type": "gpt2"},
     "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
     "ministral": {**_LLAMA, "model_type": "ministral", "head_dim": 8, "sliding_window": 7},
+    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
     "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
     "opt": {**_LAYERS, "model_type": "opt", "intermediate_size": None, "ffn_dim": 64, "init_std": 0.3},
     "bloom": {**_SMALL, "model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4},

@@ -43,7 +43,7 @@ def test_parts_add_up(name):
     spec = read_spec(CONFIGS / name).spec
     parts = weights_bytes(spec, 4)
     assert sum(parts.values()) == 4 * spec.num_parameters
-    norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms)
+    norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms.values())
     assert parts["norms"] == 4 * (norms + spec.final_norm.size * (2 if spec.final_norm.bias else 1))
     assert "heads" in describe(spec.layers[0])
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; only here
 
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from triton.runtime import interpreter
 
 from slipstream.kernels.ops import LayerKV, by_dim
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
@@ -31,20 +26,6 @@ from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, gro
 from slipstream.model.scheme import SCHEMES
 from tests.kernels import cases
 from tests.plan.specs import make_spec
-
-_convert = interpreter._convert_float
-
-
-def _convert_as_the_chip(data, given, wanted, rounding):
-    """The interpreter loses the carry into the exponent where it rounds to float8 (1.95 becomes 1), and cuts off below the
-    normal numbers; the chip rounds to nearest, as torch does."""
-    if given == tl.float32 and wanted == tl.float8e4nv:
-        rounded = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8)
-        return rounded.numpy().reshape(data.shape)
-    return _convert(data, given, wanted, rounding)
-
-
-interpreter._convert_float = _convert_as_the_chip
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -88,7 +88,7 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         },
     ),
     "gpt2": ("gpt2", "gpt2", {}, LAYER),
-    "starcoder": ("starcoder", "gpt_bigcode", {}, {**LAYER, "attention.head_count_kv": 1}),
+    "starcoder": ("starcoder", "gpt_bigcode", {"activation_function": "gelu"}, {**LAYER, "attention.head_count_kv": 1}),
     "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}, {**LAYER, "rope.freq_base": 10000.0}),
     "gptneox": ("gptneox", "gpt_neox", {}, {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True}),
     "gptneox-in-turn": (
@@ -125,7 +125,12 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {},
         {**RMS, "attention.scale": 0.2, "residual_scale": 0.4, "embedding_scale": 3.0, "logit_scale": 4.0, "vocab_size": 288},
     ),
-    "command-r": ("command-r", "cohere", {"rope_theta": 5e5}, {**LAYER, "rope.freq_base": 5e5, "logit_scale": 0.0625, "rope.scaling.type": "none"}),
+    "command-r": (
+        "command-r",
+        "cohere",
+        {"rope_theta": 5e5},
+        {**LAYER, "rope.freq_base": 5e5, "logit_scale": 0.0625, "rope.scaling.type": "none"},
+    ),
     "cohere2": (
         "cohere2",
         "cohere2",

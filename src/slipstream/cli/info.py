@@ -16,6 +16,7 @@ from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import DenseSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
 if TYPE_CHECKING:
@@ -92,7 +93,10 @@ def describe(layer: LayerSpec) -> str:
         parts.append(f"window {a.window:,}")
     if a.position is not None:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
-    parts.append(f"{'gated ' if m.gated else ''}{m.activation} {m.intermediate_size:,}")
+    dense = m if isinstance(m, DenseSpec) else m.expert
+    if isinstance(m, MoESpec):
+        parts.append(f"{m.num_experts_per_token} of {m.num_experts} experts" + (" and a shared one" if m.shared else ""))
+    parts.append(f"{'gated ' if dense.gated else ''}{dense.activation} {dense.intermediate_size:,}")
     return ", ".join(parts)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,10 @@ class Linear:
     def out_features(self) -> int:
         return self.weight.shape[0]
 
+    def part(self, rows: slice) -> Linear:
+        """Some rows of it: one expert's."""
+        return Linear(weight=self.weight[rows])
+
     @property
     def inputs(self) -> InputFormat | None:
         """The form of activations that this weight multiplies; None: the model's type."""
@@ -100,6 +104,9 @@ class ScaledLinear(Linear):
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
+
+    def part(self, rows: slice) -> ScaledLinear:
+        return ScaledLinear(weight=self.weight[rows], scales=self.scales[rows], out_dtype=self.out_dtype)
 
     @property
     def inputs(self) -> InputFormat:
@@ -116,6 +123,11 @@ class GroupedLinear(Linear):
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
+
+    def part(self, rows: slice) -> GroupedLinear:
+        zeros = None if self.zeros is None else self.zeros[:, rows]
+        scales, size = self.scales[:, rows], self.group_size
+        return GroupedLinear(weight=self.weight[rows], scales=scales, zeros=zeros, group_size=size, chunk=self.chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +175,10 @@ class OpSet(ABC):
     def adopt_linear(self, w: Linear) -> Linear:
         """A weight that a checkpoint holds rounded already, for this op set's `linear`."""
         return w
+
+    @abstractmethod
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        """The same for the weights of all experts, one below the other, as `moe` reads them."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -260,6 +276,15 @@ class OpSet(ABC):
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         """[T, F] → [T, F]."""
+
+    @abstractmethod
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
+
+        With p the softmax of a row of router_logits in float32, the experts are its num_experts_per_token likeliest, and
+        their weights p, divided by their sum if spec.normalize. `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold
+        the experts one below the other, without biases.
+        """
 
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:

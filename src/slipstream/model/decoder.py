@@ -26,6 +26,7 @@ from slipstream.model.spec import (
     DenseSpec,
     LayerSpec,
     ModelSpec,
+    MoESpec,
     NormSpec,
     ParallelBlock,
     PostNormBlock,
@@ -114,12 +115,42 @@ class MLP:
         act = ops.gated_activation if self.spec.gated else ops.activation
         return ops.linear(act(ops.linear(x, self.up), self.spec.activation, inputs=self.down.inputs), self.down)
 
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of rows that it reads."""
+        return self.up.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    spec: MoESpec
+    router: Linear
+    up: Linear
+    down: Linear
+    shared: MLP | None
+    shared_weight: Linear | None
+
+    def __call__(self, ops: OpSet, x: Activations) -> Tensor:
+        """[T, E] → [T, E]"""
+        assert isinstance(x, Tensor)
+        routed = ops.moe(x, ops.linear(x, self.router), self.up, self.down, self.spec)
+        if self.shared is None:
+            return routed
+        always = self.shared(ops, x)
+        if self.shared_weight is not None:
+            always = always * ops.linear(x, self.shared_weight).sigmoid()
+        return routed + always
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return None  # the router reads them as they are
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     spec: LayerSpec
     attention: Attention
-    mlp: MLP
+    mlp: MLP | MoE
     norms: Mapping[str, Norm]
 
     def __call__(
@@ -132,13 +163,14 @@ class Layer:
             x = n["attention_norm"](ops, _scaled(self.attention(ops, x, kv, meta), scale), x)[0]
             return n["mlp_norm"](ops, _scaled(self.mlp(ops, x), scale), x)[0], None
         if isinstance(self.spec.block, ParallelBlock):
-            # Both branches read one norm, or each its own; all of a layer's products have one scheme.
-            normed, residual = self._before("norm", ops, pending, residual, self.attention.qkv.inputs)
-            for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.up.inputs)[0] if "mlp_norm" in n else normed
+            # Both branches read one norm, or each its own; all of a layer's products have one scheme, but a router has none.
+            inputs = self.attention.qkv.inputs if "mlp_norm" in n else self.mlp.inputs
+            normed, residual = self._before("norm", ops, pending, residual, inputs)
+            for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.inputs)[0] if "mlp_norm" in n else normed
             return _scaled(self.attention(ops, normed, kv, meta) + self.mlp(ops, for_mlp), scale), residual
         normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.qkv.inputs)
         h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
-        normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.up.inputs)
+        normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
         return _scaled(self._after("post_mlp", ops, self.mlp(ops, normed)), scale), residual
 
     def _before(
@@ -212,11 +244,26 @@ class Decoder:
                 slopes,
             )
 
+        def mlp(s: DenseSpec, name: str) -> MLP:
+            up, down = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+            return MLP(s, up, down)
+
+        def mixture(s: MoESpec, name: str) -> MoE:
+            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+            weighed = s.shared is not None and s.shared.weighed
+            return MoE(
+                s,
+                _linear(f"{name}.router", parameters, ops, None, rounded),
+                up,
+                down,
+                mlp(s.shared.mlp, f"{name}.shared") if s.shared is not None else None,
+                _linear(f"{name}.shared_weight", parameters, ops, None, rounded) if weighed else None,
+            )
+
         def layer(s: LayerSpec, name: str) -> Layer:
-            up, down = (_linear(f"{name}.mlp.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
-            mlp = MLP(s.mlp, up, down)
             norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in s.norms.items()}
-            return Layer(s, attention(s.attention, f"{name}.attention"), mlp, norms)
+            made = mlp(s.mlp, f"{name}.mlp") if isinstance(s.mlp, DenseSpec) else mixture(s.mlp, name)
+            return Layer(s, attention(s.attention, f"{name}.attention"), made, norms)
 
         self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
         assert not parameters, f"unused: {list(parameters)}"
@@ -227,7 +274,7 @@ class Decoder:
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
             h, residual = layer(self.ops, h, residual, cache, meta)
-        return _sum(h, residual) if self.final_norm is None else self.final_norm(self.ops, h, residual)[0]
+        return self.finished(h, residual)
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → what the first layer reads, [T, E]"""
@@ -237,6 +284,10 @@ class Decoder:
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)
         return h if self.embed_norm is None else self.embed_norm(self.ops, h)[0]
+
+    def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
+        """What the last layer gives → what `logits` reads."""
+        return _sum(h, residual) if self.final_norm is None else self.final_norm(self.ops, h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V], in the model's type."""
@@ -259,3 +310,10 @@ def _linear(
     if held is not None:
         return ops.adopt_linear(dataclasses.replace(held, bias=bias))
     return ops.prepare_linear(parameters.pop(f"{name}.weight"), bias, scheme)
+
+
+def _experts(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
+) -> Linear:
+    held = rounded.get(f"{name}.weight")
+    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme) if held is None else ops.adopt_linear(held)

@@ -92,12 +92,10 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                     field="quantization",
                 )
     for layer in spec.layers:
-        for name, inner in (
-            ("hidden_size", spec.hidden_size),
-            ("num_heads · head_dim", layer.attention.q_size),
-            ("intermediate_size", layer.mlp.intermediate_size),
-        ):
-            if inner % scheme.multiple:
+        for product in layer.products(spec.hidden_size):
+            if (inner := product.inner) % scheme.multiple:
+                name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
+                name = "hidden_size" if inner == spec.hidden_size else name
                 other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "

@@ -1,7 +1,8 @@
 """The parameters that a `ModelSpec` has, by our names, and where a checkpoint's tensors go in them. No torch.
 
 Query, key and value weights are one parameter (rows q, then k, then v), and so are gate and up (gate first), so that each
-is one matrix product. A checkpoint that keeps them apart fills slices of rows.
+is one matrix product. The experts of a layer stand one below the other. A checkpoint that keeps them apart fills slices of
+rows.
 """
 
 from __future__ import annotations
@@ -83,13 +84,20 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         if size:
             found[f"attention.{x}_norm.weight"] = (size,)
     found.update(_linear("attention.out", hidden, a.q_size, a.out_bias))
-    found.update(_linear("mlp.up", _up_rows(m), hidden, m.bias))
-    found.update(_linear("mlp.down", hidden, m.intermediate_size, m.bias))
+    if isinstance(m, DenseSpec):
+        return found | _mlp("mlp", m, hidden)
+    found.update(_linear("router", m.num_experts, hidden, False))
+    found.update(_mlp("experts", m.expert, hidden, m.num_experts))
+    if m.shared is not None:
+        found.update(_mlp("shared", m.shared.mlp, hidden))
+        if m.shared.weighed:
+            found.update(_linear("shared_weight", 1, hidden, False))
     return found
 
 
-def _up_rows(mlp: DenseSpec) -> int:
-    return mlp.intermediate_size * (2 if mlp.gated else 1)
+def _mlp(name: str, mlp: DenseSpec, hidden: int, copies: int = 1) -> dict[str, Shape]:
+    up = _linear(f"{name}.up", copies * mlp.up_rows, hidden, mlp.bias)
+    return up | _linear(f"{name}.down", copies * hidden, mlp.intermediate_size, mlp.bias)
 
 
 def _linear(name: str, out: int, inner: int, bias: bool) -> dict[str, Shape]:

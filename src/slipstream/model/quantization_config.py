@@ -94,7 +94,8 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     kv_cache = next(iter(kinds.values()), None)
     if len(set(kinds.values())) > 1 or len(groups) > 1 or not (groups or kinds):
         raise read.unsupported("config_groups", "only one group, for all layers, is supported, and one form of the KV cache")
-    ignored = read.maybe("ignore", list) or []
+    # Routers of experts are never rounded. (Were another layer left out, its tensors would be of another kind than expected.)
+    ignored = [layer for layer in read.maybe("ignore", list) or [] if not str(layer).rstrip("$").endswith("gate")]
     if not groups:
         read.require("format", "dense", *FORMATS)
         read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were

@@ -8,7 +8,7 @@ layer, so that layers may differ. Nothing here imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
@@ -110,6 +110,15 @@ class LearnedPositionSpec:
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
+class Product(NamedTuple):
+    """A weight [rows, inner] of a layer that schemes round; of `copies` experts, one below the other."""
+
+    part: Literal["attention", "mlp"]
+    rows: int
+    inner: int
+    copies: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKNormSpec:
     """q and k are RMS-normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), or
@@ -170,10 +179,62 @@ class DenseSpec:
     gated: bool = True
     bias: bool = False
 
-    def num_parameters(self, hidden_size: int) -> int:
-        inner = self.intermediate_size * (2 if self.gated else 1)
-        return hidden_size * (inner + self.intermediate_size) + (inner + hidden_size) * self.bias
+    @property
+    def up_rows(self) -> int:
+        return self.intermediate_size * (2 if self.gated else 1)
 
+    @property
+    def width(self) -> int:
+        """Numbers of a token between the products: those to be activated, and the others."""
+        return 2 * self.intermediate_size
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        return (
+            Product("mlp", self.up_rows, hidden_size),
+            Product("mlp", hidden_size, self.intermediate_size),
+        )
+
+    def num_parameters(self, hidden_size: int) -> int:
+        weights = sum(p.rows * p.inner for p in self.products(hidden_size))
+        return weights + (self.up_rows + hidden_size) * self.bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpertSpec:
+    """An MLP beside the experts that every token passes; `weighed`: by the logistic function of one number of the token's own
+    (Qwen 2)."""
+
+    mlp: DenseSpec
+    weighed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts (Shazeer et al. 2017): a token passes the `num_experts_per_token` of `num_experts` that the router
+    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is."""
+
+    num_experts: int
+    num_experts_per_token: int
+    expert: DenseSpec
+    normalize: bool
+    shared: SharedExpertSpec | None = None
+
+    @property
+    def width(self) -> int:
+        return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.products(hidden_size))
+        return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
+
+    def num_parameters(self, hidden_size: int) -> int:
+        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size)
+        if self.shared is None:
+            return routed
+        return routed + self.shared.mlp.num_parameters(hidden_size) + hidden_size * self.shared.weighed
+
+
+MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialBlock:
@@ -229,7 +290,7 @@ class LayerSpec:
     """`residual_scale` multiplies what attention and MLP add to the residual (Granite)."""
 
     attention: AttentionSpec
-    mlp: DenseSpec
+    mlp: MLPSpec
     block: BlockSpec
     residual_scale: float = 1.0
 
@@ -237,6 +298,11 @@ class LayerSpec:
     def norms(self) -> dict[str, NormSpec]:
         """The norms of the block that are there, by name."""
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        a = self.attention
+        own = Product("attention", a.q_size + 2 * a.kv_size, hidden_size), Product("attention", hidden_size, a.q_size)
+        return own + self.mlp.products(hidden_size)
 
     def num_parameters(self, hidden_size: int) -> int:
         norms = sum(n.num_parameters for n in self.norms.values())
@@ -275,6 +341,12 @@ class ModelSpec:
                 raise UnsupportedModelError(
                     f"num_attention_heads ({a.num_heads}) must be a multiple of num_key_value_heads ({a.num_kv_heads})",
                     field="num_key_value_heads",
+                )
+            m = layer.mlp
+            if isinstance(m, MoESpec) and not 1 <= m.num_experts_per_token <= m.num_experts:
+                raise UnsupportedModelError(
+                    f"num_experts_per_tok ({m.num_experts_per_token}) must be 1 to the number of experts ({m.num_experts})",
+                    field="num_experts_per_tok",
                 )
 
     @property

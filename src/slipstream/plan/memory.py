@@ -28,11 +28,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
         found[part] += scheme.weight_bytes(rows, inner) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.layers:
-        a, m = layer.attention, layer.mlp
-        round_product("attention", a.q_size + 2 * a.kv_size, hidden)
-        round_product("attention", hidden, a.q_size)
-        round_product("mlp", m.intermediate_size * (2 if m.gated else 1), hidden)
-        round_product("mlp", hidden, m.intermediate_size)
+        for product in layer.products(hidden):
+            round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
     return found

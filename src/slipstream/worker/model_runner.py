@@ -170,7 +170,7 @@ class ModelRunner:
     def graph_reserve_bytes(self) -> int:
         """Room kept for graphs: the largest one's logits and activations, and what the driver takes for the launches."""
         spec = self.model.spec
-        widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
+        widest = max(layer.mlp.width for layer in spec.layers)
         per_row = 2 * spec.vocab_size + 2 * (widest + 8 * spec.hidden_size)
         seqs = self.config.scheduling.max_num_seqs
         return seqs * per_row + len(ladder(seqs)) * GRAPH_BYTES

@@ -10,10 +10,10 @@ from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Line
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton import linear, pointwise, sampling
+from slipstream.kernels.triton import linear, moe, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -50,6 +50,9 @@ class TritonOps(OpSet):
         if device not in self._scratch:
             self._scratch[device] = linear.Scratch(device)
         return w
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        return self.prepare_linear(weight, None, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -149,6 +152,9 @@ class TritonOps(OpSet):
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return pointwise.activation(x, activation, False, inputs)
+
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        return moe.moe(x, router_logits, up, down, spec)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -303,10 +303,5 @@ class _Bench:
 
 
 def products(spec: ModelSpec) -> set[tuple[int, int]]:
-    """(outer, inner) of every product of the layers."""
-    found: set[tuple[int, int]] = set()
-    for layer in spec.layers:
-        a, m, hidden = layer.attention, layer.mlp, spec.hidden_size
-        found |= {(a.q_size + 2 * a.kv_size, hidden), (hidden, a.q_size)}
-        found |= {(m.intermediate_size * (2 if m.gated else 1), hidden), (hidden, m.intermediate_size)}
-    return found
+    """(outer, inner) of every product of the layers, those of experts apart."""
+    return {(p.rows, p.inner) for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1}

@@ -19,15 +19,15 @@ T = TypeVar("T")
 Names = dict[str, Placement]
 
 NO_EFFECT = frozenset((
-    "_from_model_config", "_name_or_path", "architectures", "attention_dropout", "attention_probs_dropout_prob",
-    "attn_pdrop", "auto_map", "bos_token_id", "classifier_dropout", "cls_token_id", "dropout", "dtype", "emb_pdrop",
-    "embd_pdrop", "embedding_dropout", "eos_token_id", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
-    "id2label", "init_device", "init_std", "initializer_range", "is_llama_config", "label2id", "layerdrop", "model_type",
-    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "residual_dropout", "return_dict", "rope_interleaved", "sep_token_id",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version",
-    "unsloth_fixed", "unsloth_version", "use_cache",
+    "_from_model_config", "_name_or_path", "activation_dropout", "architectures", "attention_dropout",
+    "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bos_token_id", "classifier_dropout", "cls_token_id",
+    "dropout", "dtype", "emb_pdrop", "embd_pdrop", "embedding_dropout", "eos_token_id", "gradient_checkpointing",
+    "hidden_dropout", "hidden_dropout_prob", "id2label", "init_device", "init_std", "initializer_range",
+    "is_llama_config", "label2id", "layerdrop", "model_type", "output_attentions", "output_hidden_states",
+    "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
+    "rope_interleaved", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
 ))  # fmt: skip
 """Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
 

@@ -33,7 +33,7 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
 
 def _read(c: ConfigReader, family: str, *, theta: float, windows: bool) -> ModelSpec:
     h = heads(c)
-    max_position = c.size("max_position_embeddings", 8192)
+    max_position = c.size("model_max_length", c.size("max_position_embeddings", 8192))
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5), bias=False)
     position = rope(c, h.head_dim, theta=theta, max_position=max_position, style="interleaved")
     bias, mlp = c.take("attention_bias", bool, False), gated(c)

@@ -45,6 +45,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
+    c.require("apply_residual_connection_post_layernorm", False)
     beside, norms = c.take("parallel_attn", bool, True), c.maybe("num_ln_in_parallel_attn", int)
     if grouped and not beside:
         raise c.unsupported("parallel_attn", "new_decoder_architecture only with attention and MLP side by side")

@@ -97,7 +97,7 @@ def _sandwich(
         return LayerSpec(attention=of, mlp=mlp, block=block)
 
     c.require("use_bidirectional_attention", False)
-    c.ignore("cache_implementation")
+    c.ignore("cache_implementation", "sliding_window_size")
     c.require("hidden_act", TANH)  # Gemma 2's repeat it under Gemma 1's name
     more = {"embed_scale": hidden**0.5, "logit_softcap": logit_softcap, "tied": True}
     return model(c, family, layer, norm, max_position, **more)

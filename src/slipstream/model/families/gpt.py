@@ -68,7 +68,8 @@ def read_bigcode(c: ConfigReader) -> ModelSpec:
     c.require("num_key_value_heads", h.num_kv_heads)
     # These two ask for a softmax in float32, which it is always.
     c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-    c.ignore("inference_runner", "max_batch_size", "max_sequence_length", "pre_allocate_kv_cache", "validate_runner_input")
+    c.ignore("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
+    c.ignore("validate_runner_input")
     return _learned(c, "gpt_bigcode", h)
 
 
@@ -120,14 +121,17 @@ def gguf_learned_config(m: ConfigReader) -> dict[str, Any]:
         "n_positions": read["max_position_embeddings"],
         "layer_norm_epsilon": m.take("attention.layer_norm_epsilon", float),
         "multi_query": None if read["num_key_value_heads"] is None else read["num_key_value_heads"] == 1,
-        "activation_function": "gelu_pytorch_tanh",
     }
 
 
 def gguf_gpt2_config(m: ConfigReader) -> dict[str, Any]:
     config = gguf_learned_config(m)
     m.require("attention.head_count_kv", config["n_head"])
-    return {**config, "multi_query": None}
+    return {**config, "multi_query": None, "activation_function": "gelu_new"}
+
+
+def gguf_starcoder_config(m: ConfigReader) -> dict[str, Any]:
+    return {**gguf_learned_config(m), "activation_function": "gelu"}  # StarCoder's; the file does not say
 
 
 MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
@@ -149,7 +153,7 @@ FAMILIES = (
         names=table(GPT2, layer="h.{i}.", changes={"attention.qkv": "ungroup"}),
         prefixes=("", "transformer."),
         ignored=MASKS,
-        gguf=GGUFFamily(architecture="starcoder", config=gguf_learned_config, names=gguf_table(fused=True)),
+        gguf=GGUFFamily(architecture="starcoder", config=gguf_starcoder_config, names=gguf_table(fused=True)),
     ),
     Family(
         model_type="gptj",

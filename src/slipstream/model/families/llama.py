@@ -1,13 +1,13 @@
-"""Llama 2 and 3, SmolLM2, and whatever else writes `model_type: llama`; Mistral, which adds a window, and Ministral, which says
-which layers have it."""
+"""Llama 2 and 3, SmolLM2, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which says
+which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
 
 from __future__ import annotations
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.model.families.pieces import attention, before, gated, heads, kinds_of_layers, model, rms, rope
-from slipstream.model.spec import LayerSpec, ModelSpec
+from slipstream.model.spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -22,13 +22,25 @@ def read_ministral(c: ConfigReader) -> ModelSpec:
     return _read(c, "ministral", windows=True)
 
 
-def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
+def read_mixtral(c: ConfigReader) -> ModelSpec:
+    expert = gated(c)
+    moe = MoESpec(
+        num_experts=c.size("num_local_experts", 8),
+        num_experts_per_token=c.size("num_experts_per_tok", 2),
+        expert=expert,
+        normalize=True,
+    )
+    c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+    return _read(c, "mixtral", windows=True, mlp=moe)
+
+
+def _read(c: ConfigReader, family: str, *, windows: bool, mlp: MLPSpec | None = None) -> ModelSpec:
     h = heads(c)
     max_position = c.size("max_position_embeddings", 2048)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6))
     position = rope(c, h.head_dim, max_position=max_position)
     bias = c.take("attention_bias", bool, False)
-    mlp = gated(c, bias=c.take("mlp_bias", bool, False))
+    mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
     window = c.maybe("sliding_window", int) if windows else None
     kinds = kinds_of_layers(c, "full_attention" if window is None else "sliding_attention")
     if window is None and "sliding_attention" in kinds:
@@ -44,6 +56,12 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
 
 
 names = table(LLAMA)
+MIXTRAL: dict[str, Theirs] = {
+    **LLAMA,
+    "router": "block_sparse_moe.gate",
+    "experts.up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+    "experts.down": "block_sparse_moe.experts.{e}.w2",
+}
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 
@@ -52,7 +70,7 @@ FAMILIES = tuple(
         model_type=model_type,
         architectures=(architecture,),
         read=reader,
-        names=names,
+        names=table(MIXTRAL) if reader is read_mixtral else names,
         ignored=ROTARY_BUFFERS,
         # llama.cpp writes Mistral as llama, without its window.
         gguf=GGUFFamily(architecture="llama", config=llama_gguf_config, names=UNPERMUTED) if reader is read else None,
@@ -61,5 +79,6 @@ FAMILIES = tuple(
         ("llama", "LlamaForCausalLM", read),
         ("mistral", "MistralForCausalLM", read_mistral),
         ("ministral", "MinistralForCausalLM", read_ministral),
+        ("mixtral", "MixtralForCausalLM", read_mixtral),
     )
 )

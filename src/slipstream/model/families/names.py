@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from slipstream.model.families.base import Names
 from slipstream.model.parameters import MinusOne, Placement, Transform, Transpose, Ungroup, Unpermute, parameters
-from slipstream.model.spec import LayerSpec, ModelSpec
+from slipstream.model.spec import LayerSpec, ModelSpec, MoESpec
 
 Theirs: TypeAlias = str | tuple[str, ...]
 Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one"]
@@ -24,6 +24,12 @@ LLAMA: dict[str, Theirs] = {
     "pre_mlp": "post_attention_layernorm",
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "experts.up": ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    "experts.down": "mlp.experts.{e}.down_proj",
+    "shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared.down": "mlp.shared_expert.down_proj",
+    "shared_weight": "mlp.shared_expert_gate",
 }
 """The names that most families use, below `model.layers.{i}.` in a layer."""
 
@@ -53,12 +59,12 @@ def table(
     theirs: Mapping[str, Theirs], *, layer: str = "model.layers.{i}.", changes: Mapping[str, Change] | None = None
 ) -> Callable[[ModelSpec], Names]:
     """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
-    `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up. `changes` says by our names which are
-    stored otherwise."""
+    `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert. `changes` says by our
+    names which are stored otherwise."""
 
     def names(spec: ModelSpec) -> Names:
         found: Names = {}
-        for target in parameters(spec):
+        for target, shape in parameters(spec).items():
             stem, _, kind = target.rpartition(".")
             below, of = "", None
             if stem.startswith("layers."):
@@ -66,13 +72,18 @@ def table(
                 below, of = layer.replace("{i}", index), spec.layers[int(index)]
             change = (changes or {}).get(stem)
             parts, start = theirs[stem], 0
-            if isinstance(parts, str):
+            if isinstance(parts, str) and "{e}" not in parts:
                 found[f"{below}{parts}.{kind}"] = Placement(target, transform=_transform(change, kind, of))
                 continue
             assert of is not None
-            for i, (part, rows) in enumerate(zip(parts, _rows(of, stem), strict=True)):
-                found[f"{below}{part}.{kind}"] = Placement(target, start, rows, _transform(change, kind, of, i))
-                start += rows
+            copies = of.mlp.num_experts if isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else 1
+            each = shape[0] // copies
+            pieces = ((parts, each),) if isinstance(parts, str) else tuple(zip(parts, _rows(of, stem, each), strict=True))
+            for e in range(copies):
+                for i, (part, rows) in enumerate(pieces):
+                    place = Placement(target, start, rows, _transform(change, kind, of, i))
+                    found[f"{below}{part.replace('{e}', str(e))}.{kind}"] = place
+                    start += rows
         return found
 
     return names
@@ -92,9 +103,9 @@ def gguf_table(
     return table({**theirs, **(more or {})}, layer="blk.{i}.", changes=changes)
 
 
-def _rows(layer: LayerSpec, stem: str) -> tuple[int, ...]:
-    a, m = layer.attention, layer.mlp
-    return (a.q_size, a.kv_size, a.kv_size) if stem == "attention.qkv" else (m.intermediate_size, m.intermediate_size)
+def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
+    a = layer.attention
+    return (a.q_size, a.kv_size, a.kv_size) if stem == "attention.qkv" else (whole // 2, whole // 2)
 
 
 def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0) -> Transform | None:

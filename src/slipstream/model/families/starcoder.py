@@ -25,6 +25,7 @@ def read(c: ConfigReader) -> ModelSpec:
     )
     c.require("norm_type", "layer_norm")
     c.require("mlp_type", "default")
+    c.ignore("activation_function", "layer_norm_epsilon")  # StarCoder 1's names for what has another one here
     return model(c, "starcoder2", lambda i: layer, norm, max_position, tied=True)
 
 
