@@ -1,7 +1,7 @@
 """Greedy text of a real model on the GPU against the same model on a CPU: how many answers are the same, and how far they go.
 
-    python benchmarks/gpu_text.py reference REF.json [--model smollm2] [--dtype bfloat16]     (on any machine)
-    python benchmarks/gpu_text.py compare REF.json OUT.json [--model FILE] [--quantization fp8] [--kv-cache-dtype fp8]
+    python benchmarks/gpu_text.py reference REF.json [--model smollm2]           (on any machine)
+    python benchmarks/gpu_text.py compare REF.json OUT.json [--model FILE]       (on the GPU)
 
 50 prompts, 64 tokens each. The reference is the op set of that name on a CPU, in bfloat16 and in float32: what two roundings of
 one model differ by is the yardstick for what a GPU may.
@@ -61,7 +61,11 @@ def reference(args: argparse.Namespace) -> None:
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, float]:
     """Share of answers that are the same, and of tokens before the first that differs."""
-    same = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in zip(ours, theirs, strict=True)]
+
+    def common(x: list[int], y: list[int]) -> int:
+        return next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+
+    same = [common(x, y) for x, y in zip(ours, theirs, strict=True)]
     return {"answers": sum(n == 64 for n in same) / len(same), "tokens": sum(same) / 64 / len(same)}
 
 

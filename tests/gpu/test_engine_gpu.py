@@ -108,7 +108,7 @@ def test_graphs_prefixes_preemption_and_choices(path):
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4-g32"])
 def test_deterministic(tmp_path, quantization):
-    """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption and from the prefix cache."""
+    """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache."""
     tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
     kv = "auto" if quantization is None else "fp8"
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)

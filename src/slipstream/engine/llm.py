@@ -50,6 +50,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         enforce_eager: bool = False,
         deterministic: bool = False,
+        dense_copies: bool | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         speculative_model: str | None = None,

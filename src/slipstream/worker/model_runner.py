@@ -94,7 +94,11 @@ class ModelRunner:
         else:
             torch.cuda.set_device(self.device)
         self.ops = select_ops(
-            self.device, config.device.kernels, tiles, deterministic=config.device.deterministic
+            self.device,
+            config.device.kernels,
+            tiles,
+            deterministic=config.device.deterministic,
+            dense_copies=config.device.dense_copies,
         )
         self.phases: dict[str, float] = {}
         with self._phase("weights"):

@@ -340,7 +340,7 @@ def paged_attention(
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). `deterministic`: one kernel with
+    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). `deterministic`: one kernel and
     one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]

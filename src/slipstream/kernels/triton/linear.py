@@ -29,6 +29,10 @@ SKINNY = 64
 """Up to so many tokens the weight's bytes decide, and kernels of our own read them."""
 
 
+GROUPED_FEW = 16
+"""Up to so many tokens a 4-bit weight is read faster than its dense copy, if there is one."""
+
+
 class Scratch:
     """What split products share on one device: counters of finished parts, all zero between kernels. One stream only."""
 
@@ -56,11 +60,11 @@ def linear(
     if isinstance(w, GroupedLinear):
         if x.shape[0] == 1 and (block_w := _gemv_words(w)):
             return grouped_gemv(x, w, block_w)
-        if x.shape[0] <= SKINNY:
+        if x.shape[0] <= (SKINNY if w.dense is None else GROUPED_FEW):
             assert scratch is not None
             kind = "int4" if w.group_size == 128 else "int4-g32"
             return grouped(x, w, scratch, tile=tiles.find("grouped", kind, w.out_features, x.shape[1], x.shape[0]))
-        return F.linear(x, expand(w, x.dtype), w.bias)
+        return F.linear(x, _dense(w, x.dtype), w.bias)
     if x.shape[0] == 1 and w.weight.is_contiguous():
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
         return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
@@ -68,7 +72,7 @@ def linear(
 
 
 def _invariant(x: Activations, w: Linear) -> Tensor:
-    """One kernel for any number of tokens: an output is one sum along K, in steps of the tensor core's own, so the tile's height
+    """One kernel for any number of tokens: an output is one sum along K, in the tensor core's own steps, so the tile's height
     and width change no bit of it (tests/gpu checks that)."""
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
@@ -76,9 +80,13 @@ def _invariant(x: Activations, w: Linear) -> Tensor:
         return tiled(q, w, tile=tile)
     assert isinstance(x, Tensor)
     if isinstance(w, GroupedLinear):
-        w = Linear(weight=expand(w, x.dtype), bias=w.bias)
+        w = Linear(weight=_dense(w, x.dtype), bias=w.bias)
     tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY else (128, 128, 64, 8, 3)
     return tiled(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
+
+
+def _dense(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
+    return expand(w, dtype) if w.dense is None else w.dense
 
 
 def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
@@ -486,7 +494,7 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
 
 @triton.jit
 def _four_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scale1, scale2, scale3):
-    """One row's words [R, 8] times the four inputs of each: [R]. A code at bit 16 of `base` is the float32 number 128 + code, so
+    """One row's words [R, 8] times the four inputs of each: [R]. A code at bit 16 of `base` is the float32 number 128 + code:
     `off` is what 128 and the zero point add to a run's sum."""
     bits = words.to(tl.uint16, bitcast=True).to(tl.uint32)
     y = (tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0) * scale0
@@ -516,8 +524,8 @@ def _grouped_gemv_kernel(
     PDL: tl.constexpr,
 ):
     """One token without tensor cores, whose operands would go through shared memory. A thread reads 8 words at once, which lie
-    in one group for each of their four codes: it sums their products, and multiplies by the scale once. `base` is 0x43000000, no constant here because an instruction that
-    masks and sets bits takes one constant only."""
+    in one group for each of their four codes: it sums their products, and multiplies by the scale once. `base` is 0x43000000,
+    no constant here because an instruction that masks and sets bits takes one constant only."""
     QUARTER: tl.constexpr = CHUNK // 4
     runs, eight = tl.arange(0, BLOCK_W // 8), tl.arange(0, 8)[None, :]
     row = tl.program_id(0) * ROWS
@@ -552,7 +560,7 @@ def _grouped_gemv_kernel(
                 y = _four_codes(
                     words, base, x0, x1, x2, x3, sum0 * 136.0, sum1 * 136.0, sum2 * 136.0, sum3 * 136.0, s0, s1, s2, s3
                 )
-            new = new + (accs[r] + y,)
+            new = new + (accs[r] + y,)  # type: ignore[assignment]  # noqa: RUF005  (Triton knows no other)
         accs = new
     for r in tl.static_range(ROWS):
         y = tl.sum(accs[r], 0)
