@@ -48,6 +48,7 @@ class Bench:
             max_model_len=args.max_model_len,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
+            deterministic=args.deterministic,
         )
         phases.update(self.llm.phases)
         self.rng = random.Random(0)
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--config", default="llama-3-8b")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--seqs", type=int, default=1024)
     parser.add_argument("--budget", type=int, default=16384)
     parser.add_argument("--max-model-len", type=int, default=None)

@@ -3,7 +3,8 @@
     python benchmarks/gpu_text.py reference REF.json [--model smollm2]           (on any machine)
     python benchmarks/gpu_text.py compare REF.json OUT.json [--model FILE]       (on the GPU)
 
-50 prompts, 64 tokens each. The reference is the op set of that name on a CPU, in bfloat16 and in float32: what two roundings of
+50 prompts, 64 tokens each. Once two texts differ in a token they go on differently, so the share of the reference's tokens that
+the model finds likeliest, given the reference's text so far, is printed too. The reference is the op set of that name on a CPU, in bfloat16 and in float32: what two roundings of
 one model differ by is the yardstick for what a GPU may.
 """
 
@@ -56,7 +57,17 @@ def reference(args: argparse.Namespace) -> None:
         prompts = [o.prompt_token_ids for o in llm.chat(chats, SamplingParams(max_tokens=1))]
     made = {t: answers(args.model, prompts, kernels="reference", dtype=t) for t in ("bfloat16", "float32")}
     args.file.write_text(json.dumps({"prompts": prompts, **made}))
-    print("bfloat16 against float32:", agreement(made["bfloat16"], made["float32"]))
+    exact = likeliest(args.model, prompts, made["float32"], kernels="reference", dtype="bfloat16")
+    print("bfloat16 against float32:", agreement(made["bfloat16"], made["float32"]), "given its text:", exact)
+
+
+def likeliest(model: str, prompts: list[list[int]], texts: list[list[int]], **settings: object) -> float:
+    """Share of the texts' tokens that the model finds the likeliest, given what stands before them."""
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(model, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=50, **settings) as llm:
+        asked = [{"prompt_token_ids": p + t} for p, t in zip(prompts, texts, strict=True)]
+        ranks = [e.chosen.rank for o in llm.generate(asked, sampling) for e in o.prompt_logprobs[-64:]]
+    return sum(r == 1 for r in ranks) / len(ranks)
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, float]:
@@ -81,8 +92,11 @@ def compare(args: argparse.Namespace) -> None:
         "int4-g32": {"quantization": "int4-g32"},
         "fp8 cache": {"kv_cache_dtype": "fp8"},
     }.items():
-        ours = answers(args.model, held["prompts"], device="cuda", **{"dtype": "bfloat16", **settings})
+        chosen = {"device": "cuda", "dtype": "bfloat16", **settings}
+        ours = answers(args.model, held["prompts"], **chosen)
         result[name] = {f"against {t}": agreement(ours, held[t]) for t in ("bfloat16", "float32")}
+        for t in ("bfloat16", "float32"):
+            result[name][f"likeliest given {t}"] = likeliest(args.model, held["prompts"], held[t], **chosen)
         print(name, json.dumps(result[name]), flush=True)
     args.out.write_text(json.dumps(result, indent=1))
 

@@ -71,7 +71,7 @@ def test_quantised_models_equal_the_reference_of_the_same_rounding(family, setti
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_models.build(folder, **SHAPES["llama"])
+    tiny_models.build(folder, initializer_range=0.1, **SHAPES["llama"])  # few near ties
     return folder
 
 

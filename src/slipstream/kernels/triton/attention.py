@@ -150,7 +150,7 @@ def _decode_kernel(
             v = _load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
         else:
             v = tl.trans(_load(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
-        s = tl.dot(_as(k, q.dtype), q)
+        s = tl.dot(_as(k, q.dtype), q, input_precision="ieee")
         s, unit = _scores(s, scale, softcap, slope, (length - 1 - at)[:, None], HAS_SOFTCAP, HAS_ALIBI)
         seen = inside
         if HAS_WINDOW:
@@ -160,7 +160,7 @@ def _decode_kernel(
         p = tl.exp2(s * unit - new[None, :])
         alpha = tl.exp2(best - new)
         total = total * alpha + tl.sum(p, 0)
-        acc = acc * alpha[None, :] + tl.dot(_as(v, q.dtype), p.to(q.dtype))
+        acc = acc * alpha[None, :] + tl.dot(_as(v, q.dtype), p.to(q.dtype), input_precision="ieee")
         best = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
@@ -235,7 +235,7 @@ def _prefill_step(
     else:
         v = _load(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
     distance = positions[:, None] - at[None, :]
-    s = tl.dot(q, tl.trans(_as(k, q.dtype)))
+    s = tl.dot(q, tl.trans(_as(k, q.dtype)), input_precision="ieee")
     s, unit = _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP, HAS_ALIBI)
     if MASKED:
         s = tl.where(distance >= 0, s, float("-inf"))
@@ -246,7 +246,7 @@ def _prefill_step(
     p = tl.exp2(s * unit - safe[:, None])
     alpha = tl.exp2(best - safe)
     total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(q.dtype), _as(v, q.dtype), acc * alpha[:, None])
+    acc = tl.dot(p.to(q.dtype), _as(v, q.dtype), acc * alpha[:, None], input_precision="ieee")
     return acc, new, total
 
 
@@ -356,7 +356,10 @@ def paged_attention(
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
         few = num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
-        block_n, warps, stages = decode_tile or ((16, 1, 6) if few or flags["SCALED"] else (32, 1, 3))
+        default = (16, 1, 6) if few or flags["SCALED"] else (32, 1, 3)
+        if q.dtype == torch.float32:
+            default = (16, 1, 3)
+        block_n, warps, stages = decode_tile or default
         splits = num_splits(num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
@@ -375,12 +378,12 @@ def paged_attention(
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     if num_seqs > num_decodes:
-        default = (64, 32, 8, 2)
+        shared = (64, 32, 8, 2)
         if block_d <= 128:
-            default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
+            shared = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
-            default = (32, 32, 4, 2)
-        block_m, block_n, warps, stages = prefill_tile or default
+            shared = (32, 32, 4, 2)
+        block_m, block_n, warps, stages = prefill_tile or shared
         num_rows = meta.max_query_len * shape["G"]
         if num_rows <= 32 and not deterministic:
             block_m, warps = min(block_m, 32), min(warps, 4)
