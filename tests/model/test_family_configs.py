@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.kernels.ops import select_ops
 from slipstream.model.description import read_spec
@@ -269,3 +270,36 @@ def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match="lacks" if name == "dense" else "order of rows"):
             load(tmp_path)
         save_file(tensors, file)
+
+
+# --- Through the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+        ("bloom", {}),
+        ("falcon", {}),
+        ("gpt_bigcode", {}),
+        ("olmo2", {}),
+        ("cohere2", {}),
+        ("mixtral", {"sliding_window": 7}),
+        ("qwen2_moe", {}),
+    ],
+    ids=str,
+)
+def test_greedy_answers_of_the_engine_are_transformers(tmp_path, family, overrides):
+    """Several prompts at once, in chunks, with a common beginning: cache, scheduler and sampler as they are for all."""
+    theirs = tiny_models.build(tmp_path, family, **overrides)
+    prompts = [TOKENS[:20], [*TOKENS[:17], 9, 9, 4], TOKENS[30:33]]
+    settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    with LLM(str(tmp_path), max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **settings) as llm:
+        given = [{"prompt_token_ids": p} for p in prompts]
+        answers = llm.generate(given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            ids = theirs.generate(
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert answer.outputs[0].token_ids == ids[0, len(prompt) :].tolist()
