@@ -126,6 +126,7 @@ REFUSED = [
     ("gemma", {"hidden_act": "silu"}, "hidden_act"),
     ("gemma2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
