@@ -82,6 +82,30 @@ def test_keys_of_before_say_the_same(tmp_path):
     assert falcon.layers[0].attention.num_kv_heads == 2
 
 
+def test_what_holds_where_a_config_is_silent(tmp_path):
+    common = {**NEOX, "num_hidden_layers": 2}
+    for given, expected in (
+        ({}, (50.0, 30.0)),
+        ({"attn_logit_softcapping": None, "final_logit_softcapping": None}, (None, None)),
+        ({"attn_logit_softcapping": 7}, (7.0, 30.0)),
+    ):
+        spec = spec_of(tmp_path, "gemma2", "Gemma2ForCausalLM", **common, **given)
+        assert (spec.layers[0].attention.softcap, spec.logit_softcap) == expected
+        assert [layer.attention.window for layer in spec.layers] == [4096, None]
+    for model_type, architecture, rotary_dim in (
+        ("gpt_neox", "GPTNeoXForCausalLM", 4),
+        ("phi", "PhiForCausalLM", 8),
+        ("glm", "GlmForCausalLM", 8),
+        ("cohere", "CohereForCausalLM", 16),
+    ):
+        position = spec_of(tmp_path, model_type, architecture, **common).layers[0].attention.position
+        assert position.rotary_dim == rotary_dim
+        assert position.style == ("interleaved" if model_type in ("glm", "cohere") else "half")
+    kinds = spec_of(tmp_path, "cohere2", "Cohere2ForCausalLM", **{**NEOX, "num_hidden_layers": 5}).layers
+    assert [layer.attention.position is None for layer in kinds] == [False, False, False, True, False]
+    assert [layer.attention.window for layer in kinds] == [4096, 4096, 4096, None, 4096]
+
+
 def test_blocks_are_told_apart(tmp_path):
     falcon = {**NEOX, "intermediate_size": None, "alibi": True, "bias": True}
     rw = spec_of(tmp_path, "falcon", "FalconForCausalLM", **falcon, parallel_attn=False, multi_query=False).layers[0]
