@@ -28,7 +28,7 @@ DESCRIPTION = (
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
     "types": ("errors",),
-    "config": ("errors", "model.scheme"),
+    "config": ("errors", "model.scheme", "model.spec"),
     "hub": ("errors",),
     "plan": (*BASE, "model.spec", "model.scheme"),
     "core": (*BASE, "model.spec"),

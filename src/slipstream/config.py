@@ -8,12 +8,14 @@ is changed afterwards, save by `with_memory_limits`, which returns a new config 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import MoESpec
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -61,6 +63,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False
+    deterministic: bool = False
+    dense_copies: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     speculative_model: str | None = None
@@ -125,6 +129,8 @@ class DeviceConfig:
     kernels: Literal["auto", "reference", "cpu", "triton"]
     tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
+    deterministic: bool
+    dense_copies: bool  # of 4-bit weights, for steps of many tokens
     num_threads: int
 
 
@@ -272,6 +278,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "triton"))
+    if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")
+    dense_copies = _choose_dense_copies(args, model, device, quantization, choose)
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
 
     for f in dataclasses.fields(args):
@@ -309,8 +318,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         device=DeviceConfig(
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
-            tile_table=args.tile_table if _has_tiles(args, device) else "none",
+            tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
             enforce_eager=args.enforce_eager or not device.is_cuda,
+            deterministic=args.deterministic,
+            dense_copies=dense_copies,
             num_threads=threads,
         ),
         origins=origins,
@@ -345,9 +356,10 @@ def _reject_unsupported(
         ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
         ("num_threads", not device.is_cuda, "a CPU"),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
-        ("tile_table", _has_tiles(args, device), "the GPU's kernels"),
+        ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
+        ("deterministic", _has_tiles(args, device), "the GPU's kernels"),
     ):
-        if getattr(args, name) not in (None, "auto") and not applies:
+        if getattr(args, name) not in (None, "auto", False) and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if quantization is not None:
         _one_of("quantization", quantization, tuple(SCHEMES))
@@ -367,6 +379,29 @@ def _reject_unsupported(
             f"{capability[0]}.{capability[1]}: use 'int8' or 'int4'",
             field="quantization",
         )
+
+
+DENSE_SHARE = 0.25
+"""The largest share of a GPU's memory that dense copies of 4-bit weights take unasked."""
+
+
+def _choose_dense_copies(
+    args: EngineArgs, model: ModelDescription, device: DeviceFacts, quantization: str | None, choose: Callable[..., Any]
+) -> bool:
+    """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
+    scheme = None if quantization is None else SCHEMES[quantization]
+    if scheme is None or scheme.inputs is not None or not _has_tiles(args, device):
+        if args.dense_copies:
+            raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
+        return False
+    spec = model.spec
+    parameters = sum(
+        layer.attention.num_parameters(spec.hidden_size) + layer.mlp.num_parameters(spec.hidden_size) for layer in spec.layers
+    )
+    fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
+    share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
+    chosen: bool = choose("dense_copies", fits, "device", share)
+    return chosen
 
 
 def _has_tiles(args: EngineArgs, device: DeviceFacts) -> bool:

@@ -120,7 +120,8 @@ class Engine:
         if plan is not None:
             assert plan.num_tokens <= c.max_num_batched_tokens
             assert 0 < len(plan.scheduled) <= c.max_num_seqs
-            if any(self.decodes(s) for s in plan.scheduled):
+            joined = {new.request_id for new in plan.new}  # what comes back after a preemption was not running
+            if any(self.decodes(s) and s.request_id not in joined for s in plan.scheduled):
                 assert plan.num_tokens <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"

@@ -259,6 +259,8 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"kv_cache_bytes": 2**50}, ConfigError, "kv_cache_bytes"),
         ({"max_model_len": "128"}, ConfigError, "max_model_len"),
         ({"enforce_eager": 1}, ConfigError, "enforce_eager"),
+        ({"deterministic": True}, ConfigError, "deterministic"),
+        ({"dense_copies": True}, ConfigError, "dense_copies"),
         ({"quantization": "fp8"}, ConfigError, "quantization"),
         ({"quantization": "int5", "kernels": "reference"}, ConfigError, "quantization"),
         ({"quantization": "int4", "kernels": "reference"}, ConfigError, "quantization"),  # 32 inputs, groups of 128

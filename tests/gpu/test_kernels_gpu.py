@@ -244,3 +244,17 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         ours = ops.moe(x, logits, up, down, spec)
         assert error(ours, theirs) < 2e-2, (num_experts, size)
         assert torch.equal(ours, ops.moe(x, logits, up, down, spec))
+
+
+@pytest.mark.parametrize("name", [None, *SCHEMES])
+def test_deterministic_products(ops, name):
+    """A row's product is the same, bit for bit, whatever stands beside it."""
+    ops = type(ops)(deterministic=True)
+    for n, k in ((6144, 4096), (4096, 14336), (960, 576)):
+        scheme = None if name is None else SCHEMES[name]
+        w = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
+        x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
+        whole = ops.linear(x, w)
+        assert error(whole, REFERENCE.linear(x, w)) < 2e-2
+        for num_tokens in (1, 2, 17, 64, 65, 130):
+            assert torch.equal(ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens])

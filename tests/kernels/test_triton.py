@@ -22,7 +22,7 @@ from slipstream.kernels.reference import (
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
 from slipstream.kernels.triton import TritonOps, linear, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
-from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, skinny, tiled
+from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, grouped_gemv, skinny, tiled
 from slipstream.model.scheme import SCHEMES
 from tests.kernels import cases
 from tests.plan.specs import make_spec
@@ -63,9 +63,10 @@ def test_attention(data, splits, dtype):
     kv = step.kv if dtype is None else scaled(step.kv, dtype)
     if data.draw(st.booleans()):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
+    ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        ours = OURS.attention(step.q, kv, step.meta, **options)
+        ours = ops.attention(step.q, kv, step.meta, **options)
     theirs = REFERENCE.attention(step.q, kv, step.meta, **options)
     assert ours.isfinite().all()
     # Against an 8-bit cache the kernel multiplies in float16.
@@ -162,8 +163,8 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
         for _ in range(2):  # the counters of the parts are as they were
             close(skinny(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
-        if name == "int8":
-            close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(TritonOps(deterministic=True).linear(x, w), theirs)
 
 
 @pytest.mark.parametrize(("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), (128, 768)])
@@ -179,6 +180,9 @@ def test_4_bit_products(size, inner):
         for splits in (1, 2, 3):
             ours = grouped(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
+        if inner % 64 == 0:  # one token
+            ours = grouped_gemv(x[:1], w, 16, rows=5 if bias is None else 10)
+            torch.testing.assert_close(ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5)
 
 
 @pytest.mark.parametrize("name", list(SCHEMES))
@@ -280,7 +284,8 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
 def test_linear_embed_and_copies():
     x, weight, bias = torch.randn(1, 100), torch.randn(30, 100), torch.randn(30)
     for b in (None, bias):
-        close(OURS.linear(x, OURS.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
+        for ops in (OURS, TritonOps(deterministic=True)):
+            close(ops.linear(x, ops.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
         close(gemv(x, weight, b, tile=(2, 32, 4)), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))

@@ -62,6 +62,13 @@ def test_names_and_shapes(tmp_path, names, shape):
     assert found == [pytest.approx([0.01 * (i + 1)] * HEADS) for i in range(2 * NUM_LAYERS)]
 
 
+def test_beside_a_projection_of_all_three(tmp_path):
+    build(tmp_path, "phi3", kv_cache_scheme=SCHEME)
+    given = scales(dtype=torch.float32)
+    put(tmp_path, given)
+    assert [k[0] for k, _ in loaded(tmp_path)] == pytest.approx([0.01, 0.03])
+
+
 def test_each_head_has_its_own(tmp_path):
     build(tmp_path, kv_cache_scheme={**SCHEME, "strategy": "attn_head"})
     given = scales(shape=(HEADS, 1, 1), dtype=torch.float32)

@@ -35,6 +35,8 @@ ENGINE_HELP = {
     "enable_prefix_caching": "reuse what prompts begin with alike",
     "enable_chunked_prefill": "split long prompts over several steps",
     "enforce_eager": "no CUDA graphs",
+    "dense_copies": "keep 4-bit weights dense as well, for steps of many tokens (GPU; default: if a quarter of it holds them)",
+    "deterministic": "an answer depends on nothing but its request, whatever else is computed (GPU; slower)",
     "tensor_parallel_size": "only 1 so far",
     "pipeline_parallel_size": "only 1 so far",
     "speculative_model": "not supported yet",

@@ -49,6 +49,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         enforce_eager: bool = False,
+        deterministic: bool = False,
+        dense_copies: bool | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         speculative_model: str | None = None,

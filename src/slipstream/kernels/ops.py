@@ -123,6 +123,7 @@ class GroupedLinear(Linear):
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
+    dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
 
     def part(self, rows: slice) -> GroupedLinear:
         zeros = None if self.zeros is None else self.zeros[:, rows]
@@ -174,6 +175,10 @@ class OpSet(ABC):
 
     def adopt_linear(self, w: Linear) -> Linear:
         """A weight that a checkpoint holds rounded already, for this op set's `linear`."""
+        return w
+
+    def adopt_experts(self, w: Linear) -> Linear:
+        """The same for the weights of all experts."""
         return w
 
     @abstractmethod
@@ -299,13 +304,23 @@ class OpSet(ABC):
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
 
 
-def select_ops(device: torch.device, implementation: str = "auto", tiles: TileTable = NO_TILES) -> OpSet:
+def select_ops(
+    device: torch.device,
+    implementation: str = "auto",
+    tiles: TileTable = NO_TILES,
+    *,
+    deterministic: bool = False,
+    dense_copies: bool = False,
+) -> OpSet:
     """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises. `tiles`
-    are for triton."""
+    are for triton, and so are `deterministic` (the result for a token depends on nothing but the tokens before it) and
+    `dense_copies` (4-bit weights are kept dense as well)."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu"
+    if deterministic and implementation != "triton":
+        raise ConfigError("deterministic=True needs a GPU and its kernels ('triton'); leave it out", field="deterministic")
     if implementation == "reference":
         from slipstream.kernels.reference import ReferenceOps
 
@@ -317,7 +332,7 @@ def select_ops(device: torch.device, implementation: str = "auto", tiles: TileTa
     if implementation == "triton" and device.type == "cuda":
         from slipstream.kernels.triton import TritonOps
 
-        return TritonOps(tiles)
+        return TritonOps(tiles, deterministic=deterministic, dense_copies=dense_copies)
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )

@@ -7,7 +7,7 @@ no use, must be zero. A scale of queries (q_scale) is passed over: queries stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ PASSED_OVER = ("q_scale", "q_proj.output_scale")
 
 
 class CacheScales:
-    """Takes a checkpoint's scales as its tensors come by; who wants such a cache asks for `layers()` when all were taken."""
+    """Takes a checkpoint's scales as its tensors come by; who wants such a cache asks for `layers()` when all were taken.
+    `names` are the family's: what stands beside a projection of queries, keys or values belongs to that attention."""
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, names: Mapping[str, Placement], *, device: torch.device) -> None:
+        inputs = [name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")]
+        self._projections = {name.split(".")[-2] for name in inputs}
         self._heads = [layer.attention.num_kv_heads for layer in spec.layers]
         self._device = device
         self._found: dict[tuple[int, str], Tensor] = {}
@@ -37,11 +40,15 @@ class CacheScales:
     def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
         """Whether the tensor `name` is of an attention's cache. `find` gives the place of a projection's weight by the
         checkpoint's name for it."""
-        for part in (*PARTS, *ZERO_POINTS, *PASSED_OVER):
-            if name.endswith(f".{part}") and (place := find(f"{name.removesuffix(part)}k_proj.weight")) is not None:
-                self._keep(name, part, int(place.target.split(".")[1]), read())
-                return True
-        return False
+        part = next((p for p in (*PARTS, *ZERO_POINTS, *PASSED_OVER) if name.endswith(f".{p}")), None)
+        if part is None:
+            return False
+        places = (find(f"{name.removesuffix(part)}{projection}.weight") for projection in self._projections)
+        place = next((p for p in places if p is not None), None)
+        if place is None:
+            return False
+        self._keep(name, part, int(place.target.split(".")[1]), read())
+        return True
 
     def _keep(self, name: str, part: str, layer: int, value: Tensor) -> None:
         if part in ZERO_POINTS and value.float().any():

@@ -316,4 +316,4 @@ def _experts(
     name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
 ) -> Linear:
     held = rounded.get(f"{name}.weight")
-    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme) if held is None else ops.adopt_linear(held)
+    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme) if held is None else ops.adopt_experts(held)

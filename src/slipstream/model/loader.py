@@ -67,7 +67,7 @@ def load_model(
                     held, shapes = SCHEMES[stored.scheme], parameters(description.spec)
                     rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
                 if stored is not None and stored.kv_cache is not None:
-                    cache_scales = CacheScales(description.spec, device=device)
+                    cache_scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
                 values = load_parameters(
                     description, dtype=dtype, device=device, rounded=rounded, cache_scales=cache_scales
                 )

@@ -93,7 +93,13 @@ class ModelRunner:
             torch.set_num_threads(config.device.num_threads)
         else:
             torch.cuda.set_device(self.device)
-        self.ops = select_ops(self.device, config.device.kernels, tiles)
+        self.ops = select_ops(
+            self.device,
+            config.device.kernels,
+            tiles,
+            deterministic=config.device.deterministic,
+            dense_copies=config.device.dense_copies,
+        )
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
             self.model: LoadedModel = load_model(

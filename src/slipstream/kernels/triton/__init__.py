@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet, Quantized, SamplingTensors
+from slipstream.kernels.ops import (
+    Activations,
+    AttentionMetadata,
+    GroupedLinear,
+    LayerKV,
+    Linear,
+    OpSet,
+    Quantized,
+    SamplingTensors,
+)
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
@@ -26,8 +37,10 @@ def attention_kind(kv: LayerKV) -> str:
 class TritonOps(OpSet):
     name = "triton"
 
-    def __init__(self, tiles: TileTable = NO_TILES) -> None:
-        self.tiles = tiles
+    def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
+        self.tiles = NO_TILES if deterministic else tiles
+        self.deterministic = deterministic
+        self.dense_copies = dense_copies
         self._scratch: dict[torch.device, linear.Scratch] = {}
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
@@ -35,7 +48,7 @@ class TritonOps(OpSet):
 
     def with_tiles(self, tiles: TileTable) -> TritonOps:
         """The same ops on the same weights, with other tiles."""
-        other = TritonOps(tiles)
+        other = TritonOps(tiles, deterministic=self.deterministic, dense_copies=self.dense_copies)
         other._scratch = self._scratch
         return other
 
@@ -48,10 +61,12 @@ class TritonOps(OpSet):
         device = w.weight.device
         if device not in self._scratch:
             self._scratch[device] = linear.Scratch(device)
+        if isinstance(w, GroupedLinear) and self.dense_copies:
+            return dataclasses.replace(w, dense=linear.expand(w, w.scales.dtype))
         return w
 
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return self.prepare_linear(weight, None, scheme)
+        return Linear(weight=weight) if scheme is None else round_linear(weight, None, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -59,7 +74,7 @@ class TritonOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles)
+        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return pointwise.quantize(x, inputs)
@@ -141,6 +156,7 @@ class TritonOps(OpSet):
             alibi_slopes=alibi_slopes,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
+            deterministic=self.deterministic,
         )
 
     def gated_activation(

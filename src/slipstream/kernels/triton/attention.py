@@ -280,48 +280,50 @@ def _prefill_kernel(
     SCALED: tl.constexpr,
     BY_DIM: tl.constexpr,
 ):
+    """One program a (kv head, sequence, BLOCK_M rows): the rows are the queries' tokens times the heads that share the kv head,
+    so that a decode, too, has a tile's rows to fill."""
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest first
     start = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - start
-    if tile * BLOCK_M >= num_queries:
+    if tile * BLOCK_M >= num_queries * G:
         return
     length = tl.load(lens_ptr + seq)
     context = length - num_queries
     rows, ds = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    live = rows < num_queries
-    positions = context + rows
-    place = ((start + rows).to(tl.int64) * (K * G) + head)[:, None] * D + ds[None, :]
+    live = rows < num_queries * G
+    heads = head * G + rows % G
+    positions = context + rows // G
+    place = ((start + rows // G).to(tl.int64) * (K * G) + heads)[:, None] * D + ds[None, :]
     q = tl.load(q_ptr + place, mask=live[:, None] & (ds < D)[None, :], other=0.0)
     if SCALED:
         q = q.to(tl.float16)
-        scale *= tl.load(k_scale_ptr + head // G)
+        scale *= tl.load(k_scale_ptr + head)
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + head)
+        slope = tl.load(slopes_ptr + heads)[:, None]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
-    low = 0
+    low, first = 0, context + tile * BLOCK_M // G
     if HAS_WINDOW:
-        low = tl.maximum(0, context + tile * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N
-    whole = (context + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N  # keys that every query of the tile may see
-    whole = tl.maximum(whole, low)
-    end = tl.minimum(length, context + (tile + 1) * BLOCK_M)
+        low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
+    whole = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)  # keys that every query of the tile may see
+    end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
     for at in range(low, whole, BLOCK_N):
         acc, best, total = _prefill_step(
-            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head // G, ds,
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head, ds,
             K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     for at in range(whole, end, BLOCK_N):
         acc, best, total = _prefill_step(
-            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head // G, ds,
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head, ds,
             K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SCALED:
-        acc = acc * tl.load(v_scale_ptr + head // G)
+        acc = acc * tl.load(v_scale_ptr + head)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :])
 
 
@@ -336,8 +338,10 @@ def paged_attention(
     alibi_slopes: Tensor | None,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles, for measurements: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages)."""
+    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). `deterministic`: one kernel and
+    one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -349,38 +353,41 @@ def paged_attention(
     k_scale, v_scale = (q if s is None else s for s in (kv.k_scale, kv.v_scale))
     slopes = q if alibi_slopes is None else alibi_slopes
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
-    if meta.num_decodes:
-        few = meta.num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
+    num_decodes = 0 if deterministic else meta.num_decodes
+    if num_decodes:
+        few = num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
         block_n, warps, stages = decode_tile or ((16, 1, 6) if few or flags["SCALED"] else (32, 1, 3))
-        splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
+        splits = num_splits(num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
-            rows = meta.num_decodes * num_heads * splits
+            rows = num_decodes * num_heads * splits
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        _decode_kernel[(meta.num_decodes, num_kv_heads, splits)](
+        _decode_kernel[(num_decodes, num_kv_heads, splits)](
             q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers, splits,
             BLOCK_G=max(8, triton.next_power_of_2(shape["G"])), BLOCK_N=block_n,
             SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
             **overlapped(q),
         )  # fmt: skip
         if splits > 1:
-            grid = (meta.num_decodes * num_heads,)
+            grid = (num_decodes * num_heads,)
             _combine_kernel[grid](
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
-    if num_seqs > meta.num_decodes:
-        default = (64, 64, 4, 3) if block_d <= 128 else (64, 32, 8, 2)
+    if num_seqs > num_decodes:
+        default = (64, 32, 8, 2)
+        if block_d <= 128:
+            default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
             default = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or default
-        if meta.max_query_len <= 32:
-            block_m = min(block_m, 32)
-            warps = min(warps, 4)
-        tiles = triton.cdiv(meta.max_query_len, block_m)
-        _prefill_kernel[(num_heads, num_seqs - meta.num_decodes, tiles)](
+        num_rows = meta.max_query_len * shape["G"]
+        if num_rows <= 32 and not deterministic:
+            block_m, warps = min(block_m, 32), min(warps, 4)
+        tiles = triton.cdiv(num_rows, block_m)
+        _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
-            meta.num_decodes,
+            num_decodes,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out

@@ -261,9 +261,11 @@ def _cached(x, scale, cache_ptr, SCALED: tl.constexpr):
     kind: tl.constexpr = cache_ptr.dtype.element_ty
     if SCALED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        return _round(x / scale, cache_ptr, 127.0 if kind == tl.int8 else 448.0)
-    stored = x.to(kind)
-    return tl.where(tl.abs(stored.to(tl.float32)) < float("inf"), stored, 0.0)
+        stored = _round(x / scale, cache_ptr, 127.0 if kind == tl.int8 else 448.0)
+    else:
+        stored = x.to(kind)
+        stored = tl.where(tl.abs(stored.to(tl.float32)) < float("inf"), stored, 0.0)
+    return stored
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.tiles import OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.triton import TritonOps
@@ -36,7 +36,7 @@ SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
     "skinny": ((64, 256, 2, 3), ((32, 64, 128), (128, 256, 512), (1, 2, 4, 8), (2, 3, 4, 5))),
     "tiled": ((128, 256, 128, 8, 3), ((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4))),
     "grouped": ((64, 2, 3), ((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5))),
-    "decode": ((32, 1, 3), ((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4))),
+    "decode": ((16, 1, 6), ((16, 32, 64), (1, 2, 4), (1, 2, 3, 4, 6))),
     "prefill": ((64, 64, 4, 3), ((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))),
 }
 """Where the search begins, and what each number of a tile may be."""
@@ -268,7 +268,8 @@ class _Bench:
             num_seqs, num_queries, length = max(1, 4096 // size), size, size
         per_seq = -(-length // block_size)
         shape = (num_seqs * per_seq + 1, a.num_kv_heads, block_size, a.head_dim)
-        kv = LayerKV(self._cache(shape, cache), self._cache(shape, cache))
+        k, v = self._cache(shape, cache), self._cache(shape, cache)
+        kv = LayerKV(k, by_dim(v) if self.ops.values_by_dim(v.dtype) else v)  # as the engine keeps them
         if cache is not None:
             scale = torch.full((a.num_kv_heads,), 1 / 16, device=self.device)
             kv = dataclasses.replace(kv, k_scale=scale, v_scale=scale)
