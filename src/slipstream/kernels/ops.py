@@ -185,6 +185,10 @@ class OpSet(ABC):
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
         """The same for the weights of all experts, one below the other, as `moe` reads them."""
 
+    def adopt_experts(self, w: Linear) -> Linear:
+        """Those that a checkpoint holds rounded already."""
+        return w
+
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
