@@ -78,7 +78,7 @@ def test_rounded_experts(scheme, num_tokens):
     x, logits, up, down = case(num_tokens, spec, inner=128)
     up, down = (REFERENCE.prepare_experts(w, SCHEMES[scheme]) for w in (up, down))
     expected = REFERENCE.moe(x, logits, up, down, spec)
-    ours = ops.moe(x, logits, ops.adopt_linear(up), ops.adopt_linear(down), spec)
+    ours = ops.moe(x, logits, ops.adopt_experts(up), ops.adopt_experts(down), spec)
     # Where an input of the second product falls between two codes of 8 bits, one step of it.
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
@@ -130,3 +130,5 @@ def test_the_cpu_has_no_rounded_experts():
     with pytest.raises(ConfigError) as caught:
         CpuOps().prepare_experts(torch.randn(64, 64), SCHEMES["int8"])
     assert caught.value.field == "kernels"
+    with pytest.raises(ConfigError):
+        CpuOps().adopt_experts(REFERENCE.prepare_experts(torch.randn(64, 64), SCHEMES["int8"]))
