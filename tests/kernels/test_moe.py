@@ -71,6 +71,16 @@ def test_equals_the_reference(ops, num_tokens, spec):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_larger_tiles(block):
+    spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
+    x, logits, up, down = case({32: 40, 64: 100, 128: 300}[block], spec)
+    assert triton_moe.group(triton_moe.route(logits, spec)[1], 2).block == block
+    expected = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
+    ours = ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "int4-g32"])
 @pytest.mark.parametrize("num_tokens", [1, 19])
 def test_rounded_experts(scheme, num_tokens):
