@@ -395,9 +395,8 @@ def _choose_dense_copies(
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False
     spec = model.spec
-    parameters = sum(
-        layer.attention.num_parameters(spec.hidden_size) + layer.mlp.num_parameters(spec.hidden_size) for layer in spec.layers
-    )
+    products = [p for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # experts get no copies
+    parameters = sum(p.rows * p.inner for p in products)
     fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
     share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
     chosen: bool = choose("dense_copies", fits, "device", share)

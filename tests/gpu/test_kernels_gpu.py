@@ -14,6 +14,7 @@ from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, Sa
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
+from slipstream.model.spec import DenseSpec, MoESpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -224,6 +225,25 @@ def test_sampling_at_a_real_vocabulary(ops):
     )
     ours, theirs = ops.sample(logits.clone(), params), REFERENCE.sample(logits.clone(), params)
     assert (ours == theirs).float().mean() >= 0.98  # a draw may fall on a border that rounding moves
+
+
+@pytest.mark.parametrize("name", [None, *SCHEMES])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])
+def test_mixtures_of_experts(ops, name, num_tokens):
+    """Sizes of Mixtral's and of Qwen 3's experts, with few of them (the reference goes expert by expert)."""
+    for num_experts, top, hidden, size in ((8, 2, 1024, 3584), (64, 8, 2048, 768)):
+        expert = DenseSpec(intermediate_size=size, activation="silu")
+        spec = MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=True)
+        shapes = (num_experts * 2 * size, hidden), (num_experts * hidden, size)
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for n, k in shapes]
+        up, down = (ops.prepare_experts(w, SCHEMES[name] if name else None) for w in weights)
+        x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16).float()
+        logits += torch.arange(num_experts, device="cuda") * 1e-4  # no ties, which each may break otherwise
+        theirs = REFERENCE.moe(x, logits, up, down, spec)
+        ours = ops.moe(x, logits, up, down, spec)
+        assert error(ours, theirs) < 2e-2, (num_experts, size)
+        assert torch.equal(ours, ops.moe(x, logits, up, down, spec))
 
 
 @pytest.mark.parametrize("name", [None, *SCHEMES])

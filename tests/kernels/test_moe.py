@@ -71,6 +71,16 @@ def test_equals_the_reference(ops, num_tokens, spec):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_larger_tiles(block):
+    spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
+    x, logits, up, down = case({32: 40, 64: 100, 128: 300}[block], spec)
+    assert triton_moe.group(triton_moe.route(logits, spec)[1], 2).block == block
+    expected = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
+    ours = ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "int4-g32"])
 @pytest.mark.parametrize("num_tokens", [1, 19])
 def test_rounded_experts(scheme, num_tokens):
@@ -78,7 +88,7 @@ def test_rounded_experts(scheme, num_tokens):
     x, logits, up, down = case(num_tokens, spec, inner=128)
     up, down = (REFERENCE.prepare_experts(w, SCHEMES[scheme]) for w in (up, down))
     expected = REFERENCE.moe(x, logits, up, down, spec)
-    ours = ops.moe(x, logits, ops.adopt_linear(up), ops.adopt_linear(down), spec)
+    ours = ops.moe(x, logits, ops.adopt_experts(up), ops.adopt_experts(down), spec)
     # Where an input of the second product falls between two codes of 8 bits, one step of it.
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
@@ -130,3 +140,5 @@ def test_the_cpu_has_no_rounded_experts():
     with pytest.raises(ConfigError) as caught:
         CpuOps().prepare_experts(torch.randn(64, 64), SCHEMES["int8"])
     assert caught.value.field == "kernels"
+    with pytest.raises(ConfigError):
+        CpuOps().adopt_experts(REFERENCE.prepare_experts(torch.randn(64, 64), SCHEMES["int8"]))

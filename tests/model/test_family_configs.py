@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.kernels.ops import select_ops
 from slipstream.model.description import read_spec
@@ -81,6 +82,30 @@ def test_keys_of_before_say_the_same(tmp_path):
     assert falcon.layers[0].attention.num_kv_heads == 2
 
 
+def test_what_holds_where_a_config_is_silent(tmp_path):
+    common = {**NEOX, "num_hidden_layers": 2}
+    for given, expected in (
+        ({}, (50.0, 30.0)),
+        ({"attn_logit_softcapping": None, "final_logit_softcapping": None}, (None, None)),
+        ({"attn_logit_softcapping": 7}, (7.0, 30.0)),
+    ):
+        spec = spec_of(tmp_path, "gemma2", "Gemma2ForCausalLM", **common, **given)
+        assert (spec.layers[0].attention.softcap, spec.logit_softcap) == expected
+        assert [layer.attention.window for layer in spec.layers] == [4096, None]
+    for model_type, architecture, rotary_dim in (
+        ("gpt_neox", "GPTNeoXForCausalLM", 4),
+        ("phi", "PhiForCausalLM", 8),
+        ("glm", "GlmForCausalLM", 8),
+        ("cohere", "CohereForCausalLM", 16),
+    ):
+        position = spec_of(tmp_path, model_type, architecture, **common).layers[0].attention.position
+        assert position.rotary_dim == rotary_dim
+        assert position.style == ("interleaved" if model_type in ("glm", "cohere") else "half")
+    kinds = spec_of(tmp_path, "cohere2", "Cohere2ForCausalLM", **{**NEOX, "num_hidden_layers": 5}).layers
+    assert [layer.attention.position is None for layer in kinds] == [False, False, False, True, False]
+    assert [layer.attention.window for layer in kinds] == [4096, 4096, 4096, None, 4096]
+
+
 def test_blocks_are_told_apart(tmp_path):
     falcon = {**NEOX, "intermediate_size": None, "alibi": True, "bias": True}
     rw = spec_of(tmp_path, "falcon", "FalconForCausalLM", **falcon, parallel_attn=False, multi_query=False).layers[0]
@@ -125,6 +150,7 @@ REFUSED = [
     ("gemma", {"hidden_act": "silu"}, "hidden_act"),
     ("gemma2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
@@ -269,3 +295,36 @@ def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match="lacks" if name == "dense" else "order of rows"):
             load(tmp_path)
         save_file(tensors, file)
+
+
+# --- Through the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+        ("bloom", {}),
+        ("falcon", {}),
+        ("gpt_bigcode", {}),
+        ("olmo2", {}),
+        ("cohere2", {}),
+        ("mixtral", {"sliding_window": 7}),
+        ("qwen2_moe", {}),
+    ],
+    ids=str,
+)
+def test_greedy_answers_of_the_engine_are_transformers(tmp_path, family, overrides):
+    """Several prompts at once, in chunks, with a common beginning: cache, scheduler and sampler as they are for all."""
+    theirs = tiny_models.build(tmp_path, family, **overrides)
+    prompts = [TOKENS[:20], [*TOKENS[:17], 9, 9, 4], TOKENS[30:33]]
+    settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    with LLM(str(tmp_path), max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **settings) as llm:
+        given = [{"prompt_token_ids": p} for p in prompts]
+        answers = llm.generate(given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            ids = theirs.generate(
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert answer.outputs[0].token_ids == ids[0, len(prompt) :].tolist()

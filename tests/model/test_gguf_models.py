@@ -60,6 +60,24 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}, RMS),
     "qwen2": ("qwen2", "qwen2", {"use_sliding_window": False}, RMS),
     "qwen3": ("qwen3", "qwen3", {}, {**RMS, "attention.key_length": 16, "attention.value_length": 16}),
+    "qwen2moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        {},
+        {
+            **RMS,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+            "expert_shared_feed_forward_length": 48,
+        },
+    ),
+    "qwen3moe": (
+        "qwen3moe",
+        "qwen3_moe",
+        {"head_dim": 8},
+        {**RMS, "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64},
+    ),
     "gemma": ("gemma", "gemma", {}, {**RMS, "attention.key_length": 16, "attention.value_length": 16}),
     "gemma2": (
         "gemma2",
@@ -177,16 +195,22 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
     spec = read_spec(tmp_path / "hf").spec
     a, number = spec.layers[0].attention, {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    table, tensors = gguf.get_tensor_name_map(number, spec.num_layers), {}
+    table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
+        if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):  # one tensor for all experts
+            stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value.numpy()
+            continue
+        value = value.squeeze()  # as the converter does
         found = [table.get_name(n, (".weight", ".bias")) for n in (name, name.removeprefix("transformer."))]
         written = next(n for n in found if n is not None)
         tensors[written] = (as_llama_cpp(architecture, name, value.numpy(), a), "F32")
+    for name, parts in stacks.items():
+        tensors[table.get_name(name, (".weight",))] = (np.stack([parts[e] for e in range(len(parts))]), "F32")
     metadata = {
         "block_count": spec.num_layers,
         "context_length": spec.max_position,
         "embedding_length": spec.hidden_size,
-        "feed_forward_length": spec.layers[0].mlp.intermediate_size,
+        "feed_forward_length": getattr(spec.layers[0].mlp, "intermediate_size", 64),
         "attention.head_count": a.num_heads,
     }
     if a.num_kv_heads not in (1, a.num_heads):

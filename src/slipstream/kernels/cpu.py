@@ -129,6 +129,9 @@ class CpuOps(ReferenceOps):
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight) if scheme is None else self.prepare_linear(weight, None, scheme)
 
+    def adopt_experts(self, w: Linear) -> Linear:
+        return self.adopt_linear(w)
+
     def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
         weights, chosen = route(router_logits, spec)

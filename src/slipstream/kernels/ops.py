@@ -178,12 +178,12 @@ class OpSet(ABC):
         return w
 
     def adopt_experts(self, w: Linear) -> Linear:
-        """The same for the weights of all experts."""
+        """`adopt_linear` for the weights of all experts."""
         return w
 
     @abstractmethod
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        """The same for the weights of all experts, one below the other, as `moe` reads them."""
+        """`prepare_linear` for the weights of all experts, one below the other, as `moe` reads them."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

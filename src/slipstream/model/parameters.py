@@ -45,12 +45,16 @@ Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A checkpoint tensor fills rows [start, start + rows) of parameter `target` (all of it if `rows` is None)."""
+    """A checkpoint tensor fills rows [start, start + rows) of parameter `target` (all of it if `rows` is None).
+
+    With `copies` it is of all experts, [copies, rows, in], and fills these rows of each.
+    """
 
     target: str
     start: int = 0
     rows: int | None = None
     transform: Transform | None = None
+    copies: int | None = None
 
 
 def parameters(spec: ModelSpec) -> dict[str, Shape]:

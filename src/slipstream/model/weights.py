@@ -64,15 +64,13 @@ def load_parameters(
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
-        target = values[placement.target]
-        rows = target.shape[0] - placement.start if placement.rows is None else placement.rows
-        into = target[placement.start : placement.start + rows]
+        into = _place(values[placement.target], placement)
         expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
-        if tuple(shape) != expected:
+        if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
             )
-        into.copy_(_transform(read(), placement.transform))
+        into.copy_(_transform(read().view(expected), placement.transform))
         filled.add(key)
     missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
     if rounded is not None:
@@ -99,6 +97,14 @@ def dummy_parameters(
             value.normal_(0.0, 0.02, generator=generator)
         values[name] = value
     return values
+
+
+def _place(target: Tensor, placement: Placement) -> Tensor:
+    """The part of a parameter that a tensor fills."""
+    whole = target if placement.copies is None else target.unflatten(0, (placement.copies, -1))
+    dim = whole.dim() - target.dim()
+    rows = whole.shape[dim] - placement.start if placement.rows is None else placement.rows
+    return whole.narrow(dim, placement.start, rows)
 
 
 def _transform(value: Tensor, transform: Transform | None) -> Tensor:

@@ -125,9 +125,10 @@ def _group_kernel(
 
 
 def group(chosen: Tensor, num_experts: int) -> Groups:
-    """chosen int32 [T, k] → its entries by expert. Few entries make small tiles."""
+    """chosen int32 [T, k] → its entries by expert. Tiles grow with the entries that an expert has on average; unmeasured so far
+    (benchmarks/gpu_moe.py)."""
     count, device = chosen.numel(), chosen.device
-    block = 16 if count <= 8 * num_experts else 32 if count <= 32 * num_experts else 64
+    block = next((size for size, most in ((16, 8), (32, 32), (64, 128)) if count <= most * num_experts), 128)
     max_tiles = min(count, triton.cdiv(count, block) + num_experts)
     order = torch.empty(count, dtype=torch.int32, device=device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
@@ -264,7 +265,7 @@ def experts(
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         BLOCK_M=groups.block,
         BLOCK_N=block_n,
-        BLOCK_K=64 if packed or values.element_size() == 4 else 128 // values.element_size() * 2,
+        BLOCK_K=64 if packed or values.element_size() == 4 else (256 if groups.block < 128 else 128) // values.element_size(),
         BLOCK_X=triton.next_power_of_2(spec.num_experts),
         num_warps=4 if block_n == 64 else 8,
         num_stages=3,

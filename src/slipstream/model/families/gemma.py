@@ -57,6 +57,7 @@ def read_gemma3(c: ConfigReader) -> ModelSpec:
     pattern = c.maybe("sliding_window_pattern", int) or c.take("_sliding_window_pattern", int, 6)
     c.maybe("_sliding_window_pattern", int)
     kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
+    c.require("attn_logit_softcapping")  # no published model has it, and transformers reads it without using it
     positions = {kind: _rope(c, kind, h.head_dim, max_position) for kind in ("full_attention", "sliding_attention")}
     return _sandwich(c, "gemma3", h, kinds, positions, max_position, qk_norm=True, caps=(None, None))
 

@@ -7,9 +7,9 @@ from typing import Any
 from slipstream.model.families.base import ConfigReader
 
 
-def gguf_config(m: ConfigReader, *, partial: bool = False) -> dict[str, Any]:
+def gguf_config(m: ConfigReader, *, partial: bool = False, experts: bool = False) -> dict[str, Any]:
     """The keys that all architectures share; a value is None where the file is silent. What llama.cpp can do and these models
-    don't is refused, not ignored. `partial`: heads may turn in part."""
+    don't is refused, not ignored. `partial`: heads may turn in part. `experts`: the caller takes their keys."""
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
         "num_hidden_layers": m.size("block_count"),
@@ -29,16 +29,17 @@ def gguf_config(m: ConfigReader, *, partial: bool = False) -> dict[str, Any]:
     m.require("rope.scaling.type", "none")
     m.require("rope.scaling.factor", 0.0, 1.0)  # llama.cpp takes 0 for none
     m.require("rope.scale_linear", 0.0, 1.0)  # its name in older files
-    m.require("expert_count", 0)
-    m.require("expert_used_count", 0)
+    if not experts:
+        m.require("expert_count", 0)
+        m.require("expert_used_count", 0)
     return config
 
 
-def llama_gguf_config(m: ConfigReader, *, partial: bool = False) -> dict[str, Any]:
+def llama_gguf_config(m: ConfigReader, *, partial: bool = False, experts: bool = False) -> dict[str, Any]:
     """Models with Llama's RMS norms and gated MLPs."""
     m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
-    return _present({**gguf_config(m, partial=partial), "rms_norm_eps": eps, "hidden_act": "silu"})
+    return _present({**gguf_config(m, partial=partial, experts=experts), "rms_norm_eps": eps, "hidden_act": "silu"})
 
 
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:

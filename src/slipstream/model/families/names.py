@@ -51,6 +51,12 @@ GGUF: dict[str, Theirs] = {
     "mlp.up": ("ffn_gate", "ffn_up"),
     "mlp.down": "ffn_down",
     "post_mlp": "post_ffw_norm",
+    "router": "ffn_gate_inp",
+    "experts.up": ("ffn_gate_exps", "ffn_up_exps"),
+    "experts.down": "ffn_down_exps",
+    "shared.up": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared.down": "ffn_down_shexp",
+    "shared_weight": "ffn_gate_inp_shexp",
 }
 """llama.cpp's names. It has one vocabulary for all architectures, and writes fused and transposed weights in our order."""
 
@@ -59,8 +65,8 @@ def table(
     theirs: Mapping[str, Theirs], *, layer: str = "model.layers.{i}.", changes: Mapping[str, Change] | None = None
 ) -> Callable[[ModelSpec], Names]:
     """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
-    `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert. `changes` says by our
-    names which are stored otherwise."""
+    `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor
+    holds all experts'. `changes` says by our names which are stored otherwise."""
 
     def names(spec: ModelSpec) -> Names:
         found: Names = {}
@@ -72,16 +78,18 @@ def table(
                 below, of = layer.replace("{i}", index), spec.layers[int(index)]
             change = (changes or {}).get(stem)
             parts, start = theirs[stem], 0
+            copies = of.mlp.num_experts if of and isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else None
             if isinstance(parts, str) and "{e}" not in parts:
-                found[f"{below}{parts}.{kind}"] = Placement(target, transform=_transform(change, kind, of))
+                place = Placement(target, transform=_transform(change, kind, of), copies=copies)
+                found[f"{below}{parts}.{kind}"] = place
                 continue
             assert of is not None
-            copies = of.mlp.num_experts if isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else 1
-            each = shape[0] // copies
+            each = shape[0] // (copies or 1)
             pieces = ((parts, each),) if isinstance(parts, str) else tuple(zip(parts, _rows(of, stem, each), strict=True))
-            for e in range(copies):
+            alone = "{e}" in pieces[0][0]  # each expert is a tensor
+            for e in range(copies or 1 if alone else 1):
                 for i, (part, rows) in enumerate(pieces):
-                    place = Placement(target, start, rows, _transform(change, kind, of, i))
+                    place = Placement(target, start, rows, _transform(change, kind, of, i), None if alone else copies)
                     found[f"{below}{part.replace('{e}', str(e))}.{kind}"] = place
                     start += rows
         return found

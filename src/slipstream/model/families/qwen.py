@@ -4,6 +4,7 @@ as mixtures of experts."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.llama import ROTARY_BUFFERS, names
@@ -82,6 +83,25 @@ def _read(
     return model(c, family, layer, norm, max_position)
 
 
+def gguf_qwen2_moe(m: ConfigReader) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": m.size("expert_shared_feed_forward_length")}
+    return {**_moe_gguf_config(m), **shared, "norm_topk_prob": False}
+
+
+def gguf_qwen3_moe(m: ConfigReader) -> dict[str, Any]:
+    return {**_moe_gguf_config(m), "norm_topk_prob": True}
+
+
+def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Whether weights are made to sum to 1 is not in the file: llama.cpp does so for Qwen 3, not for Qwen 2."""
+    return {
+        **llama_gguf_config(m, experts=True),
+        "num_experts": m.size("expert_count"),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+    }
+
+
 FAMILIES = tuple(
     Family(
         model_type=name,
@@ -89,12 +109,12 @@ FAMILIES = tuple(
         read=read,
         names=names,
         ignored=ROTARY_BUFFERS,
-        gguf=GGUFFamily(architecture=name, config=llama_gguf_config, names=gguf_table()) if "moe" not in name else None,
+        gguf=GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
     )
-    for name, architecture, read in (
-        ("qwen2", "Qwen2ForCausalLM", read_qwen2),
-        ("qwen3", "Qwen3ForCausalLM", read_qwen3),
-        ("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe),
-        ("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe),
+    for name, architecture, read, config in (
+        ("qwen2", "Qwen2ForCausalLM", read_qwen2, llama_gguf_config),
+        ("qwen3", "Qwen3ForCausalLM", read_qwen3, llama_gguf_config),
+        ("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, gguf_qwen2_moe),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, gguf_qwen3_moe),
     )
 )

@@ -1,0 +1,37 @@
+"""Whole tiny models on the Triton kernels, in Triton's interpreter: one of each kind of block, position and MLP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels.triton import TritonOps
+from slipstream.model.loader import load_model
+from tests import tiny_models
+from tests.model.harness import CPU, run
+
+TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+        ("bloom", {"hidden_size": 48, "n_head": 6}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+        ("gpt_bigcode", {}),
+        ("gemma2", {"attn_logit_softcapping": 5.0}),
+        ("olmo2", {}),
+        ("granite", {}),
+        ("cohere2", {}),
+        ("mixtral", {}),
+        ("qwen2_moe", {}),
+    ],
+    ids=str,
+)
+def test_logits_equal_transformers(tmp_path, family, overrides):
+    theirs = tiny_models.build(tmp_path, family, **overrides)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([TOKENS])).logits[0]
+    ours = run(load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32), TOKENS, (5, 1, 2))
+    assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
