@@ -4,8 +4,8 @@
     python benchmarks/gpu_text.py compare REF.json OUT.json [--model FILE]       (on the GPU)
 
 50 prompts, 64 tokens each. Once two texts differ in a token they go on differently, so the share of the reference's tokens that
-the model finds likeliest, given the reference's text so far, is printed too. The reference is the op set of that name on a CPU, in bfloat16 and in float32: what two roundings of
-one model differ by is the yardstick for what a GPU may.
+the model finds likeliest, given the reference's text so far, is printed too. The reference is the op set of that name on a
+CPU, in bfloat16 and in float32: what two roundings of one model differ by is the yardstick for what a GPU may.
 """
 
 from __future__ import annotations
