@@ -104,6 +104,8 @@ def naive(tokenizer, ids, skip, stops, include, min_tokens):
         # An unfinished character at the end is not there yet; decode writes it as a replacement character.
         kept = [i for i in ids[:count] if not (skip and i in tokenizer.special_ids)]
         data = b"".join(tokenizer.token_bytes(i) for i in kept)
+        if not final and len(data) > 1 and data[-2] == 0xED and 0xA0 <= data[-1] <= 0xBF:
+            return text[:-2]  # half of a surrogate is wrong already, but Python's decoder waits for its last byte
         for cut in range(1, 4):
             tail = data[-cut:]
             if len(tail) == cut and tail[0] >= 0xC2 and not final:
