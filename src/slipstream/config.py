@@ -119,7 +119,7 @@ class SchedulingConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     facts: DeviceFacts
-    kernels: Literal["auto", "reference", "cpu", "triton"]
+    kernels: Literal["auto", "reference", "cpu", "torch", "triton"]
     enforce_eager: bool
     num_threads: int
 
@@ -246,7 +246,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
-    _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "triton"))
+    _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
 
     for f in dataclasses.fields(args):

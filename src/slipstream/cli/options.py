@@ -45,7 +45,7 @@ ENGINE_HELP = {
     "scheduling_policy": "inflight, or the baselines dynamic and static",
     "batch_window_s": "dynamic: seconds to wait for a batch to fill",
     "max_queue": "most requests that wait; beyond it they are refused",
-    "kernels": "auto, reference, cpu or triton",
+    "kernels": "auto, reference, cpu, torch or triton",
     "num_threads": "CPU threads",
 }
 SAMPLING_HELP = {

@@ -1,7 +1,7 @@
 """The op set: what a model is computed with, and the one place that chooses an implementation.
 
-`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the torch ops that are fast
-on a CPU, `triton/` the GPU's. The decoder is handed an `OpSet` and never asks which. Shapes: T tokens in the step,
+`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the C++ kernels of a CPU,
+`cpu_torch.py` the torch ops that are fast there where those are not built, `triton/` the GPU's. The decoder is handed an `OpSet` and never asks which. Shapes: T tokens in the step,
 S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F feed-forward size.
 
 A step is *ragged*: the tokens of all sequences stand one after another, sequence i at
@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,6 +114,28 @@ class GroupedLinear(Linear):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i, or
+    start + order[i]."""
+
+    type: str
+    blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
+    start: int
+    order: Tensor | None = None  # int32 [rows]
+
+    @property
+    def rows(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLinear(Linear):
+    """A weight in GGUF's own precision, for op sets that say so (`block_types`). `weight` is on the meta device."""
+
+    pieces: tuple[BlockRows, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTensors:
     """How to sample S rows of logits. Flags let an op skip what no row asks for.
 
@@ -143,6 +167,8 @@ class OpSet(ABC):
     """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
 
     name: str
+    block_types: frozenset[str] = frozenset()
+    """GGUF's types that `adopt_linear` takes as they are."""
 
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
@@ -153,8 +179,12 @@ class OpSet(ABC):
         """A weight that a checkpoint holds rounded already, for this op set's `linear`."""
         return w
 
+    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
+        """The table that `embed` reads. With `tied`, the output head that was made of it, an op set may read that."""
+        return table
+
     @abstractmethod
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
 
     @abstractmethod
@@ -263,18 +293,23 @@ class OpSet(ABC):
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
 
 
-def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises."""
+def select_ops(device: torch.device, implementation: str = "auto", *, num_threads: int = 1) -> OpSet:
+    """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises.
+    On a CPU auto is cpu, the C++ kernels, or torch where they are not built (`slipstream doctor` says so)."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu"
+        implementation = "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
     if implementation == "reference":
         from slipstream.kernels.reference import ReferenceOps
 
         return ReferenceOps()
     if implementation == "cpu" and device.type == "cpu":
-        from slipstream.kernels.cpu import CpuOps
+        from slipstream.kernels.cpu import NativeOps
+
+        return NativeOps(num_threads)
+    if implementation == "torch" and device.type == "cpu":
+        from slipstream.kernels.cpu_torch import CpuOps
 
         return CpuOps()
     if implementation == "triton" and device.type == "cuda":
@@ -284,3 +319,10 @@ def select_ops(device: torch.device, implementation: str = "auto") -> OpSet:
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )
+
+
+def has_cpu_kernels() -> bool:
+    """Whether the C++ kernels are built."""
+    from slipstream.kernels.native import library_path
+
+    return library_path() is not None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
+from slipstream.model.compiled import compile_step
 from slipstream.model.parameters import block_norms
 from slipstream.model.positions import alibi_slopes, rope_table
 from slipstream.model.scheme import InputFormat, Scheme
@@ -143,13 +144,17 @@ class Decoder:
         rounded = rounded or {}
         self.spec = spec
         self.ops = ops
-        self.embed = parameters.pop("embed.weight")
+        held = rounded.get("embed.weight")
+        table: Tensor | Linear = parameters.pop("embed.weight") if held is None else held
         self.positions = parameters.pop("positions.weight", None)
         self.final_norm = _norm(spec.final_norm, "final_norm", parameters)
-        if spec.tied_embeddings:
-            parameters["head.weight"] = self.embed
+        if spec.tied_embeddings and isinstance(table, Linear):
+            rounded = {**rounded, "head.weight": table}
+        elif spec.tied_embeddings:
+            parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
-        device = self.embed.device
+        self.embed = ops.embedding(table, self.head if spec.tied_embeddings else None)
+        device = self.final_norm.weight.device
         tables: dict[RopeSpec, Tensor] = {}
 
         def attention(s: AttentionSpec, name: str) -> Attention:
@@ -178,9 +183,12 @@ class Decoder:
 
         self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
         assert not parameters, f"unused: {list(parameters)}"
+        self._compiled = compile_step(self)
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
+        if self._compiled is not None:
+            return self._compiled(token_ids, kv, meta)
         h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)

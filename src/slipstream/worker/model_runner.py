@@ -92,7 +92,7 @@ class ModelRunner:
             torch.set_num_threads(config.device.num_threads)
         else:
             torch.cuda.set_device(self.device)
-        self.ops = select_ops(self.device, config.device.kernels)
+        self.ops = select_ops(self.device, config.device.kernels, num_threads=config.device.num_threads)
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
             self.model: LoadedModel = load_model(
