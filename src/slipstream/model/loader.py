@@ -12,10 +12,12 @@ from slipstream.kernels.ops import OpSet
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
+from slipstream.model.gguf import GGUFFile
+from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES, Scheme
 from slipstream.model.spec import ModelSpec
-from slipstream.model.weights import dummy_parameters, load_parameters
+from slipstream.model.weights import dummy_parameters, gguf_names, load_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ def load_model(
     scheme: Scheme | None = None,
 ) -> LoadedModel:
     """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
-    products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded."""
+    products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded. A GGUF file's
+    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first."""
     description = read_spec(path)
     if description.scheme is not None:
         scheme = SCHEMES[description.scheme]
@@ -55,13 +58,17 @@ def load_model(
         check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
-            rounded = None
+            rounded: RoundedWeights | BlockWeights | None = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
                 if description.scheme is not None and description.method is not None:
                     held, shapes = SCHEMES[description.scheme], parameters(description.spec)
                     rounded = RoundedWeights(shapes, held, description.method, dtype=dtype, device=device)
+                elif description.format == "gguf" and scheme is None and ops.block_types:
+                    file = GGUFFile(description.path)
+                    names = gguf_names(description, file)
+                    rounded = BlockWeights(file, names, parameters(description.spec), ops.block_types, dtype)
                 values = load_parameters(description, dtype=dtype, device=device, rounded=rounded)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error

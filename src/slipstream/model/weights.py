@@ -18,6 +18,8 @@ from slipstream.errors import CheckpointError
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import Family
+from slipstream.model.gguf import GGUFFile
+from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import Placement, Shape, parameters
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
@@ -29,7 +31,7 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rounded: RoundedWeights | None = None,
+    rounded: RoundedWeights | BlockWeights | None = None,
 ) -> dict[str, Tensor]:
     """All parameters of the description's model, by our names, but those that `rounded` takes. CheckpointError names the
     tensor at fault."""
@@ -156,36 +158,40 @@ def _safetensors_files(path: Path) -> list[Path]:
     return files
 
 
-def _gguf_tensors(
-    description: ModelDescription, dtype: torch.dtype
-) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
-    """A GGUF file's tensors under the family's checkpoint names, and the family's table with llama.cpp's transforms."""
-    from slipstream.model.gguf import GGUFFile
-
+def gguf_names(description: ModelDescription, file: GGUFFile) -> dict[str, tuple[str, Placement]]:
+    """For each of the file's tensors that the family knows: its checkpoint name, and its place with llama.cpp's transforms."""
     family: Family = description.family
     assert family.gguf is not None
-    names = {}
-    for name, placement in family.names(description.spec).items():
-        if family.gguf.unpermute and re.search(r"\.[qk]_proj\.", name):
-            attention = description.spec.layers[int(name.split(".")[2])].attention
-            heads = attention.num_heads if ".q_proj." in name else attention.num_kv_heads
+    table, places, found = family.gguf.names, family.names(description.spec), {}
+    for name in file.tensors:
+        layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        theirs = table.get(f"blk.{{i}}.{layer[2]}" if layer else name, "").replace("{i}", layer[1] if layer else "")
+        placement = places.get(theirs)
+        if placement is None:
+            continue
+        if family.gguf.unpermute and re.search(r"\.[qk]_proj\.", theirs):
+            attention = description.spec.layers[int(theirs.split(".")[2])].attention
+            heads = attention.num_heads if ".q_proj." in theirs else attention.num_kv_heads
             placement = Placement(placement.target, placement.start, placement.rows, "unpermute", heads)
-        elif family.gguf.norms_plus_one and name.endswith("norm.weight"):
+        elif family.gguf.norms_plus_one and theirs.endswith("norm.weight"):
             placement = Placement(placement.target, placement.start, placement.rows, "minus_one")
-        names[name] = placement
+        found[name] = theirs, placement
+    return found
+
+
+def _gguf_tensors(description: ModelDescription, dtype: torch.dtype) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
+    """A GGUF file's tensors under the family's checkpoint names, and the family's table with llama.cpp's transforms."""
     file = GGUFFile(description.path)
-    table = family.gguf.names
+    known = gguf_names(description, file)
 
     def stream() -> Iterator[Stored]:
         for name, tensor in file.tensors.items():
-            found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-            key = f"blk.{{i}}.{found[2]}" if found else name
-            if key not in table:
+            if name not in known:
                 yield name, tuple(tensor.shape), lambda: torch.empty(0)  # no place: refused or ignored by name
                 continue
-            theirs = table[key].replace("{i}", found[1] if found else "")
+            theirs = known[name][0]
             # Norms keep their precision until one is taken off; everything else goes straight to the final type.
             kind = torch.float32 if theirs.endswith("norm.weight") else dtype
             yield theirs, tuple(tensor.shape), lambda n=name, k=kind: file.dequantize(n, k)  # type: ignore[misc]
 
-    return stream(), names, ()
+    return stream(), {**description.family.names(description.spec), **dict(known.values())}, ()
