@@ -78,6 +78,6 @@ void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes)
 void ss_run(ss_program* program, const ss_step* step) {
     if (step->num_tokens > 0) ((Program*)program)->run_step(*step);
 }
-int32_t ss_profile(ss_program* program, int32_t enable, int64_t* ns, int32_t capacity) {
-    return ((Program*)program)->profile(enable, ns, capacity);
+int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity) {
+    return ((Program*)program)->profile(clock, ns, capacity);
 }

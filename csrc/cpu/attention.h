@@ -31,17 +31,23 @@ static inline float scalar_kv(int32_t cache, const uint8_t* p, int64_t i) {
 
 // Where keys key0 … key0 + n of a sequence stand, as offsets in bytes of the cache.
 static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t key0, int64_t n, int64_t* at) {
+    const int64_t bytes = a.head_dim * element_bytes(a.cache), size = a.block_size;
+    int64_t block = key0 / size, offset = key0 - block * size;
     const int32_t* table = a.block_table + seq * a.table_stride;
-    const int64_t bytes = a.head_dim * element_bytes(a.cache);
-    for (int64_t j = 0; j < n; j++) {
-        const int64_t key = key0 + j;
-        at[j] = ((table[key / a.block_size] * a.num_kv_heads + kv_head) * a.block_size + key % a.block_size) * bytes;
+    for (int64_t j = 0; j < n; block++, offset = 0) {
+        const int64_t first = (table[block] * a.num_kv_heads + kv_head) * size;
+        for (; offset < size && j < n; offset++, j++) at[j] = (first + offset) * bytes;
     }
 }
 
-// scores[0 … 63] of keys key0 … for a query at `position`: cap, slope, mask, then softmax's running state. What is left in
-// `scores` are weights relative to the new maximum. Returns what the values mixed before are worth now.
-static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, float slope, Partial* p) {
+struct Running {  // softmax so far: the sum stays in lanes until the end
+    float top;
+    F sum;
+};
+
+// scores[0 … 63] of keys key0 … for a query at `position`: cap, slope, mask, then the running softmax. What is left in `scores`
+// are weights relative to the new maximum. Returns what the values mixed before are worth now.
+static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, float slope, Running* p) {
     int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = position + 1 - key0;
     low = low < 0 ? 0 : low;
     high = high > n ? n : high;
@@ -54,28 +60,50 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
             store(scores + j, vtanh(load(scores + j) * set1(1.0f / a.softcap)) * set1(a.softcap));
     if (a.slopes)
         for (int64_t j = 0; j < KT; j++) scores[j] += slope * (float)(key0 + j - position);
-    for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
-    for (int64_t j = high; j < KT; j++) scores[j] = -INFINITY;
-    const F most = vmax(vmax(load(scores), load(scores + 16)), vmax(load(scores + 32), load(scores + 48)));
-    const float before = p->top, now = top(most) > before ? top(most) : before;
-    F total = zero();
-    for (int64_t j = 0; j < KT; j += 16) {
-        const F w = vexp(load(scores + j) - set1(now));
-        store(scores + j, w);
-        total = total + w;
+    const bool masked = low > 0 || high < KT;
+    if (masked) {
+        for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
+        for (int64_t j = high; j < KT; j++) scores[j] = -INFINITY;
     }
-    for (int64_t j = 0; j < low; j++) scores[j] = 0.0f;  // exp there is small, not 0: -inf is cut off at e^-87
-    for (int64_t j = high; j < KT; j++) scores[j] = 0.0f;
-    const float scale = before == -INFINITY ? 0.0f : expf(before - now);
-    p->top = now;
-    p->sum = p->sum * scale + sum(total);
+    F x[KT / 16];
+    for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
+    const float most = top(vmax(vmax(x[0], x[1]), vmax(x[2], x[3]))), before = p->top;
+    const float now = most > before ? most : before;
+    float scale = 1.0f;
+    if (now > before) {
+        float t[16];
+        store(t, vexp(set1(before - now)));
+        scale = before == -INFINITY ? 0.0f : t[0];
+        p->top = now;
+        p->sum = p->sum * set1(scale);
+    }
+    for (int64_t j = 0; j < KT / 16; j++) x[j] = vexp(x[j] - set1(now));
+    for (int64_t j = 0; j < KT / 16; j++) store(scores + 16 * j, x[j]);
+    if (masked) {  // exp of what is hidden is small, not 0: it is cut off at e⁻⁸⁷
+        for (int64_t j = 0; j < low; j++) scores[j] = 0.0f;
+        for (int64_t j = high; j < KT; j++) scores[j] = 0.0f;
+        for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
+    }
+    p->sum = p->sum + ((x[0] + x[1]) + (x[2] + x[3]));
     return scale;
 }
+
+// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile's key
+// (value) is read, the next tile's is asked for, one at a time: all at once they would fill the queue that the reads need.
+struct Ahead {
+    const int64_t* at;
+    int64_t n, bytes;
+    inline void fetch(const uint8_t* cache, int64_t j) const {
+        if (j < n)
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(cache + at[j] + i);
+    }
+};
 
 // --- One token --------------------------------------------------------------------------------------------------------
 
 template <int CACHE, int ND>  // ND vectors a head, or any number if 0
-static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t heads, const int64_t* at, int64_t n, float* scores) {
+static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t heads, const int64_t* at, int64_t n, Ahead ahead,
+                                 float* scores) {
     const int64_t nd = ND ? ND : a.head_dim / 16;
     F part[16];
     for (int64_t h = 0; h < heads; h++) {
@@ -84,6 +112,7 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t
             const int64_t m = n - j0 < 16 ? n - j0 : 16;
             for (int64_t j = 0; j < m; j++) {
                 const uint8_t* key = a.k + at[j0 + j];
+                if (h == 0) ahead.fetch(a.k, j0 + j);
                 F s = load(qh) * load_kv<CACHE>(key, 0);
                 for (int64_t d = 1; d < nd; d++) s = fma(load(qh + 16 * d), load_kv<CACHE>(key, 16 * d), s);
                 part[j] = s;
@@ -97,16 +126,20 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t
 // The same with bfloat16 pairs: queries are rounded, nothing else.
 template <int ND>
 static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q, int64_t heads, const int64_t* at, int64_t n,
-                                       float* scores) {
+                                       Ahead ahead, float* scores) {
     const int64_t nd = ND ? ND / 2 : a.head_dim / 32;
     F part[16];
     for (int64_t h = 0; h < heads; h++) {
         const uint8_t* qh = (const uint8_t*)(q + h * a.head_dim);
+        B own[ND ? ND / 2 : 1];
+        for (int64_t d = 0; d < ND / 2; d++) own[d] = load_b(qh + 64 * d);
         for (int64_t j0 = 0; j0 < n; j0 += 16) {
             const int64_t m = n - j0 < 16 ? n - j0 : 16;
             for (int64_t j = 0; j < m; j++) {
+                const uint8_t* key = a.k + at[j0 + j];
+                if (h == 0) ahead.fetch(a.k, j0 + j);
                 F s = zero();
-                for (int64_t d = 0; d < nd; d++) s = dot_pairs(s, load_b(a.k + at[j0 + j] + 64 * d), load_b(qh + 64 * d));
+                for (int64_t d = 0; d < nd; d++) s = dot_pairs(s, load_b(key + 64 * d), ND ? own[d] : load_b(qh + 64 * d));
                 part[j] = s;
             }
             for (int64_t j = m; j < 16; j++) part[j] = zero();
@@ -117,12 +150,13 @@ static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q
 
 template <int CACHE, int NH, int NV>
 static inline void decode_mix(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                              int64_t d0, float* mixed) {
+                              Ahead ahead, int64_t d0, float* mixed) {
     F acc[NH][NV];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < n; j++) {
         const uint8_t* value = a.v + at[j];
+        ahead.fetch(a.v, j);
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -136,10 +170,10 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
 
 template <int CACHE, int NH>
 static inline void decode_mix_heads(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                                    float* mixed) {
+                                    Ahead ahead, float* mixed) {
     int64_t d = 0;
-    for (; d + 64 <= a.head_dim; d += 64) decode_mix<CACHE, NH, 4>(a, weights, scales, at, n, d, mixed);
-    for (; d < a.head_dim; d += 16) decode_mix<CACHE, NH, 1>(a, weights, scales, at, n, d, mixed);
+    for (; d + 64 <= a.head_dim; d += 64, ahead.n = 0) decode_mix<CACHE, NH, 4>(a, weights, scales, at, n, ahead, d, mixed);
+    for (; d < a.head_dim; d += 16, ahead.n = 0) decode_mix<CACHE, NH, 1>(a, weights, scales, at, n, ahead, d, mixed);
 }
 
 template <int CACHE>
@@ -151,37 +185,43 @@ static void decode_cache(const AttentionArgs& a, int64_t seq, int64_t kv_head, i
     float *q = scratch, *scores = q + heads * d, *scales = scores + heads * KT;
     uint16_t* pairs = (uint16_t*)(scales + round_up(heads, 16));
     const bool use_pairs = CACHE == CACHE_BF16 && kHasBf16 && d % 32 == 0;
-    int64_t at[KT];
+    Running* running = (Running*)((char*)scratch + round_up((char*)(pairs + heads * d) - (char*)scratch, 64));
+    int64_t places[2][KT], *at = places[0], *next = places[1];
     for (int64_t i = 0; i < heads * d; i += 16) {
         store(q + i, load(q0 + i) * set1(scale));
         if (use_pairs) store_bf16(pairs + i, load(q + i));
         store(mixed + i, zero());
     }
-    for (int64_t h = 0; h < heads; h++) part[h] = {-INFINITY, 0.0f};
+    for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
+    find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
     for (int64_t key = key0; key < key1; key += KT) {
-        const int64_t n = key1 - key < KT ? key1 - key : KT;
-        find_keys(a, seq, kv_head, key, n, at);
+        const int64_t n = key1 - key < KT ? key1 - key : KT, after = key1 - key - n < KT ? key1 - key - n : KT;
+        int64_t* known = next;
+        next = at, at = known;
+        find_keys(a, seq, kv_head, key + n, after, next);
+        Ahead ahead{next, after, d * element_bytes(CACHE)};
         if (use_pairs) {
-            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, scores);
-            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, scores);
-            else decode_scores_pairs<0>(a, pairs, heads, at, n, scores);
+            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, ahead, scores);
+            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, ahead, scores);
+            else decode_scores_pairs<0>(a, pairs, heads, at, n, ahead, scores);
         } else {
-            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, scores);
-            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, scores);
-            else decode_scores<CACHE, 0>(a, q, heads, at, n, scores);
+            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, ahead, scores);
+            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, ahead, scores);
+            else decode_scores<CACHE, 0>(a, q, heads, at, n, ahead, scores);
         }
         for (int64_t h = 0; h < heads; h++) {
             const float slope = a.slopes ? a.slopes[kv_head * heads + h] : 0.0f;
-            scales[h] = soften(a, scores + h * KT, key, n, position, slope, part + h);
+            scales[h] = soften(a, scores + h * KT, key, n, position, slope, running + h);
         }
-        for (int64_t h = 0; h < heads;) {
+        for (int64_t h = 0; h < heads; ahead.n = 0) {
             float *w = scores + h * KT, *to = mixed + h * d;
-            if (heads - h >= 4) decode_mix_heads<CACHE, 4>(a, w, scales + h, at, n, to), h += 4;
-            else if (heads - h == 3) decode_mix_heads<CACHE, 3>(a, w, scales + h, at, n, to), h += 3;
-            else if (heads - h == 2) decode_mix_heads<CACHE, 2>(a, w, scales + h, at, n, to), h += 2;
-            else decode_mix_heads<CACHE, 1>(a, w, scales + h, at, n, to), h += 1;
+            if (heads - h >= 4) decode_mix_heads<CACHE, 4>(a, w, scales + h, at, n, ahead, to), h += 4;
+            else if (heads - h == 3) decode_mix_heads<CACHE, 3>(a, w, scales + h, at, n, ahead, to), h += 3;
+            else if (heads - h == 2) decode_mix_heads<CACHE, 2>(a, w, scales + h, at, n, ahead, to), h += 2;
+            else decode_mix_heads<CACHE, 1>(a, w, scales + h, at, n, ahead, to), h += 1;
         }
     }
+    for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
     if (a.v_scale)
         for (int64_t i = 0; i < heads * d; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
 }
@@ -196,7 +236,7 @@ static void decode(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t
 
 static int64_t decode_scratch(const AttentionArgs& a) {
     const int64_t heads = a.num_heads / a.num_kv_heads;
-    return heads * (2 * a.head_dim + KT) + round_up(heads, 16) + 64;
+    return heads * (2 * a.head_dim + KT + (int64_t)sizeof(Running) / 4) + round_up(heads, 16) + 64;
 }
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
@@ -299,7 +339,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
     const int64_t qs = PAIRS ? dp / 2 : dp;  // floats a row
     float *q = scratch, *mixed = q + rows * dp, *keys = mixed + rows * dp, *values = keys + KT * dp;
     float *scores = values + KT * dp, *weights = scores + ROWS * KT;
-    Partial* part = (Partial*)(weights + ROWS * KT);
+    Running* running = (Running*)((char*)scratch + round_up((char*)(weights + ROWS * KT) - (char*)scratch, 64));
     int64_t at[KT];
     for (int64_t r = 0; r < rows; r++) {
         const float* from = a.qkv + (token0 + r / heads) * a.qkv_stride + (kv_head * heads + r % heads) * d;
@@ -309,7 +349,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             else store(q + r * qs + i, v);
             store(mixed + r * dp + i, zero());
         }
-        part[r] = {-INFINITY, 0.0f};
+        running[r] = {-INFINITY, zero()};
     }
     const int64_t last = first + token1;  // one beyond the last position
     int64_t low = a.window ? first + token0 - a.window + 1 : 0;
@@ -326,7 +366,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             for (int64_t r = 0; r < count; r++) {
                 const int64_t token = token0 + (r0 + r) / heads, head = kv_head * heads + (r0 + r) % heads;
                 float* s = scores + r * KT;
-                scales[r] = soften(a, s, key, n, first + token, a.slopes ? a.slopes[head] : 0.0f, part + r0 + r);
+                scales[r] = soften(a, s, key, n, first + token, a.slopes ? a.slopes[head] : 0.0f, running + r0 + r);
                 if (PAIRS)
                     for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
             }
@@ -335,7 +375,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
     }
     for (int64_t r = 0; r < rows; r++) {
         float* to = a.out + (token0 + r / heads) * a.out_stride + (kv_head * heads + r % heads) * d;
-        const F factor = set1((a.v_scale ? a.v_scale[kv_head] : 1.0f) / part[r].sum);
+        const F factor = set1((a.v_scale ? a.v_scale[kv_head] : 1.0f) / sum(running[r].sum));
         for (int64_t i = 0; i < dp; i += 16) store_n(to + i, load(mixed + r * dp + i) * factor, (int)(d - i < 16 ? d - i : 16));
     }
 }
@@ -347,7 +387,7 @@ static void prefill(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_
 
 static int64_t prefill_scratch(const AttentionArgs& a, int64_t tokens) {
     const int64_t rows = tokens * (a.num_heads / a.num_kv_heads), dp = round_up(a.head_dim, 16);
-    return 2 * rows * dp + 2 * KT * dp + 2 * ROWS * KT + 2 * rows + 64;
+    return 2 * rows * dp + 2 * KT * dp + 2 * ROWS * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
 }
 
 }  // namespace ISA

@@ -1,9 +1,9 @@
 #include "program.h"
 
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 
 #include "pack.h"
 
@@ -11,11 +11,13 @@ namespace {
 
 constexpr int CHUNKS_PER_THREAD = 4;  // so that a thread that is held up leaves its share to others
 constexpr int64_t MAX_CHUNKS = 4096;
-constexpr int64_t QUERY_ROWS = 192;   // query tokens × heads of a kv head in a tile of prefill
-constexpr int64_t MIN_SPLIT = 128;    // keys of a decode worth a task of their own
+constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill
+constexpr int64_t MIN_SPLIT = 64;     // keys of a decode worth a task of their own
 
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+int64_t now_ns(int32_t clock) {
+    timespec t;
+    clock_gettime(clock == 2 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
 // Rows of the step, some at a time.
@@ -284,24 +286,26 @@ void Program::run_step(const ss_step& step) {
     }
     int64_t floats = 0;
     for (auto& op : ops) floats = std::max(floats, op->scratch_floats(*this));
-    for (auto& s : scratch_)
-        if ((int64_t)s.size() < floats) s.resize(floats);
+    if (floats > scratch_floats_) {
+        scratch_floats_ = floats;
+        for (auto& s : scratch_) s.reset((uint8_t*)std::aligned_alloc(64, round_up(floats * 4, 64)));
+    }
     ns_.resize(ops.size());
-    started_ = profile_ ? now_ns() : 0;
+    started_ = profile_ ? now_ns(profile_) : 0;
     engine_.pool.run(*this);
 }
 
 void Program::ended(int op) {
     if (!profile_) return;
-    const int64_t now = now_ns();
+    const int64_t now = now_ns(profile_);
     ns_[op] += now - started_;
     started_ = now;
 }
 
-int32_t Program::profile(bool enable, int64_t* ns, int32_t capacity) {
+int32_t Program::profile(int32_t clock, int64_t* ns, int32_t capacity) {
     for (int32_t i = 0; i < capacity && i < (int32_t)ns_.size(); i++) ns[i] = ns_[i];
     std::fill(ns_.begin(), ns_.end(), 0);
-    profile_ = enable;
+    profile_ = clock;
     return (int32_t)ops.size();
 }
 

@@ -30,14 +30,14 @@ public:
     int32_t add_buffer(int64_t row_bytes);
     void bind(int32_t buffer, void* data, int64_t row_bytes);
     void run_step(const ss_step& step);
-    int32_t profile(bool enable, int64_t* ns, int32_t capacity);
+    int32_t profile(int32_t clock, int64_t* ns, int32_t capacity);
 
     const ss_step& step() const { return step_; }
     const Kernels& kernels() const { return *engine_.kernels; }
     int threads() const { return engine_.pool.num_threads(); }
     uint8_t* row(int32_t buffer, int64_t t) const { return buffers_[buffer].data + t * buffers_[buffer].stride; }
     int64_t stride(int32_t buffer) const { return buffers_[buffer].stride; }
-    float* scratch(int thread) { return scratch_[thread].data(); }
+    float* scratch(int thread) { return (float*)scratch_[thread].get(); }
 
     int num_ops() const override { return (int)ops.size(); }
     int begin(int op) override { return ops[op]->chunks(*this); }
@@ -60,8 +60,9 @@ private:
     ss_step step_{};
     std::vector<Buffer> buffers_;
     int64_t capacity_ = 0;  // tokens that the program's own buffers have room for
-    std::vector<std::vector<float>> scratch_;
-    bool profile_ = false;
+    std::vector<std::unique_ptr<uint8_t, Free>> scratch_;  // one a thread
+    int64_t scratch_floats_ = 0;
+    int32_t profile_ = 0;  // which clock: see ss_profile
     int64_t started_ = 0;
     std::vector<int64_t> ns_;
 };

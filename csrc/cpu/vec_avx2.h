@@ -125,7 +125,7 @@ static inline F dot_bf16(F s, B w, uint32_t x) {
     const __m256i v = _mm256_set1_epi32((int32_t)x);
     return dot_pairs(s, w, B{v, v});
 }
-static inline F sums16(const F* x) {
+__attribute__((always_inline)) static inline F sums16(const F* x) {
     float t[16];
     for (int i = 0; i < 16; i++) t[i] = sum(x[i]);
     return load(t);

@@ -95,7 +95,7 @@ static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512
 #endif
 
 // Lane i of the result is the sum of a[i]'s lanes.
-static inline F sums16(const F* a) {
+__attribute__((always_inline)) static inline F sums16(const F* a) {
     __m512 t[8], u[4];
     for (int i = 0; i < 8; i++) {
         __m512 x = a[2 * i].v, y = a[2 * i + 1].v;

@@ -119,7 +119,7 @@ static inline F dot_bf16(F a, B w, uint32_t x) {
     EACH memcpy(v.v + 4 * i, &x, 4);
     return dot_pairs(a, w, v);
 }
-static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
+__attribute__((always_inline)) static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
 
 }  // namespace ISA
 

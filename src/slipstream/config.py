@@ -321,11 +321,12 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if quantization is not None:
         _one_of("quantization", quantization, tuple(SCHEMES))
+    on_cpu = not device.is_cuda and args.kernels != "reference"
     for name, given, off in (("quantization", quantization, None), ("kv_cache_dtype", args.kv_cache_dtype, "auto")):
-        if given not in (off, "float32", "bfloat16", "float16") and not device.is_cuda and args.kernels != "reference":
+        if on_cpu and given not in (off, "int8", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU: the CPU's kernels have no 8- or 4-bit form yet; leave it at {off!r} (or take "
-                "kernels='reference', which is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or leave "
+                f"it at {off!r} (or take kernels='reference', which is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability

@@ -54,6 +54,9 @@ class NativeOps(CpuOps):
         super().__init__()
         self.engine = Engine(num_threads, isa)
 
+    def describe(self) -> str:
+        return f"cpu (C++, {self.engine.isa})"
+
     # --- Weights ----------------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:

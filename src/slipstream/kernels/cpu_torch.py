@@ -117,14 +117,22 @@ class CpuOps(ReferenceOps):
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use kernels='reference'", field="kernels")
+            raise ConfigError(
+                f"the torch kernels have no {scheme.name} product; build the C++ ones (`python -m slipstream.kernels.build`), or use "
+                "kernels='reference'",
+                field="kernels",
+            )
         if not can_pack(weight.dtype):
             return Linear(weight=weight, bias=bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
         return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
 
     def adopt_linear(self, w: Linear) -> Linear:
-        raise ConfigError("the CPU's kernels have no product with rounded weights; use kernels='reference'", field="kernels")
+        raise ConfigError(
+            "the torch kernels have no product with rounded weights; build the C++ ones (`python -m slipstream.kernels.build`), or "
+            "use kernels='reference'",
+            field="kernels",
+        )
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
@@ -190,6 +198,12 @@ class CpuOps(ReferenceOps):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
+        if kv.k_scale is not None:
+            raise ConfigError(
+                "the torch kernels have no 8-bit cache; build the C++ ones (`python -m slipstream.kernels.build`), or use "
+                "kv_cache_dtype='auto'",
+                field="kv_cache_dtype",
+            )
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         v = heads[:, num_heads + num_kv_heads :]
         qk = heads[:, : num_heads + num_kv_heads]

@@ -14,7 +14,7 @@ from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def library_path() -> Path | None:
     """Where the library lies: beside this file, or where an editable install keeps what it built."""
     import slipstream.kernels
 
-    places = (Path(folder) / LIBRARY for folder in slipstream.kernels.__path__)
+    places = (Path(folder) / LIBRARY for folder in (Path(__file__).parent, *slipstream.kernels.__path__))
     return next((path for path in places if path.is_file()), None)
 
 
@@ -249,10 +249,11 @@ class Program:
     def run(self, step: StepInputs) -> None:
         self._library.ss_run(self._pointer, ctypes.byref(step))
 
-    def profile(self, enable: bool) -> list[int]:
-        """Nanoseconds of each operator since the last call that enabled it."""
+    def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
+        """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all
+        threads, which a busy neighbour leaves alone."""
         ns = (c_int64 * len(self.operators))()
-        self._library.ss_profile(self._pointer, enable, ns, len(self.operators))
+        self._library.ss_profile(self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators))
         return list(ns)
 
 

@@ -170,6 +170,10 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `adopt_linear` takes as they are."""
 
+    def describe(self) -> str:
+        """For a person."""
+        return self.name
+
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
