@@ -23,8 +23,8 @@ static inline F vexp(F x) {
     return p * pow2(n);
 }
 
-static inline F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + vexp(zero() - x)); }
-static inline F vtanh(F x) { return set1(1.0f) - set1(2.0f) / (vexp(x + x) + set1(1.0f)); }
+static inline F sigmoid(F x) { return inverse(set1(1.0f) + vexp(zero() - x)); }
+static inline F vtanh(F x) { return set1(1.0f) - set1(2.0f) * inverse(vexp(x + x) + set1(1.0f)); }
 
 static inline F activate(int32_t kind, F x) {
     switch (kind) {

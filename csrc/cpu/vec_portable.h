@@ -28,6 +28,7 @@ static inline F operator+(F a, F b) { EACH a.v[i] += b.v[i]; return a; }
 static inline F operator-(F a, F b) { EACH a.v[i] -= b.v[i]; return a; }
 static inline F operator*(F a, F b) { EACH a.v[i] *= b.v[i]; return a; }
 static inline F operator/(F a, F b) { EACH a.v[i] /= b.v[i]; return a; }
+static inline F inverse(F x) { return set1(1.0f) / x; }
 static inline F fma(F a, F b, F c) { EACH c.v[i] += a.v[i] * b.v[i]; return c; }
 static inline F vmax(F a, F b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline F vmin(F a, F b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }

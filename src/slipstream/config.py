@@ -325,8 +325,8 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str
     for name, given, off in (("quantization", quantization, None), ("kv_cache_dtype", args.kv_cache_dtype, "auto")):
         if on_cpu and given not in (off, "int8", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or leave "
-                f"it at {off!r} (or take kernels='reference', which is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or "
+                f"leave it at {off!r} (or take kernels='reference', which is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability

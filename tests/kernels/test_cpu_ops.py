@@ -1,9 +1,8 @@
 """The C++ kernels against the reference, on every instruction set that this machine runs.
 
-Tolerances. Float32: sums of at most a few thousand products in another order, and an exp of 2 ulp: 2e-5. Bfloat16 products round
-inputs to 8 bits (2⁻⁹ relative each), errors that average out over a sum: 2⁻⁷ of the largest result. 8-bit inputs are compared
-with the same rounding done by hand, so that only float32's order of summing differs.
-"""
+Tolerances. Float32: sums of at most a few thousand products in another order, and an exp of 2 ulp: 2e-5. Bfloat16 products
+round inputs to 8 bits (2⁻⁹ relative each), errors that average out over a sum: 2⁻⁷ of the largest result. 8-bit inputs are
+compared with the same rounding done by hand, so that only float32's order of summing differs. """
 
 from __future__ import annotations
 
@@ -135,7 +134,9 @@ def test_rows_of_several_types_are_parts(ops):
     values = [rng.standard_normal((n, 64)).astype(np.float32) for n in (32, 16, 48)]
     kinds = ("Q4_1", "Q8_0", "Q4_1")
     raw = [blocks(v, k) for v, k in zip(values, kinds, strict=True)]
-    exact = np.concatenate([gguf.quants.dequantize(r, gguf.GGMLQuantizationType[k]) for r, k in zip(raw, kinds, strict=True)])
+    exact = np.concatenate(
+        [gguf.quants.dequantize(r, gguf.GGMLQuantizationType[k]) for r, k in zip(raw, kinds, strict=True)]
+    )
     pieces = tuple(BlockRows(type=k, blocks=r, start=s) for k, r, s in zip(kinds, raw, (0, 32, 48), strict=True))
     bias = torch.randn(96)
     w = ops.adopt_linear(BlockLinear(weight=torch.empty(96, 64, device="meta"), pieces=pieces, bias=bias))
@@ -180,7 +181,10 @@ def cached(case: Any, cache: str) -> LayerKV:
     heads = kv.k.shape[1]
     k_scale, v_scale = torch.rand(heads) * 0.02 + 0.01, torch.rand(heads) * 0.02 + 0.01
     k, v = (
-        to_cache(t.transpose(1, 2).flatten(0, 1), s, torch.int8).unflatten(0, (-1, t.shape[2])).transpose(1, 2).contiguous()
+        to_cache(t.transpose(1, 2).flatten(0, 1), s, torch.int8)
+        .unflatten(0, (-1, t.shape[2]))
+        .transpose(1, 2)
+        .contiguous()
         for t, s in ((kv.k, k_scale), (kv.v, v_scale))
     )
     return LayerKV(k, v, k_scale, v_scale)
@@ -241,7 +245,9 @@ def test_attention(data):
     assert got.isfinite().all()
     expected = reference.attention(case.q, kv, case.meta, **options)
     got, expected = got[case.owned], expected[case.owned]
-    if kv.k.dtype == torch.float32 or (kv.k.dtype == torch.int8 and ops.engine.isa != "avx512-bf16" and got.dtype == torch.float32):
+    if kv.k.dtype == torch.float32 or (
+        kv.k.dtype == torch.int8 and ops.engine.isa != "avx512-bf16" and got.dtype == torch.float32
+    ):
         assert_near(got, expected, largest=4.0)
     else:  # queries and weights may have been rounded to bfloat16
         torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=2**-6 * 4)
@@ -256,7 +262,9 @@ def test_long_sequences_in_tiles_and_splits(ops, dtype):
         for options in ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 64}):
             got = ops.attention(case.q, case.kv, case.meta, scale=0.1, **options)
             expected = reference.attention(case.q, case.kv, case.meta, scale=0.1, **options)
-            torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=2e-5 if dtype == torch.float32 else 2**-5)
+            torch.testing.assert_close(
+                got.float(), expected.float(), rtol=2**-6, atol=2e-5 if dtype == torch.float32 else 2**-5
+            )
 
 
 def test_greedy_takes_the_lowest_of_equals(ops):
@@ -281,7 +289,10 @@ def test_threads_change_nothing(ops):
             found = own.linear(x, w)
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
-        assert_near(own.attention(case.q, case.kv, case.meta, scale=0.3), reference.attention(case.q, case.kv, case.meta, scale=0.3))
+        assert_near(
+            own.attention(case.q, case.kv, case.meta, scale=0.3),
+            reference.attention(case.q, case.kv, case.meta, scale=0.3),
+        )
 
 
 def test_a_bound_tensor_has_rows_that_lie_together():

@@ -21,7 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     package = Path(__file__).parent
     source = package.parents[2] / "csrc" / "cpu"
     if not (source / "CMakeLists.txt").is_file():
-        print(f"{source} is not there: this is no source tree; `pip install slipstream` brings the library", file=sys.stderr)
+        print(
+            f"{source} is not there: this is no source tree; `pip install slipstream` brings the library",
+            file=sys.stderr,
+        )
         return 1
     if shutil.which("cmake") is None:
         print("cmake is needed and not on the PATH: pip install cmake", file=sys.stderr)

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.native import ACTIVATIONS, Engine, Packed, Program
+from slipstream.kernels.native import ACTIVATIONS, Arena, Engine, Packed, Program
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
@@ -27,14 +27,14 @@ from slipstream.kernels.ops import (
     SamplingTensors,
     ScaledLinear,
 )
-from slipstream.model.scheme import InputFormat, Scheme
+from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear(Linear):
-    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type (on the
-    meta device). `bias` is float32."""
+    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type (on
+    the meta device). `bias` is float32."""
 
     parts: tuple[Packed, ...]
 
@@ -48,11 +48,13 @@ class NativeOps(CpuOps):
     """`isa` forces an instruction set (tests); by default the machine's best."""
 
     name = "cpu"
-    block_types = frozenset(native.BLOCK_KINDS)
+    block_types = CPU_BLOCK_TYPES
 
     def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
         super().__init__()
         self.engine = Engine(num_threads, isa)
+        self._arena = Arena()
+        self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
     def describe(self) -> str:
         return f"cpu (C++, {self.engine.isa})"
@@ -63,18 +65,20 @@ class NativeOps(CpuOps):
         if scheme is not None and scheme.name != "int8":
             raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8'", field="quantization")
         kind = native.I8 if scheme is not None else native.BF16 if weight.dtype == torch.bfloat16 else native.F32
-        packed = Packed.empty(kind, *weight.shape)
+        packed = Packed.empty(kind, weight.shape[0], weight.shape[1], self._arena)
         packed.put_dense(weight)
         return _native(weight, bias, (packed,))
 
     def adopt_linear(self, w: Linear) -> NativeLinear:
         if isinstance(w, BlockLinear):
-            return _native(w.weight, w.bias, _pack_blocks(w))
+            return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
         if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
-            packed = Packed.empty(native.I8, *w.weight.shape)
+            packed = Packed.empty(native.I8, w.weight.shape[0], w.weight.shape[1], self._arena)
             packed.put_codes(w.weight, w.scales)
             return _native(torch.empty_like(w.weight, device="meta", dtype=w.out_dtype), w.bias, (packed,))
-        raise ConfigError("the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels")
+        raise ConfigError(
+            "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
+        )
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind != native.I8 for p in tied.parts):
@@ -82,8 +86,9 @@ class NativeOps(CpuOps):
         return self.adopt_linear(table) if isinstance(table, Linear) else table
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
-        if not isinstance(table, NativeLinear):
+        if isinstance(table, Tensor):
             return super().embed(token_ids, table, scale)
+        assert isinstance(table, NativeLinear)
         assert len(table.parts) == 1
         rows = table.parts[0].rows_of(token_ids).to(table.weight.dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
@@ -92,19 +97,7 @@ class NativeOps(CpuOps):
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
-        if not isinstance(w, NativeLinear):
-            return super().linear(x, w)
-        assert x.shape[1] == w.weight.shape[1]
-        wide = _wide(x)
-        y = torch.empty(len(x), w.out_features)
-        p = Program(self.engine)
-        given = p.bound(wide)
-        if w.form != native.FORM_F32:
-            given, wanted = p.buffer(w.form, wide.shape[1]), given
-            p.add("convert", wanted, given, w.form, wide.shape[1])
-        add_linear(p, given, p.bound(y), w)
-        self._run(p, len(x))
-        return y.to(x.dtype)
+        return Product(self.engine, w)(_wide(x)).to(x.dtype) if isinstance(w, NativeLinear) else super().linear(x, w)
 
     def rms_norm(
         self,
@@ -133,7 +126,14 @@ class NativeOps(CpuOps):
         return self._norm(x, residual, True, weight, bias, eps, 0.0)
 
     def _norm(
-        self, x: Tensor, residual: Tensor | None, layer: bool, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        layer: bool,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        offset: float,
     ) -> tuple[Tensor, Tensor]:
         total = None if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
         out = torch.empty(x.shape, dtype=torch.float32)
@@ -216,14 +216,41 @@ class NativeOps(CpuOps):
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if not params.all_greedy or params.bias_rows is not None or params.history is not None:
             return super().sample(logits, params)
-        tokens = torch.empty(len(logits), 1, dtype=torch.int64)
-        p = Program(self.engine)
-        p.add("argmax", p.bound(_wide(logits)), p.bound(tokens), logits.shape[1])
-        self._run(p, len(logits))
+        wide, tokens = _wide(logits), torch.empty(len(logits), 1, dtype=torch.int64)
+        size = wide.shape[1]
+        if size not in self._greedy:
+            p = Program(self.engine)
+            self._greedy[size] = p, p.bound(), p.bound()
+            p.add("argmax", *self._greedy[size][1:], size)
+        p, x, out = self._greedy[size]
+        p.bind(x, wide)
+        p.bind(out, tokens)
+        self._run(p, len(wide))
         return tokens[:, 0]
 
     def _run(self, program: Program, num_tokens: int) -> None:
         program.run(native.StepInputs(num_tokens=num_tokens))
+
+
+class Product:
+    """One product as a program of its own: float32 [T, in] → [T, out]."""
+
+    def __init__(self, engine: Engine, w: NativeLinear) -> None:
+        self._w, self._program = w, Program(engine)
+        self._x, self._y = self._program.bound(), self._program.bound()
+        size, x = w.weight.shape[1], self._x
+        if w.form != native.FORM_F32:
+            x = self._program.buffer(w.form, size)
+            self._program.add("convert", self._x, x, w.form, size)
+        add_linear(self._program, x, self._y, w)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert (x.dtype, x.shape[1]) == (torch.float32, self._w.weight.shape[1])
+        y = torch.empty(len(x), self._w.out_features)
+        self._program.bind(self._x, x)
+        self._program.bind(self._y, y)
+        self._program.run(native.StepInputs(num_tokens=len(x)))
+        return y
 
 
 def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False) -> None:
@@ -232,9 +259,7 @@ def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate:
     for part in w.parts:
         bias = None if w.bias is None else w.bias[row : row + part.rows]
         reads = part.data.numel()
-        program.add(
-            "linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, reads=reads
-        )
+        program.add("linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, reads=reads)
         row += part.rows
 
 
@@ -243,18 +268,18 @@ def _native(weight: Tensor, bias: Tensor | None, parts: tuple[Packed, ...]) -> N
     return NativeLinear(weight=stand_in, bias=None if bias is None else bias.float(), parts=parts)
 
 
-def _pack_blocks(w: BlockLinear) -> tuple[Packed, ...]:
+def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
     """One part if all rows have one type, else a part for each run of rows that a tensor of the checkpoint fills."""
     rows, inner = w.weight.shape
     if len({piece.type for piece in w.pieces}) == 1:
-        packed = Packed.empty(native.BLOCK_KINDS[w.pieces[0].type], rows, inner)
+        packed = Packed.empty(native.BLOCK_KINDS[w.pieces[0].type], rows, inner, arena)
         for piece in w.pieces:
             to = None if piece.order is None else piece.order + piece.start
             packed.put_blocks(piece.blocks.ctypes.data, piece.rows, piece.start, to)
         return (packed,)
     parts = []
     for piece in sorted(w.pieces, key=lambda piece: piece.start):
-        packed = Packed.empty(native.BLOCK_KINDS[piece.type], piece.rows, inner)
+        packed = Packed.empty(native.BLOCK_KINDS[piece.type], piece.rows, inner, arena)
         packed.put_blocks(piece.blocks.ctypes.data, piece.rows, 0, piece.order)
         parts.append(packed)
     return tuple(parts)

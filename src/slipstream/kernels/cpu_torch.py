@@ -1,5 +1,5 @@
-"""The torch ops that are fast on a CPU, in bfloat16 and float32: what runs where the C++ kernels (`cpu.py`) are not built, and the
-rest of the op set where they are. What is not here gains nothing over the reference.
+"""The torch ops that are fast on a CPU, in bfloat16 and float32: what runs where the C++ kernels (`cpu.py`) are not built,
+and the rest of the op set where they are. What is not here gains nothing over the reference.
 
 What was measured (benchmarks/cpu_ops.py): oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
 `scaled_dot_product_attention` over gathered blocks, with the query heads of a kv head packed as rows, keeps scores in
@@ -118,8 +118,8 @@ class CpuOps(ReferenceOps):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
             raise ConfigError(
-                f"the torch kernels have no {scheme.name} product; build the C++ ones (`python -m slipstream.kernels.build`), or use "
-                "kernels='reference'",
+                f"the torch kernels have no {scheme.name} product: build the C++ ones (`python -m slipstream.kernels.build`) or"
+                " use kernels='reference'",
                 field="kernels",
             )
         if not can_pack(weight.dtype):
@@ -129,8 +129,8 @@ class CpuOps(ReferenceOps):
 
     def adopt_linear(self, w: Linear) -> Linear:
         raise ConfigError(
-            "the torch kernels have no product with rounded weights; build the C++ ones (`python -m slipstream.kernels.build`), or "
-            "use kernels='reference'",
+            "the torch kernels have no product with rounded weights: build the C++ ones (`python -m slipstream.kernels.build`) "
+            "or use kernels='reference'",
             field="kernels",
         )
 

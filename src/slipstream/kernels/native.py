@@ -1,9 +1,9 @@
-"""Bindings of libslipstream_cpu (csrc/cpu): plain ctypes over its C interface, so that one binary serves every Python and torch.
+"""Bindings of libslipstream_cpu (csrc/cpu): plain ctypes over its C interface, so that one binary serves every Python and
+torch.
 
-The library lies in this package (`pip install .` builds it; `python -m slipstream.kernels.build` does in a source tree). What is
-handed to it are addresses of tensors: `Program` keeps those tensors alive, and every shape is checked here or by its callers,
-since nothing is on the other side.
-"""
+The library lies in this package (`pip install .` builds it; `python -m slipstream.kernels.build` does in a source tree). What
+is handed to it are addresses of tensors: `Program` keeps those tensors alive, and every shape is checked here or by its
+callers, since nothing is on the other side. """
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,10 @@ class StepInputs(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size", "table_stride")),
         ("cache", c_int32),
-        *((name, c_void_p) for name in ("token_ids", "query_start_loc", "seq_lens", "block_table", "positions", "slots")),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "query_start_loc", "seq_lens", "block_table", "positions", "slots")
+        ),
         ("layers", ctypes.POINTER(LayerPointers)),
     )
 
@@ -93,8 +97,8 @@ def library_path() -> Path | None:
     """Where the library lies: beside this file, or where an editable install keeps what it built."""
     import slipstream.kernels
 
-    places = (Path(folder) / LIBRARY for folder in (Path(__file__).parent, *slipstream.kernels.__path__))
-    return next((path for path in places if path.is_file()), None)
+    folders = [str(Path(__file__).parent), *slipstream.kernels.__path__]
+    return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
 
 
 @cache
@@ -103,7 +107,8 @@ def load() -> ctypes.CDLL:
     path = library_path()
     if path is None:
         raise ConfigError(
-            f"the C++ kernels are not built ({LIBRARY} is missing): run `{BUILD}`, or use kernels='torch'", field="kernels"
+            f"the C++ kernels are not built ({LIBRARY} is missing): run `{BUILD}`, or use kernels='torch'",
+            field="kernels",
         )
     try:
         library = ctypes.CDLL(str(path))
@@ -146,6 +151,24 @@ class Engine:
 # --- Weights ----------------------------------------------------------------------------------------------------------
 
 
+class Arena:
+    """Memory for weights, in stretches large enough for the system's huge pages: reading through small ones, a thread waits for
+    their table as long as for the weights. Pages are the process's only once they are written."""
+
+    SIZE = 64 * 2**20
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Zeros, from an address that is a multiple of 64."""
+        if num_bytes > self._rest.numel():
+            fresh = torch.from_numpy(np.zeros(max(self.SIZE, num_bytes) + 64, dtype=np.uint8))
+            self._rest = fresh[-fresh.data_ptr() % 64 :]
+        taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
+        return taken
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight [rows, inner] in the kernels' order."""
@@ -156,8 +179,8 @@ class Packed:
     data: Tensor  # uint8
 
     @staticmethod
-    def empty(kind: int, rows: int, inner: int) -> Packed:
-        return Packed(kind, rows, inner, torch.zeros(load().ss_packed_bytes(kind, rows, inner), dtype=torch.uint8))
+    def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
+        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)))
 
     @property
     def form(self) -> int:
@@ -170,7 +193,16 @@ class Packed:
         self._check(values.shape[0], values.shape[1], row0, to)
         bf16, stride = values.dtype == torch.bfloat16, values.stride(0)
         load().ss_pack_dense(
-            self.kind, self.rows, self.inner, self.data.data_ptr(), values.data_ptr(), bf16, stride, len(values), row0, _at(to)
+            self.kind,
+            self.rows,
+            self.inner,
+            self.data.data_ptr(),
+            values.data_ptr(),
+            bf16,
+            stride,
+            len(values),
+            row0,
+            _at(to),
         )
 
     def put_codes(self, codes: Tensor, scales: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
@@ -189,7 +221,7 @@ class Packed:
     def rows_of(self, which: Tensor) -> Tensor:
         """float32 [n, inner] of int64 [n]."""
         which = which.long().contiguous()
-        if len(which) and not (0 <= int(which.min()) and int(which.max()) < self.rows):
+        if len(which) and not (int(which.min()) >= 0 and int(which.max()) < self.rows):
             raise IndexError(f"rows {int(which.min())} to {int(which.max())} of {self.rows}")
         out = torch.empty(len(which), self.inner)
         load().ss_unpack_rows(
@@ -202,7 +234,8 @@ class Packed:
         if to is None:
             assert 0 <= row0 <= row0 + count <= self.rows
         else:
-            assert to.dtype == torch.int32 and len(to) == count and 0 <= int(to.min()) and int(to.max()) < self.rows
+            assert (to.dtype, len(to)) == (torch.int32, count)
+            assert 0 <= int(to.min()) <= int(to.max()) < self.rows
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -237,7 +270,8 @@ class Program:
         return buffer
 
     def bind(self, buffer: int, tensor: Tensor) -> None:
-        assert tensor.dim() == 2 and tensor.stride(1) == 1
+        assert tensor.dim() == 2
+        assert tensor.stride(1) == 1
         self._library.ss_bind(self._pointer, buffer, tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
 
     def add(self, name: str, *arguments: Any, reads: int = 0) -> None:
@@ -261,16 +295,22 @@ def layer_pointers(kv: Sequence[LayerKV]) -> Any:
     """An array of the layers' caches. The tensors must live as long as it is used."""
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
-        assert layer.k.is_contiguous() and layer.v.is_contiguous() and layer.k.dtype == layer.v.dtype
+        assert layer.k.is_contiguous()
+        assert layer.v.is_contiguous()
+        assert layer.k.dtype == layer.v.dtype
         pointers.k, pointers.v = layer.k.data_ptr(), layer.v.data_ptr()
         pointers.k_scale, pointers.v_scale = _at(layer.k_scale), _at(layer.v_scale)
     return array
 
 
-def step_inputs(meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Tensor | None = None) -> tuple[StepInputs, object]:
+def step_inputs(
+    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Tensor | None = None
+) -> tuple[StepInputs, object]:
     """The step as the library reads it, and what must live while it runs."""
     if kv.k.dtype not in CACHES:
-        raise ConfigError(f"the C++ kernels have no cache of {kv.k.dtype}; use bfloat16, float32 or int8", field="kv_cache_dtype")
+        raise ConfigError(
+            f"the C++ kernels have no cache of {kv.k.dtype}; use bfloat16, float32 or int8", field="kv_cache_dtype"
+        )
     ids = None if token_ids is None else token_ids.to(torch.int32).contiguous()
     starts, lens, table = (t.to(torch.int32) for t in (meta.query_start_loc, meta.seq_lens, meta.block_table))
     table = table if table.stride(1) == 1 else table.contiguous()

@@ -1,8 +1,9 @@
 """The op set: what a model is computed with, and the one place that chooses an implementation.
 
 `OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the C++ kernels of a CPU,
-`cpu_torch.py` the torch ops that are fast there where those are not built, `triton/` the GPU's. The decoder is handed an `OpSet` and never asks which. Shapes: T tokens in the step,
-S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F feed-forward size.
+`cpu_torch.py` the torch ops that are fast there where those are not built, `triton/` the GPU's. The decoder is handed an
+`OpSet` and never asks which. Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V
+vocabulary, E hidden size, F feed-forward size.
 
 A step is *ragged*: the tokens of all sequences stand one after another, sequence i at
 query_start_loc[i] : query_start_loc[i + 1]. Its keys and values are written to the cache first, then attention reads
@@ -115,8 +116,8 @@ class GroupedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
-    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i, or
-    start + order[i]."""
+    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i,
+    or start + order[i]."""
 
     type: str
     blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
@@ -184,11 +185,12 @@ class OpSet(ABC):
         return w
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        """The table that `embed` reads. With `tied`, the output head that was made of it, an op set may read that."""
+        """The table that `embed` reads, or that a compiled step does. With `tied`, the output head that was made of it, that
+        may be the head itself."""
         return table
 
     @abstractmethod
-    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
 
     @abstractmethod

@@ -50,8 +50,7 @@ class ReferenceOps(OpSet):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
-    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
-        assert isinstance(table, Tensor)
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype)
 

@@ -1,9 +1,8 @@
 """A decoder's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states.
 
-The program is `Decoder.forward` written out once, operator by operator, over buffers of float32 (`x`, the residual, what attention
-saw) and of the form that the next product reads (`native.FORM_*`). Where a branch's result only joins the residual, the product
-adds it there itself; where gate and up are one product, their activation is its epilogue.
-"""
+The program is `Decoder.forward` written out once, operator by operator, over buffers of float32 (`x`, the residual, what
+attention saw) and of the form that the next product reads (`native.FORM_*`). Where a branch's result only joins the residual,
+the product adds it there itself; where gate and up are one product, their activation is its epilogue. """
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeLinear, NativeOps, add_linear
+from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.native import ACTIVATIONS, FORM_F32, Program
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import RopeSpec, SequentialBlock
@@ -43,10 +42,13 @@ class CompiledStep:
         for index, layer in enumerate(decoder.layers):
             norms, attention, mlp = layer.norms, layer.attention, layer.mlp
             if isinstance(layer.spec.block, SequentialBlock):
+                post = norms.get("post_attention"), norms.get("post_mlp")
                 x = self._norm(norms["pre_attention"], attention.qkv, waiting)
-                waiting = self._branch(norms.get("post_attention"), lambda y, a, x=x: self._attend(attention, x, index, y, a))  # type: ignore[misc]  # noqa: B023
+                self._attend(attention, x, index, *self._into(post[0]))
+                waiting = self._normed(post[0])
                 x = self._norm(norms["pre_mlp"], mlp.up, waiting)
-                waiting = self._branch(norms.get("post_mlp"), lambda y, a, x=x: self._feed(mlp, x, y, a))  # type: ignore[misc]  # noqa: B023
+                self._feed(mlp, x, *self._into(post[1]))
+                waiting = self._normed(post[1])
             else:
                 x = self._norm(norms["norm"], attention.qkv, waiting)
                 other = self._norm(norms["mlp_norm"], mlp.up, False, "mlp") if "mlp_norm" in norms else x
@@ -54,6 +56,8 @@ class CompiledStep:
                 self._feed(mlp, other, self.x, True)
                 waiting = False
         self._add_norm(decoder.final_norm, self.out, FORM_F32, waiting)
+        assert isinstance(decoder.head, NativeLinear)
+        self.head = Product(ops.engine, decoder.head)  # float32 [N, E] → logits float32 [N, V]
 
     def __call__(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """As `Decoder.forward`; the result is float32."""
@@ -105,21 +109,24 @@ class CompiledStep:
         s = norm.spec
         bias = None if norm.bias is None else norm.bias.float()
         weight = norm.weight.float()
-        self.program.add("norm", x, residual, out, form, s.kind == "layer", s.size, weight, bias, s.eps, s.weight_offset)
+        self.program.add(
+            "norm", x, residual, out, form, s.kind == "layer", s.size, weight, bias, s.eps, s.weight_offset
+        )
 
-    def _branch(self, post: Norm | None, make: object) -> bool:
-        """Adds a branch's result to the residual; with a norm of its own it waits in `pending` instead."""
-        assert callable(make)
-        if post is None:
-            make(self.x, True)
-            return False
-        make(self.pending, False)
-        self._norm_of(post, self.pending, -1, self.pending, FORM_F32)
-        return True
+    def _into(self, post: Norm | None) -> tuple[int, bool]:
+        """Where a branch's result goes: added to the residual, or, with a norm of its own, to `pending`."""
+        return (self.x, True) if post is None else (self.pending, False)
+
+    def _normed(self, post: Norm | None) -> bool:
+        """Whether the branch's result, normed here, now waits."""
+        if post is not None:
+            self._norm_of(post, self.pending, -1, self.pending, FORM_F32)
+        return post is not None
 
     def _attend(self, attention: Attention, x: int, layer: int, y: int, accumulate: bool) -> None:
         s, p = attention.spec, self.program
-        assert isinstance(attention.qkv, NativeLinear) and isinstance(attention.out, NativeLinear)
+        assert isinstance(attention.qkv, NativeLinear)
+        assert isinstance(attention.out, NativeLinear)
         qkv = self._buffer("qkv", FORM_F32, s.q_size + 2 * s.kv_size)
         seen = self._buffer("seen", FORM_F32, s.q_size)
         sizes = (s.num_heads, s.num_kv_heads, s.head_dim)
@@ -134,14 +141,25 @@ class CompiledStep:
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:
         s, p = mlp.spec, self.program
-        assert isinstance(mlp.up, NativeLinear) and isinstance(mlp.down, NativeLinear)
+        assert isinstance(mlp.up, NativeLinear)
+        assert isinstance(mlp.down, NativeLinear)
         form, kind = mlp.down.form, ACTIVATIONS[s.activation]
         inner = self._buffer("inner", form, s.intermediate_size)
         if s.gated and len(mlp.up.parts) == 1 and s.intermediate_size % 32 == 0:
             part = mlp.up.parts[0]
             reads = part.data.numel()
             p.add(
-                "gated_linear", x, inner, form, kind, part.kind, part.rows, part.inner, part.data, mlp.up.bias, reads=reads
+                "gated_linear",
+                x,
+                inner,
+                form,
+                kind,
+                part.kind,
+                part.rows,
+                part.inner,
+                part.data,
+                mlp.up.bias,
+                reads=reads,
             )
         else:
             up = self._buffer("up", FORM_F32, mlp.up.out_features)

@@ -189,6 +189,7 @@ class Decoder:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
         if self._compiled is not None:
             return self._compiled(token_ids, kv, meta)
+        assert isinstance(self.embed, Tensor)
         h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)
@@ -198,8 +199,8 @@ class Decoder:
         return self.final_norm(self.ops, h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V], in the model's type."""
-        logits = self.ops.linear(hidden, self.head)
+        """[N, E] → [N, V], in the model's type, or in float32 if the step is compiled."""
+        logits = self.ops.linear(hidden, self.head) if self._compiled is None else self._compiled.head(hidden)
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
 

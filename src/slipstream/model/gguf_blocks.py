@@ -1,9 +1,8 @@
 """A GGUF file's weights in the precision they are stored in, for op sets that have products with such blocks.
 
-A product is taken so if every tensor that fills it is of a type the op set knows; several types may stand in one product (mixtures
-keep some tensors in more bits). Nothing is read here: the blocks stay mapped until the op set lays them out. What is not taken
-(norms, other types, transposed weights) is dequantised by `weights.py` as before.
-"""
+A product is taken so if every tensor that fills it is of a type the op set knows; several types may stand in one product
+(mixtures keep some tensors in more bits). Nothing is read here: the blocks stay mapped until the op set lays them out. What
+is not taken (norms, other types, transposed weights) is dequantised by `weights.py` as before. """
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", "head.we
 
 
 class BlockWeights:
-    """Takes what `load_parameters` would dequantise. `names` maps the file's tensors to (name in the checkpoint's words, place)."""
+    """Takes what `load_parameters` would dequantise. `names` maps the file's tensors to (name in the checkpoint's words,
+    place)."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class BlockWeights:
             rows = out - place.start if place.rows is None else place.rows
             if tuple(tensor.shape) != (rows, inner):
                 raise CheckpointError(
-                    f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {[rows, inner]}", field=name
+                    f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {[rows, inner]}",
+                    field=name,
                 )
             order = _unpermuted(rows, place.num_heads) if place.transform == "unpermute" else None
             piece = BlockRows(type=tensor.type, blocks=file.raw(name).reshape(rows, -1), start=place.start, order=order)

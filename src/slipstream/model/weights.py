@@ -179,7 +179,9 @@ def gguf_names(description: ModelDescription, file: GGUFFile) -> dict[str, tuple
     return found
 
 
-def _gguf_tensors(description: ModelDescription, dtype: torch.dtype) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
+def _gguf_tensors(
+    description: ModelDescription, dtype: torch.dtype
+) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
     """A GGUF file's tensors under the family's checkpoint names, and the family's table with llama.cpp's transforms."""
     file = GGUFFile(description.path)
     known = gguf_names(description, file)
