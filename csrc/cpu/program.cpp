@@ -12,7 +12,7 @@ namespace {
 constexpr int CHUNKS_PER_THREAD = 4;  // so that a thread that is held up leaves its share to others
 constexpr int64_t MAX_CHUNKS = 4096;
 constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill
-constexpr int64_t MIN_SPLIT = 64;     // keys of a decode worth a task of their own
+constexpr int64_t SPLIT_KEYS = 128;   // of a decode make a task; not fewer with few sequences: a result must not depend on others
 
 int64_t now_ns(int32_t clock) {
     timespec t;
@@ -142,8 +142,8 @@ struct Rope : WithCache {
     void row(Program& p, int64_t t, float* scratch) override { p.kernels().rope_and_cache(args, t, scratch); }
 };
 
-// A step's attention as tasks: tiles of prefill's tokens, the latest (which see most) first; then decodes, in ranges of keys if
-// sequences are too few to go round. The ranges of one sequence meet in the one that ends last.
+// A step's attention as tasks: tiles of prefill's tokens, the latest (which see most) first; then decodes, in ranges of keys. The
+// ranges of one sequence meet in the task that ends last.
 struct Attention : WithCache {
     int32_t out;
 
@@ -185,14 +185,11 @@ struct Attention : WithCache {
         const int64_t wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
         for (int64_t i = 0; i < num_decodes; i++) {
             const int64_t length = s.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
-            int64_t splits = (wanted + num_decodes * kv_heads - 1) / (num_decodes * kv_heads);
-            splits = std::max<int64_t>(1, std::min(splits, (length - low) / MIN_SPLIT));
-            const int64_t each = round_up((length - low + splits - 1) / splits, KEY_TILE);
-            splits = std::max<int64_t>(1, (length - low + each - 1) / std::max<int64_t>(1, each));
+            const int64_t splits = std::max<int64_t>(1, (length - low + SPLIT_KEYS - 1) / SPLIT_KEYS);
             for (int64_t h = 0; h < kv_heads; h++) {
                 for (int64_t j = 0; j < splits; j++)
-                    tasks.push_back({(int32_t)i, (int32_t)h, low + j * each, std::min(length, low + (j + 1) * each), (int32_t)j,
-                                     (int32_t)splits, num_partials});
+                    tasks.push_back({(int32_t)i, (int32_t)h, low + j * SPLIT_KEYS, std::min(length, low + (j + 1) * SPLIT_KEYS),
+                                     (int32_t)j, (int32_t)splits, num_partials});
                 num_partials += (int32_t)splits;
             }
         }
