@@ -16,31 +16,14 @@ from pathlib import Path
 
 import torch
 
+from slipstream.hub import tiles_folder
+from slipstream.kernels.tiles import load_tiles
 from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.tuning import microseconds
 from slipstream.model.scheme import SCHEMES
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
 BANDWIDTH, DENSE_RATE, EIGHT_BIT_RATE = 4.45e12, 780e12, 1450e12
-
-
-def microseconds(calls: list) -> float:
-    """Median over replays of a graph of all calls, per call."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[2] / len(calls) * 1e3
 
 
 @torch.inference_mode()
@@ -49,8 +32,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--schemes", default="dense,fp8,int8,int4")
+    parser.add_argument("--tile-table", default="auto")
     args = parser.parse_args()
-    ops, rows = TritonOps(), []
+    tiles = load_tiles(args.tile_table, torch.cuda.get_device_name(), tiles_folder())
+    ops, rows = TritonOps(tiles), []
     for name, (outer, inner) in SHAPES.items():
         for scheme in args.schemes.split(","):
             kind = SCHEMES.get(scheme)
@@ -76,6 +61,7 @@ def main() -> None:
         "command": " ".join(sys.argv),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "tile_table": tiles.describe(),
         "rows": rows,
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n")

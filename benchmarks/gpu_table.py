@@ -57,6 +57,7 @@ class Bench:
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": __import__("triton").__version__,
+            "tile_table": self.llm.core.tiles.describe(),
         }
         self.run([(128, 1)])
         self.note("start_to_first_token_s", process_age())

@@ -28,17 +28,20 @@ DESCRIPTION = (
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
     "types": ("errors",),
-    "config": ("errors", "model.scheme"),
+    "config": ("errors", "model.scheme", "model.spec"),
     "hub": ("errors",),
     "plan": (*BASE, "model.spec", "model.scheme"),
     "core": (*BASE, "model.spec"),
     "kernels": ("errors", "model.spec", "model.scheme"),
     "model": ("errors", "kernels"),
     "worker": (*BASE, "plan", "kernels", "model"),
-    "engine": (*BASE, "hub", "plan", "core", "worker", *DESCRIPTION, "model.gguf"),
+    "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.tiles", *DESCRIPTION, "model.gguf"),
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
-    "cli": (*BASE, "hub", "plan", "kernels.ops", "worker.device", "engine", "server", "bench", *DESCRIPTION),
+    "cli": (
+        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", *DESCRIPTION),
+        *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
+    ),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
@@ -49,7 +52,7 @@ HEAVY = {  # third-party package: the parts that may import it
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
-TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", *DESCRIPTION)
+TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", *DESCRIPTION)
 
 
 def imported(path: Path) -> set[str]:

@@ -32,6 +32,9 @@ _GPT = dict(
     eos_token_id=1,
     initializer_range=0.3,
 )
+_SMALL = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
+_LAYERS = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")}
+_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -49,6 +52,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gptj": {**_GPT, "model_type": "gptj", "rotary_dim": 4},
     "gpt2": {**_GPT, "model_type": "gpt2"},
+    "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
+    "ministral": {**_LLAMA, "model_type": "ministral", "head_dim": 8, "sliding_window": 7},
+    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
+    "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
+    "opt": {**_LAYERS, "model_type": "opt", "intermediate_size": None, "ffn_dim": 64, "init_std": 0.3},
+    "bloom": {**_SMALL, "model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {**_SMALL, "model_type": "mpt", "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
+    "falcon": {**_LAYERS, "model_type": "falcon", "intermediate_size": None},
+    "starcoder2": {**_LLAMA, "model_type": "starcoder2", "sliding_window": 7, "rope_theta": None},
+    "phi": {**_LAYERS, "model_type": "phi"},
+    "phi3": {**_LLAMA, "model_type": "phi3"},
+    "gemma": {**_LLAMA, "model_type": "gemma", "head_dim": 16},
+    "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20},
+    "olmo2": {**_LLAMA, "model_type": "olmo2"},
+    "olmo3": {**_LLAMA, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 6, "rope_theta": None},
+    "granite": {
+        **_LLAMA,
+        "model_type": "granite",
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+    },
+    "cohere": {**_LLAMA, "model_type": "cohere"},
+    "cohere2": {**_LLAMA, "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 6},
+    "glm": {**_LLAMA, "model_type": "glm", "head_dim": 16},
+    "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 16},
 }
 
 

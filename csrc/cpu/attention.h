@@ -88,8 +88,9 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
     return scale;
 }
 
-// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile's key
-// (value) is read, the next tile's is asked for, one at a time: all at once they would fill the queue that the reads need.
+// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile's keys
+// are read, its values are asked for, and while those are, the next keys, one at a time: all at once they would fill the queue that
+// the reads need.
 struct Ahead {
     const int64_t* at;
     int64_t n, bytes;
@@ -112,7 +113,7 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t
             const int64_t m = n - j0 < 16 ? n - j0 : 16;
             for (int64_t j = 0; j < m; j++) {
                 const uint8_t* key = a.k + at[j0 + j];
-                if (h == 0) ahead.fetch(a.k, j0 + j);
+                if (h == 0) ahead.fetch(a.v, j0 + j);
                 F s = load(qh) * load_kv<CACHE>(key, 0);
                 for (int64_t d = 1; d < nd; d++) s = fma(load(qh + 16 * d), load_kv<CACHE>(key, 16 * d), s);
                 part[j] = s;
@@ -137,7 +138,7 @@ static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q
             const int64_t m = n - j0 < 16 ? n - j0 : 16;
             for (int64_t j = 0; j < m; j++) {
                 const uint8_t* key = a.k + at[j0 + j];
-                if (h == 0) ahead.fetch(a.k, j0 + j);
+                if (h == 0) ahead.fetch(a.v, j0 + j);
                 F s = zero();
                 for (int64_t d = 0; d < nd; d++) s = dot_pairs(s, load_b(key + 64 * d), ND ? own[d] : load_b(qh + 64 * d));
                 part[j] = s;
@@ -156,7 +157,7 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < n; j++) {
         const uint8_t* value = a.v + at[j];
-        ahead.fetch(a.v, j);
+        ahead.fetch(a.k, j);
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -177,8 +178,9 @@ static inline void decode_mix_heads(const AttentionArgs& a, const float* weights
 }
 
 template <int CACHE>
-static void decode_cache(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t key0, int64_t key1, Partial* part,
-                         float* mixed, float* scratch) {
+static void decode_cache(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
+                         float* scratch) {
+    const int64_t seq = range.seq, kv_head = range.kv_head, key0 = range.begin, key1 = range.end;
     const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, position = a.seq_lens[seq] - 1;
     const float* q0 = a.qkv + a.query_start_loc[seq] * a.qkv_stride + kv_head * heads * d;
     const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
@@ -198,16 +200,21 @@ static void decode_cache(const AttentionArgs& a, int64_t seq, int64_t kv_head, i
         const int64_t n = key1 - key < KT ? key1 - key : KT, after = key1 - key - n < KT ? key1 - key - n : KT;
         int64_t* known = next;
         next = at, at = known;
-        find_keys(a, seq, kv_head, key + n, after, next);
-        Ahead ahead{next, after, d * element_bytes(CACHE)};
+        Ahead values{at, n, d * element_bytes(CACHE)}, ahead{next, after, values.bytes};
+        if (after > 0) {
+            find_keys(a, seq, kv_head, key + n, after, next);
+        } else if (then) {  // what this thread does next
+            ahead.n = then->end - then->begin < KT ? then->end - then->begin : KT;
+            find_keys(a, then->seq, then->kv_head, then->begin, ahead.n, next);
+        }
         if (use_pairs) {
-            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, ahead, scores);
-            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, ahead, scores);
-            else decode_scores_pairs<0>(a, pairs, heads, at, n, ahead, scores);
+            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, values, scores);
+            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, values, scores);
+            else decode_scores_pairs<0>(a, pairs, heads, at, n, values, scores);
         } else {
-            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, ahead, scores);
-            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, ahead, scores);
-            else decode_scores<CACHE, 0>(a, q, heads, at, n, ahead, scores);
+            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, values, scores);
+            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, values, scores);
+            else decode_scores<CACHE, 0>(a, q, heads, at, n, values, scores);
         }
         for (int64_t h = 0; h < heads; h++) {
             const float slope = a.slopes ? a.slopes[kv_head * heads + h] : 0.0f;
@@ -227,11 +234,11 @@ static void decode_cache(const AttentionArgs& a, int64_t seq, int64_t kv_head, i
 }
 
 // mixed [heads of this kv head, D] is a sum of values times weights, to be divided by part[h].sum. head_dim: a multiple of 16.
-static void decode(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t key0, int64_t key1, Partial* part, float* mixed,
+static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
                    float* scratch) {
-    if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, seq, kv_head, key0, key1, part, mixed, scratch);
-    else if (a.cache == CACHE_BF16) decode_cache<CACHE_BF16>(a, seq, kv_head, key0, key1, part, mixed, scratch);
-    else decode_cache<CACHE_I8>(a, seq, kv_head, key0, key1, part, mixed, scratch);
+    if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
+    else if (a.cache == CACHE_BF16) decode_cache<CACHE_BF16>(a, range, then, part, mixed, scratch);
+    else decode_cache<CACHE_I8>(a, range, then, part, mixed, scratch);
 }
 
 static int64_t decode_scratch(const AttentionArgs& a) {

@@ -70,6 +70,10 @@ struct Partial {  // of one head's attention: softmax's running maximum and sum;
     float top, sum;
 };
 
+struct KeyRange {  // keys of one sequence's kv head, for its one new token
+    int64_t seq, kv_head, begin, end;
+};
+
 struct Kernels {
     const char* name;
     void (*linear)(const LinearArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1);
@@ -78,8 +82,7 @@ struct Kernels {
     void (*activation)(const ActivationArgs&, int64_t row, float* scratch);
     void (*convert)(const float* x, int64_t size, int32_t form, uint8_t* out);
     void (*rope_and_cache)(const AttentionArgs&, int64_t token, float* scratch);
-    void (*decode)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t key0, int64_t key1, Partial* part, float* mixed,
-                   float* scratch);
+    void (*decode)(const AttentionArgs&, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed, float* scratch);
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     int64_t (*argmax)(const float* x, int64_t size);
     int64_t (*decode_scratch)(const AttentionArgs&);  // floats

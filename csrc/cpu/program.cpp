@@ -186,12 +186,12 @@ struct Attention : WithCache {
         for (int64_t i = 0; i < num_decodes; i++) {
             const int64_t length = s.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
             const int64_t splits = std::max<int64_t>(1, (length - low + SPLIT_KEYS - 1) / SPLIT_KEYS);
-            for (int64_t h = 0; h < kv_heads; h++) {
-                for (int64_t j = 0; j < splits; j++)
+            // The heads of a range in turn: their keys lie side by side in each block.
+            for (int64_t j = 0; j < splits; j++)
+                for (int64_t h = 0; h < kv_heads; h++)
                     tasks.push_back({(int32_t)i, (int32_t)h, low + j * SPLIT_KEYS, std::min(length, low + (j + 1) * SPLIT_KEYS),
-                                     (int32_t)j, (int32_t)splits, num_partials});
-                num_partials += (int32_t)splits;
-            }
+                                     (int32_t)j, (int32_t)splits, num_partials + (int32_t)(h * splits)});
+            num_partials += (int32_t)(kv_heads * splits);
         }
         partials.resize(num_partials * heads());
         mixed.resize(num_partials * heads() * args.head_dim);
@@ -202,6 +202,7 @@ struct Attention : WithCache {
         for (int32_t i = 0; i < num_partials; i++) arrived[i].store(0, std::memory_order_relaxed);
         const int64_t n = (int64_t)tasks.size(), most = std::min<int64_t>(MAX_CHUNKS, 8 * wanted);
         per_chunk = std::max<int64_t>(1, (n + most - 1) / most);
+        if (n >= wanted * kv_heads) per_chunk = round_up(per_chunk, kv_heads);
         return std::max(1, (int)((n + per_chunk - 1) / per_chunk));
     }
 
@@ -211,7 +212,7 @@ struct Attention : WithCache {
             const Task& t = tasks[i];
             if (args.seq_lens[t.seq] == 0) clear(t);
             else if (t.num_splits == 0) p.kernels().prefill(args, t.seq, t.head, t.begin, t.end, p.scratch(thread));
-            else decode(p, t, p.scratch(thread));
+            else decode(p, t, i + 1 < end && tasks[i + 1].num_splits ? &tasks[i + 1] : nullptr, p.scratch(thread));
         }
     }
 
@@ -221,11 +222,14 @@ struct Attention : WithCache {
             memset(args.out + token * args.out_stride + t.head * heads() * args.head_dim, 0, heads() * args.head_dim * 4);
     }
 
-    void decode(Program& p, const Task& t, float* scratch) {
+    static KeyRange range(const Task& t) { return {t.seq, t.head, t.begin, t.end}; }
+
+    void decode(Program& p, const Task& t, const Task* next, float* scratch) {
         const int64_t n = heads(), d = args.head_dim;
         Partial* parts = partials.data() + t.first_partial * n;
         float* sums = mixed.data() + t.first_partial * n * d;
-        p.kernels().decode(args, t.seq, t.head, t.begin, t.end, parts + t.split * n, sums + t.split * n * d, scratch);
+        const KeyRange then = next ? range(*next) : KeyRange{};
+        p.kernels().decode(args, range(t), next ? &then : nullptr, parts + t.split * n, sums + t.split * n * d, scratch);
         if (arrived[t.first_partial].fetch_add(1, std::memory_order_acq_rel) + 1 < t.num_splits) return;
         float* to = args.out + args.query_start_loc[t.seq] * args.out_stride + t.head * n * d;
         for (int64_t h = 0; h < n; h++) {

@@ -8,12 +8,14 @@ is changed afterwards, save by `with_memory_limits`, which returns a new config 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import MoESpec
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -55,11 +57,14 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False
+    deterministic: bool = False
+    dense_copies: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     speculative_model: str | None = None
@@ -72,6 +77,7 @@ class EngineArgs:
     batch_window_s: float | None = None
     max_queue: int | None = None
     kernels: str = "auto"
+    tile_table: str = "auto"
     num_threads: int | None = None
 
 
@@ -111,6 +117,7 @@ class SchedulingConfig:
     policy: Literal["inflight", "dynamic", "static"]
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int  # where some sequences decode
     enable_chunked_prefill: bool
     batch_window_s: float
     max_queue: int | None
@@ -120,7 +127,10 @@ class SchedulingConfig:
 class DeviceConfig:
     facts: DeviceFacts
     kernels: Literal["auto", "reference", "cpu", "torch", "triton"]
+    tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
+    deterministic: bool
+    dense_copies: bool  # of 4-bit weights, for steps of many tokens
     num_threads: int
 
 
@@ -177,7 +187,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device, args.quantization or model.scheme)
+    _reject_unsupported(args, device, args.quantization or model.scheme, model.kv_cache)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -196,8 +206,15 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         raise ConfigError(
             f"quantization={quantization!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
         )
-    kv_dtype = choose("kv_cache_dtype", dtype, "model", "the model's type")
+    kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
+    kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
+    if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
+            f"out, or take the model's type, {dtype!r}",
+            field="kv_cache_dtype",
+        )
 
     max_model_len = choose("max_model_len", spec.max_position, "model", "the context the model was made for")
     _positive("max_model_len", max_model_len)
@@ -230,6 +247,20 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             f"{max_model_len}); raise it, lower max_model_len, or enable chunked prefill",
             field="max_num_batched_tokens",
         )
+    mixed = choose("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: throughput before even gaps")
+    _positive("max_num_mixed_tokens", mixed)
+    if not seqs <= mixed <= tokens:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} must lie between max_num_seqs={seqs}, which one decode step takes, and "
+            f"max_num_batched_tokens={tokens}, which no step exceeds",
+            field="max_num_mixed_tokens",
+        )
+    if mixed < tokens and not args.enable_chunked_prefill:
+        raise ConfigError(
+            f"without chunked prefill a step holds whole prompts, and max_num_mixed_tokens={mixed} can't bound it; leave it "
+            "out or enable chunked prefill",
+            field="max_num_mixed_tokens",
+        )
     share = choose("gpu_memory_utilization", 0.9, "default", "leaves room for what the engine does not count")
     if not 0 < share <= 1:
         raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
@@ -247,6 +278,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
+    if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")
+    dense_copies = _choose_dense_copies(args, model, device, quantization, choose)
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
 
     for f in dataclasses.fields(args):
@@ -276,6 +310,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             policy=args.scheduling_policy,  # type: ignore[arg-type]
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            max_num_mixed_tokens=mixed,
             enable_chunked_prefill=args.enable_chunked_prefill,
             batch_window_s=window,
             max_queue=args.max_queue,
@@ -283,7 +318,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         device=DeviceConfig(
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
+            tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
             enforce_eager=args.enforce_eager or not device.is_cuda,
+            deterministic=args.deterministic,
+            dense_copies=dense_copies,
             num_threads=threads,
         ),
         origins=origins,
@@ -300,7 +338,9 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
     return device.best_dtype, device.dtype_reason or "the faster one on this CPU"
 
 
-def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str | None) -> None:
+def _reject_unsupported(
+    args: EngineArgs, device: DeviceFacts, quantization: str | None, checkpoint_kv: str | None
+) -> None:
     """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
     for name, only, what in (
         ("speculative_model", None, "speculative decoding is"),
@@ -316,17 +356,21 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str
         ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
         ("num_threads", not device.is_cuda, "a CPU"),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
+        ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
+        ("deterministic", _has_tiles(args, device), "the GPU's kernels"),
     ):
-        if getattr(args, name) is not None and not applies:
+        if getattr(args, name) not in (None, "auto", False) and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
     if quantization is not None:
         _one_of("quantization", quantization, tuple(SCHEMES))
+    kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else checkpoint_kv
+    kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
-    for name, given, off in (("quantization", quantization, None), ("kv_cache_dtype", args.kv_cache_dtype, "auto")):
-        if on_cpu and given not in (off, "int8", "float32", "bfloat16", "float16"):
+    for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
+        if on_cpu and given not in (None, "int8", "float32", "bfloat16", "float16"):
             raise ConfigError(
                 f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or "
-                f"leave it at {off!r} (or take kernels='reference', which is exact and slow)",
+                f"{off} (or take kernels='reference', which is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability
@@ -336,6 +380,33 @@ def _reject_unsupported(args: EngineArgs, device: DeviceFacts, quantization: str
             f"{capability[0]}.{capability[1]}: use 'int8' or 'int4'",
             field="quantization",
         )
+
+
+DENSE_SHARE = 0.25
+"""The largest share of a GPU's memory that dense copies of 4-bit weights take unasked."""
+
+
+def _choose_dense_copies(
+    args: EngineArgs, model: ModelDescription, device: DeviceFacts, quantization: str | None, choose: Callable[..., Any]
+) -> bool:
+    """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
+    scheme = None if quantization is None else SCHEMES[quantization]
+    if scheme is None or scheme.inputs is not None or not _has_tiles(args, device):
+        if args.dense_copies:
+            raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
+        return False
+    spec = model.spec
+    parameters = sum(
+        layer.attention.num_parameters(spec.hidden_size) + layer.mlp.num_parameters(spec.hidden_size) for layer in spec.layers
+    )
+    fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
+    share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
+    chosen: bool = choose("dense_copies", fits, "device", share)
+    return chosen
+
+
+def _has_tiles(args: EngineArgs, device: DeviceFacts) -> bool:
+    return device.is_cuda and args.kernels in ("auto", "triton")
 
 
 def _check_types(args: EngineArgs) -> None:

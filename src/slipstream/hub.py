@@ -69,6 +69,11 @@ def cache_folder(download_dir: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
+def tiles_folder() -> Path:
+    """Where `slipstream tune` leaves its tables, one a kind of device."""
+    return cache_folder() / "tiles"
+
+
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()

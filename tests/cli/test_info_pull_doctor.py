@@ -10,6 +10,8 @@ import pytest
 from slipstream.cli import doctor
 from slipstream.cli.info import describe
 from slipstream.cli.main import main
+from slipstream.hub import tiles_folder
+from slipstream.kernels.tiles import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.model.description import read_spec
 from slipstream.plan.hardware import GpuFacts, HostFacts
 from slipstream.plan.memory import weights_bytes
@@ -41,7 +43,7 @@ def test_parts_add_up(name):
     spec = read_spec(CONFIGS / name).spec
     parts = weights_bytes(spec, 4)
     assert sum(parts.values()) == 4 * spec.num_parameters
-    norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms)
+    norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms.values())
     assert parts["norms"] == 4 * (norms + spec.final_norm.size * (2 if spec.final_norm.bias else 1))
     assert "heads" in describe(spec.layers[0])
 
@@ -84,6 +86,25 @@ def test_doctor_text(capsys):
     out = capsys.readouterr().out
     for part in ("this machine", "will be used", "cache folder", "cores"):
         assert part in out
+
+
+def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "gpus", lambda: (GPU, GPU))
+    own = tiles_folder() / file_name(GPU.name)
+    entries = {("gemv", "bfloat16", (64, 64)): Measured((2, 64, 4))}
+    write_tiles(TileTable(device=GPU.name, entries=entries), own)
+    identity = load_tiles("auto", GPU.name, tiles_folder()).identity
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["tile_tables"]) == [GPU.name]
+    assert found["tile_tables"][GPU.name].startswith(identity)
+    main(["doctor"])
+    assert identity in capsys.readouterr().out
+    own.write_text("{")
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert any(str(own) in m["what"] and m["needed"] for m in found["missing"])
 
 
 HOST = HostFacts(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -83,6 +83,7 @@ def config(**kw):
     return SchedulerConfig(
         **{
             **dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=BLOCK, num_blocks=20),
+            "max_num_mixed_tokens": kw.get("max_num_batched_tokens", 16),
             **kw,
         }
     )
@@ -100,6 +101,10 @@ class Engine:
         self.ends: dict[str, FinishReason] = {}
         self.plans: list[StepPlan] = []
 
+    def decodes(self, s):
+        """Whether a scheduled sequence has sampled before and waits for its next token, and nothing else."""
+        return s.num_tokens == 1 and s.num_computed_tokens >= self.scheduler._requests[s.request_id].num_prompt_tokens
+
     def take(self, outputs):
         for o in outputs:
             assert o.request_id not in self.ends, "news of a request that has ended"
@@ -115,6 +120,9 @@ class Engine:
         if plan is not None:
             assert plan.num_tokens <= c.max_num_batched_tokens
             assert 0 < len(plan.scheduled) <= c.max_num_seqs
+            joined = {new.request_id for new in plan.new}  # what comes back after a preemption was not running
+            if any(self.decodes(s) and s.request_id not in joined for s in plan.scheduled):
+                assert plan.num_tokens <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"
             self.plans.append(plan)
@@ -157,6 +165,72 @@ def test_decodes_go_on_beside_a_long_prompt():
     for _ in range(10):
         engine.step()
         assert {s.request_id: s.num_tokens for s in engine.plans[-1].scheduled} == {"short": 1, "long": 7}
+
+
+def test_a_step_with_decodes_is_bounded_apart():
+    engine = Engine(config(max_model_len=256, num_blocks=200, max_num_batched_tokens=40, max_num_mixed_tokens=8))
+    engine.scheduler.add(request("short", range(50, 80), max_tokens=8))
+    engine.step()
+    assert engine.plans[-1].num_tokens == 30  # nobody waits
+    engine.scheduler.add(request("long", range(100), max_tokens=2))
+    engine.scheduler.add(request("late", range(200, 210), max_tokens=2))
+    sizes = []
+    while not engine.ends:
+        engine.step()
+        sizes.append({s.request_id: s.num_tokens for s in engine.plans[-1].scheduled})
+    assert sizes == [{"short": 1, "long": 7}] * 7  # its eighth token ends it
+    engine.step()
+    assert {s.request_id: s.num_tokens for s in engine.plans[-1].scheduled} == {"long": 40}
+    engine.run()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12
+    ),
+    max_num_seqs=st.integers(1, 6),
+    more=st.integers(0, 20),
+    budget=st.integers(0, 40),
+    depth=st.integers(1, 2),
+)
+def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budget, depth):
+    """With blocks enough: every step has a token for each sequence that decodes and stays within the bound (`Engine.step`
+    asserts it), and some for the first prompt under way; and is full as long as prompts wait for more than a row."""
+    mixed = max_num_seqs + more
+    c = config(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=mixed + budget,
+        max_num_mixed_tokens=mixed,
+        max_model_len=80,
+        num_blocks=400,
+        enable_prefix_caching=False,
+    )
+    engine = Engine(c, depth)
+    scheduler = engine.scheduler
+    arrivals = sorted(requests)
+    for step in range(2000):
+        while arrivals and arrivals[0][0] <= step:
+            _, length, max_tokens = arrivals.pop(0)
+            scheduler.add(request(f"r{len(arrivals)}", range(length), max_tokens, arrival=float(step)))
+        live = list(scheduler._running)
+        decoding = {r.request_id for r in live if r.num_prompt_tokens <= r.num_computed_tokens < r.end - 1}
+        prompts = [r for r in live if r.num_computed_tokens < r.num_prompt_tokens]
+        single = decoding or any(r.num_prompt_tokens - r.num_computed_tokens == 1 for r in prompts)
+        num_plans, num_waiting = len(engine.plans), scheduler.num_waiting
+        engine.step()
+        if len(engine.plans) > num_plans:
+            plan = engine.plans[-1]
+            scheduled = {s.request_id for s in plan.scheduled}
+            assert decoding <= scheduled, "a decode was left out"
+            if prompts:
+                assert min(prompts, key=lambda r: r.order).request_id in scheduled, "a prompt starves"
+            left = any(not s.samples for s in plan.scheduled) or any(r.request_id not in scheduled for r in prompts)
+            left |= num_waiting > len(plan.new) and len(live) + len(plan.new) < max_num_seqs
+            assert not left or plan.num_tokens == (mixed if single else c.max_num_batched_tokens)
+        if not arrivals and not scheduler.has_requests and not engine.in_flight:
+            break
+    assert len(engine.ends) == len(requests)
 
 
 def test_requests_of_one_step_share_a_prefix():
@@ -275,14 +349,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
         caching=st.booleans(),
         chunked=st.booleans(),
+        mixed=st.integers(5, 24),
         policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
     )
-    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, policy):
+    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy):
         self.engine = Engine(
             config(
                 num_blocks=num_blocks,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget if chunked else 64,
+                max_num_mixed_tokens=min(mixed, budget) if chunked else 64,
                 enable_prefix_caching=caching,
                 enable_chunked_prefill=chunked,
                 policy=policy,

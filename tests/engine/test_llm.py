@@ -92,6 +92,7 @@ def test_text_is_the_decoded_tokens(llm):
         {"enable_prefix_caching": False},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
         {"max_num_batched_tokens": 8},
+        {"max_num_mixed_tokens": 9},
         {"block_size": 4},
         {"kernels": "reference"},
         {"kv_cache_bytes": "of a few blocks", "max_model_len": 64},  # preempts
@@ -258,6 +259,8 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"kv_cache_bytes": 2**50}, ConfigError, "kv_cache_bytes"),
         ({"max_model_len": "128"}, ConfigError, "max_model_len"),
         ({"enforce_eager": 1}, ConfigError, "enforce_eager"),
+        ({"deterministic": True}, ConfigError, "deterministic"),
+        ({"dense_copies": True}, ConfigError, "dense_copies"),
         ({"quantization": "fp8"}, ConfigError, "quantization"),
         ({"quantization": "int5", "kernels": "reference"}, ConfigError, "quantization"),
         ({"quantization": "int4", "kernels": "reference"}, ConfigError, "quantization"),  # 32 inputs, groups of 128
@@ -269,6 +272,13 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"dtype": "int3"}, ConfigError, "dtype"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, ConfigError, "max_num_batched_tokens"),
+        ({"max_num_mixed_tokens": 4, "max_num_seqs": 8}, ConfigError, "max_num_mixed_tokens"),
+        ({"max_num_mixed_tokens": 99, "max_num_batched_tokens": 98}, ConfigError, "max_num_mixed_tokens"),
+        (
+            {"max_num_mixed_tokens": 64, "max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+            ConfigError,
+            "max_num_mixed_tokens",
+        ),
         ({"max_model_len": 128, "kv_cache_bytes": 30_000}, OutOfMemoryError, "max_model_len"),
     ],
     ids=str,

@@ -104,3 +104,25 @@ def test_graphs_prefixes_preemption_and_choices(path):
     (o,) = llm.generate([PROMPTS[0]], penalised)
     assert len(o.outputs[0].token_ids) >= 6
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4-g32"])
+def test_deterministic(tmp_path, quantization):
+    """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache."""
+    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
+    kv = "auto" if quantization is None else "fp8"
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+
+    def answers(prompts, **settings):
+        llm = make(tmp_path, deterministic=True, dtype="bfloat16", quantization=quantization, kv_cache_dtype=kv, **settings)
+        twice = [llm.generate(prompts, sampling) for _ in range(2)]  # the second time from the prefix cache
+        return [[[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for run in twice for o in run]
+
+    together = answers(PROMPTS)
+    assert together[: len(PROMPTS)] == together[len(PROMPTS) :]
+    alone = [answers([p], max_num_batched_tokens=512)[0] for p in PROMPTS]
+    assert together[: len(PROMPTS)] == alone
+    chunks = answers(PROMPTS[::-1], max_num_batched_tokens=19, max_num_seqs=3)
+    assert chunks[: len(PROMPTS)] == alone[::-1]
+    tight = answers(PROMPTS, kv_cache_bytes=2**19)
+    assert tight[: len(PROMPTS)] == alone

@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors
+from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
@@ -104,7 +104,7 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
         tokens = cache.transpose(1, 2)
         return to_cache(tokens.flatten(0, 1), scale, DTYPES[kind]).view(tokens.shape).transpose(1, 2).contiguous()
 
-    small = LayerKV(*(codes(c, s) for c, s in zip((kv.k, kv.v), scales, strict=True)), *scales)
+    small = LayerKV(codes(kv.k, scales[0]), by_dim(codes(kv.v, scales[1])), *scales)
     (_, heads, dim), kv_heads = q.shape, kv.k.shape[1]
     ours = ops.attention(q, small, meta, scale=dim**-0.5)
     assert error(ours, REFERENCE.attention(q, small, meta, scale=dim**-0.5)) < 5e-3
@@ -224,3 +224,17 @@ def test_sampling_at_a_real_vocabulary(ops):
     )
     ours, theirs = ops.sample(logits.clone(), params), REFERENCE.sample(logits.clone(), params)
     assert (ours == theirs).float().mean() >= 0.98  # a draw may fall on a border that rounding moves
+
+
+@pytest.mark.parametrize("name", [None, *SCHEMES])
+def test_deterministic_products(ops, name):
+    """A row's product is the same, bit for bit, whatever stands beside it."""
+    ops = type(ops)(deterministic=True)
+    for n, k in ((6144, 4096), (4096, 14336), (960, 576)):
+        scheme = None if name is None else SCHEMES[name]
+        w = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
+        x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
+        whole = ops.linear(x, w)
+        assert error(whole, REFERENCE.linear(x, w)) < 2e-2
+        for num_tokens in (1, 2, 17, 64, 65, 130):
+            assert torch.equal(ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens])

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; only here
 
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from triton.runtime import interpreter
 
-from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.ops import LayerKV, by_dim
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -24,25 +19,13 @@ from slipstream.kernels.reference import (
     to_cache,
     uniform,
 )
-from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.attention import num_splits
-from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, skinny, tiled
+from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
+from slipstream.kernels.triton import TritonOps, linear, tuning
+from slipstream.kernels.triton.attention import num_splits, paged_attention
+from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, grouped_gemv, skinny, tiled
 from slipstream.model.scheme import SCHEMES
 from tests.kernels import cases
-
-_convert = interpreter._convert_float
-
-
-def _convert_as_the_chip(data, given, wanted, rounding):
-    """The interpreter loses the carry into the exponent where it rounds to float8 (1.95 becomes 1), and cuts off below the
-    normal numbers; the chip rounds to nearest, as torch does."""
-    if given == tl.float32 and wanted == tl.float8e4nv:
-        rounded = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8)
-        return rounded.numpy().reshape(-1)
-    return _convert(data, given, wanted, rounding)
-
-
-interpreter._convert_float = _convert_as_the_chip
+from tests.plan.specs import make_spec
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -78,9 +61,12 @@ def test_attention(data, splits, dtype):
     options = data.draw(cases.attention_options(shape.num_heads))
     step = cases.step(shape)
     kv = step.kv if dtype is None else scaled(step.kv, dtype)
+    if data.draw(st.booleans()):
+        kv = dataclasses.replace(kv, v=by_dim(kv.v))
+    ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        ours = OURS.attention(step.q, kv, step.meta, **options)
+        ours = ops.attention(step.q, kv, step.meta, **options)
     theirs = REFERENCE.attention(step.q, kv, step.meta, **options)
     assert ours.isfinite().all()
     # Against an 8-bit cache the kernel multiplies in float16.
@@ -112,6 +98,8 @@ def test_rope_and_cache(data):
         caches[1] = LayerKV(caches[1].k, caches[1].v, caches[0].k_scale, caches[0].v_scale)
         caches[1].k.copy_(caches[0].k)
         caches[1].v.copy_(caches[0].v)
+    if data.draw(st.booleans()):
+        caches[0] = dataclasses.replace(caches[0], v=by_dim(caches[0].v))
     ours = OURS.rope_and_cache(qkv, caches[0], step.meta, **options)
     theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, **options)
     close(ours, theirs)
@@ -175,8 +163,8 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
         for _ in range(2):  # the counters of the parts are as they were
             close(skinny(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
-        if name == "int8":
-            close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(TritonOps(deterministic=True).linear(x, w), theirs)
 
 
 @pytest.mark.parametrize(("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), (128, 768)])
@@ -192,6 +180,9 @@ def test_4_bit_products(size, inner):
         for splits in (1, 2, 3):
             ours = grouped(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
+        if inner % 64 == 0:  # one token
+            ours = grouped_gemv(x[:1], w, 16, rows=5 if bias is None else 10)
+            torch.testing.assert_close(ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5)
 
 
 @pytest.mark.parametrize("name", list(SCHEMES))
@@ -211,14 +202,94 @@ def test_rounding_keeps_to_its_error(name):
     assert torch.equal(dequantize(w)[3], torch.zeros(256))
 
 
+def spied(patch, name):
+    """The tiles that a function of `linear` is called with, and then runs with."""
+    seen, real = [], getattr(linear, name)
+    patch.setattr(linear, name, lambda *a, tile=None, **k: seen.append(tile) or real(*a, tile=tile, **k))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("op", "scheme", "kind", "tokens", "size", "tile"),
+    [
+        ("gemv", None, "float32", 1, (), (4, 32, 4)),
+        ("skinny", "fp8", "fp8", 3, (16,), (32, 32, 1, 1)),
+        ("skinny", "int8", "int8", 17, (32,), (32, 64, 2, 1)),
+        ("tiled", "int8", "int8", 70, (256,), (32, 32, 32, 4, 1)),
+        ("grouped", "int4-g32", "int4-g32", 2, (16,), (32, 1, 1)),
+        ("grouped", "int4", "int4", 2, (16,), (32, 2, 1)),
+    ],
+)
+def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, size, tile):
+    outer, inner = 48, 256
+    seen = spied(monkeypatch, op)
+    key = (op, kind, (outer, inner, *size))
+    ops = TritonOps(TileTable(device="", entries={key: Measured(tile)}))
+    weight = torch.randn(outer, inner)
+    w = ops.prepare_linear(weight.half() if op == "grouped" else weight, None, SCHEMES[scheme] if scheme else None)
+    x = torch.randn(tokens, inner).to(w.scales.dtype if op == "grouped" else weight.dtype)
+    ours, theirs = ops.linear(x, w), REFERENCE.linear(x, w)
+    assert seen == [tile]
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * inner**0.5)
+    ops.with_tiles(NO_TILES).linear(x, w)
+    assert seen == [tile, None]
+
+
+def test_attention_takes_the_tables_tiles(monkeypatch):
+    step = cases.step(cases.Shape(sequences=((1, 20), (1, 3), (9, 5)), num_heads=4, num_kv_heads=2, head_dim=16))
+    seen = []
+
+    def spy(*args, decode_tile, prefill_tile, **more):
+        seen.append((decode_tile, prefill_tile))
+        return paged_attention(*args, decode_tile=decode_tile, prefill_tile=prefill_tile, **more)
+
+    monkeypatch.setattr("slipstream.kernels.triton.paged_attention", spy)
+    shape = (4, 2, 16, step.kv.block_size)
+    entries = {
+        ("decode", "float32", (*shape, 4)): Measured((16, 2, 1)),
+        ("prefill", "float32", (*shape, 32)): Measured((16, 16, 4, 1)),
+    }
+    ours = TritonOps(TileTable(device="", entries=entries)).attention(step.q, step.kv, step.meta, scale=0.25)
+    theirs = REFERENCE.attention(step.q, step.kv, step.meta, scale=0.25)
+    assert seen == [((16, 2, 1), (16, 16, 4, 1))]
+    close(ours[step.owned], theirs[step.owned])
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
+def test_a_models_trials_run_and_agree(monkeypatch, scheme):
+    """Every key that is tuned for a model is one that the engine looks up: with a tile of its own, each op is given it."""
+    monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
+    spec = dataclasses.replace(make_spec(kv_heads=(2,)), vocab_size=40)
+    dtype = torch.float16 if scheme == "int4-g32" else torch.float32
+    bench = tuning._Bench(NO_TILES, torch.device("cpu"), dtype)
+    cache = "int8" if scheme == "int8" else None
+    trials = bench.trials(spec, SCHEMES[scheme] if scheme else None, cache, 16, 20, 3)
+    assert len({t.key for t in trials}) == len(trials)
+    ops = {None: {"gemv"}, "int8": {"gemv", "skinny", "tiled"}, "int4-g32": {"gemv", "grouped"}}[scheme]
+    assert {t.key[0] for t in trials} == ops | {"decode", "prefill"}
+    tiles = {
+        "gemv": (2, 32, 4), "skinny": (16, 32, 1, 1), "tiled": (64, 64, 64, 4, 1), "grouped": (16, 1, 1),
+        "decode": (16, 4, 1), "prefill": (16, 16, 4, 1),
+    }  # fmt: skip
+    asked = []
+    find = TileTable.find
+    monkeypatch.setattr(TileTable, "find", lambda self, *key: asked.append((self, key)) or find(self, *key))
+    for op in tiles:
+        for trial in [t for t in trials if t.key[0] == op][:2]:
+            asked.clear()
+            assert tuning.results_agree(trial.prepare(trial.key), tiles[op]), trial.key
+            assert any(find(table, *key) == tiles[op] for table, key in asked), trial.key
+
+
 def test_linear_embed_and_copies():
     x, weight, bias = torch.randn(1, 100), torch.randn(30, 100), torch.randn(30)
     for b in (None, bias):
-        close(OURS.linear(x, OURS.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
-        close(gemv(x, weight, b, block_n=2, block_k=32), torch.nn.functional.linear(x, weight, b))
+        for ops in (OURS, TritonOps(deterministic=True)):
+            close(ops.linear(x, ops.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
+        close(gemv(x, weight, b, tile=(2, 32, 4)), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))
-    kv = LayerKV(torch.randn(6, 2, 4, 8), torch.randn(6, 2, 4, 8))
+    kv = LayerKV(torch.randn(6, 2, 4, 8), by_dim(torch.randn(6, 2, 4, 8)))
     copy = LayerKV(kv.k.clone(), kv.v.clone())
     pairs = torch.tensor([[1, 3], [2, 5]])
     OURS.copy_blocks(kv, pairs[:, 0], pairs[:, 1])

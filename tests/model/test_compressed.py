@@ -75,8 +75,16 @@ def log_probabilities(folder, **settings):
     return [p.chosen.logprob for p in output.prompt_logprobs[1:]]
 
 
+def test_routers_are_left_out(tmp_path):
+    tiny_models.build(tmp_path, "qwen2_moe", hidden_size=64, intermediate_size=192, shared_expert_intermediate_size=64)
+    expected = log_probabilities(tmp_path, quantization="int8")
+    routers = ["re:.*mlp.gate$", "model.layers.0.mlp.shared_expert_gate"]
+    compress(tmp_path, "int8", ignore=["lm_head", *routers])
+    assert log_probabilities(tmp_path) == expected
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_the_same_as_rounding_at_load(tmp_path, kind, family):
     tiny_models.build(tmp_path, family, **SIZES)
     expected = log_probabilities(tmp_path, quantization=kind)

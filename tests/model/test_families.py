@@ -26,6 +26,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 5.0, 30.0],
+    "original_max_position_embeddings": 4,
+}
 CASES = {
     **{name: (name, {}) for name in tiny_models.FAMILIES},
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "rope_theta": None, "head_dim": 16}),
@@ -52,6 +59,23 @@ CASES = {
     "gemma3-softcap": ("gemma3_text", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "gptj-whole": ("gptj", {"rotary_dim": 8}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+    "bigcode-mha": ("gpt_bigcode", {"multi_query": False}),
+    "ministral-mixed": ("ministral", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "qwen2-moe-mixed": ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    "qwen3-moe-sparse": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2, "num_experts_per_tok": 6}),
+    "mixtral-of-one": ("mixtral", {"num_experts_per_tok": 1, "sliding_window": 7}),
+    "neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "bloom-6-heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
+    "mpt-clip": ("mpt", {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.2}}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon2-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "falcon-rw": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
+    "starcoder2-open": ("starcoder2", {"sliding_window": None, "use_bias": False, "tie_word_embeddings": False}),
+    "phi3-long": ("phi3", {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
+    "gemma2-capped": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "olmo2-gqa": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
 }
 TOKENS = [random.Random(1).randrange(4, tiny_models.VOCAB) for _ in range(53)]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.model.description import read_spec
-from slipstream.model.families import FAMILIES
+from slipstream.model.families import find_gguf_family
+from slipstream.model.parameters import parameters
 from tests import tiny_models
 from tests.model.harness import Paged, load, run
 
@@ -42,63 +46,155 @@ def write(path, tensors, architecture="llama", **metadata):
     writer.close()
 
 
-CASES = {
-    "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "qwen2": ("qwen2", {"use_sliding_window": False}),
-    "qwen3": ("qwen3", {}),
-    "gemma3": (
-        "gemma3_text",
+GEMMA3 = {
+    "num_hidden_layers": 7,
+    "layer_types": None,
+    "query_pre_attn_scalar": 16,
+    "rope_theta": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}
+RMS = {"attention.layer_norm_rms_epsilon": 1e-6}
+LAYER = {"attention.layer_norm_epsilon": 1e-5}
+CASES = {  # llama.cpp's name, the family here, its changes, what its converter writes besides the common keys
+    "llama": ("llama", "llama", {}, {**RMS, "vocab_size": 288, "rope.dimension_count": 8}),
+    "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}, RMS),
+    "qwen2": ("qwen2", "qwen2", {"use_sliding_window": False}, RMS),
+    "qwen3": ("qwen3", "qwen3", {}, {**RMS, "attention.key_length": 16, "attention.value_length": 16}),
+    "gemma": ("gemma", "gemma", {}, {**RMS, "attention.key_length": 16, "attention.value_length": 16}),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
         {
-            "num_hidden_layers": 7,
-            "layer_types": None,
-            "query_pre_attn_scalar": 16,
-            "rope_theta": None,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            },
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 6,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
         },
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        GEMMA3,
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 6,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 5e3,
+        },
+    ),
+    "gpt2": ("gpt2", "gpt2", {}, LAYER),
+    "starcoder": ("starcoder", "gpt_bigcode", {"activation_function": "gelu"}, {**LAYER, "attention.head_count_kv": 1}),
+    "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}, {**LAYER, "rope.freq_base": 10000.0}),
+    "gptneox": ("gptneox", "gpt_neox", {}, {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True}),
+    "gptneox-in-turn": (
+        "gptneox",
+        "gpt_neox",
+        {"use_parallel_residual": False},
+        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": False},
+    ),
+    "bloom": ("bloom", "bloom", {}, {**LAYER, "attention.head_count_kv": 4}),
+    "mpt": (
+        "mpt",
+        "mpt",
+        {"attn_config": {"clip_qkv": 0.7}},
+        {**LAYER, "attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7},
+    ),
+    "falcon-7b": ("falcon", "falcon", {}, {**LAYER, "attention.head_count_kv": 1, "tensor_data_layout": "jploski"}),
+    "falcon-40b": (
+        "falcon",
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {**LAYER, "attention.head_count_kv": 2, "tensor_data_layout": "jploski"},
+    ),
+    "phi2": ("phi2", "phi", {}, {**LAYER, "attention.head_count_kv": 4, "rope.dimension_count": 4, "rope.freq_base": 1e4}),
+    "phi3": (
+        "phi3",
+        "phi3",
+        {"sliding_window": 7, "rms_norm_eps": 1e-6},
+        {**RMS, "rope.dimension_count": 8, "attention.sliding_window": 7, "rope.scaling.original_context_length": 256},
+    ),
+    "olmo2": ("olmo2", "olmo2", {"rms_norm_eps": 1e-6}, RMS),
+    "granite": (
+        "granite",
+        "granite",
+        {},
+        {**RMS, "attention.scale": 0.2, "residual_scale": 0.4, "embedding_scale": 3.0, "logit_scale": 4.0, "vocab_size": 288},
+    ),
+    "command-r": (
+        "command-r",
+        "cohere",
+        {"rope_theta": 5e5},
+        {**LAYER, "rope.freq_base": 5e5, "logit_scale": 0.0625, "rope.scaling.type": "none"},
+    ),
+    "cohere2": (
+        "cohere2",
+        "cohere2",
+        {},
+        {**LAYER, "logit_scale": 0.0625, "attention.sliding_window": 6, "rope.dimension_count": 8, "rope.scaling.type": "none"},
+    ),
+    "chatglm": (
+        "chatglm",
+        "glm",
+        {"rms_norm_eps": 1e-6},
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
+    ),
+    "glm4": (
+        "glm4",
+        "glm4",
+        {"rms_norm_eps": 1e-6},
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
     ),
 }
 
 
+def as_llama_cpp(architecture, name, value, a):
+    """A tensor as llama.cpp's converter changes it."""
+    fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
+    if architecture in ("llama", "granite") and (".q_proj." in name or ".k_proj." in name):  # its order of rotary rows
+        heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
+        return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return value + 1
+    if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
+        return value.T
+    if architecture in ("gptneox", "bloom", "falcon") and fused:  # all of q, then all of k, then all of v
+        group = a.num_heads // a.num_kv_heads
+        parts = value.reshape(a.num_kv_heads, group + 2, a.head_dim, -1)
+        flat = [p.reshape(-1, parts.shape[-1]) for p in (parts[:, :group], parts[:, group], parts[:, group + 1])]
+        return np.concatenate(flat).reshape(value.shape)
+    return value
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
-    family, overrides = CASES[case]
+    """The names of tensors are those of the gguf package's own table."""
+    architecture, family, overrides, more = CASES[case]
     theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
-    spec, table = read_spec(tmp_path / "hf").spec, FAMILIES[family].gguf
-    state = {k: v.detach().numpy() for k, v in theirs.state_dict().items()}
-    tensors = {}
-    for pattern, name in table.names.items():
-        for i in range(spec.num_layers) if "{i}" in pattern else (0,):
-            value = state.get(name.replace("{i}", str(i)))
-            if value is None or (name == "lm_head.weight" and spec.tied_embeddings):
-                continue
-            attention = spec.layers[i].attention
-            if case.startswith("llama") and ("attn_q." in pattern or "attn_k." in pattern):  # llama.cpp's order of rows
-                heads = attention.num_heads if "attn_q" in pattern else attention.num_kv_heads
-                value = value.reshape(heads, 2, -1, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
-            if family == "gemma3_text" and pattern.endswith("norm.weight"):
-                value = value + 1
-            tensors[pattern.replace("{i}", str(i))] = (value, "F32")
-    arch, a = table.architecture, spec.layers[0].attention
+    spec = read_spec(tmp_path / "hf").spec
+    a, number = spec.layers[0].attention, {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    table, tensors = gguf.get_tensor_name_map(number, spec.num_layers), {}
+    for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
+        found = [table.get_name(n, (".weight", ".bias")) for n in (name, name.removeprefix("transformer."))]
+        written = next(n for n in found if n is not None)
+        tensors[written] = (as_llama_cpp(architecture, name, value.numpy(), a), "F32")
     metadata = {
         "block_count": spec.num_layers,
         "context_length": spec.max_position,
         "embedding_length": spec.hidden_size,
         "feed_forward_length": spec.layers[0].mlp.intermediate_size,
         "attention.head_count": a.num_heads,
-        "attention.head_count_kv": a.num_kv_heads,
-        "attention.key_length": a.head_dim,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": next(x.attention.position.theta for x in spec.layers if x.attention.window is None),
     }
-    metadata |= {"attention.value_length": a.head_dim, "rope.dimension_count": a.head_dim, "vocab_size": 288}
-    if family == "gemma3_text":
-        metadata["attention.sliding_window"] = 6
-        metadata["rope.freq_base_swa"] = 5e3
-    write(tmp_path / "model.gguf", tensors, arch, **{f"{arch}.{k}": v for k, v in metadata.items()})
+    if a.num_kv_heads not in (1, a.num_heads):
+        metadata["attention.head_count_kv"] = a.num_kv_heads
+    write(tmp_path / "model.gguf", tensors, architecture, **{f"{architecture}.{k}": v for k, v in {**metadata, **more}.items()})
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
@@ -174,17 +270,14 @@ def test_an_unknown_architecture_is_named(tmp_path):
 def test_blocks_are_used_as_they_are(tmp_path, kinds):
     """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
     product that another type fills in part, nothing is taken."""
-    sizes = dict(hidden_size=64, intermediate_size=96, initializer_range=0.1, tie_word_embeddings=True)
-    theirs = tiny_models.build(tmp_path / "hf", "llama", **sizes)
-    state = {k: v.detach().numpy() for k, v in theirs.state_dict().items()}
-    tensors = {}
-    for pattern, name in FAMILIES["llama"].gguf.names.items():
-        for i in range(2) if "{i}" in pattern else (0,):
-            value = state.get(name.replace("{i}", str(i)))
-            if value is None or pattern == "output.weight":
-                continue
-            kind = "F32" if value.ndim == 1 else kinds[1] if "attn_v" in pattern or "token" in pattern else kinds[0]
-            tensors[pattern.replace("{i}", str(i))] = (value, kind)
+    tiny_models.build(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
+    shapes = parameters(spec)
+    for name, place in find_gguf_family("llama").gguf.names(spec).items():
+        rows, *inner = shapes[place.target]
+        shape = (rows if place.rows is None else place.rows, *inner)
+        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
+        tensors[name] = (rng.standard_normal(shape) * 0.1 if inner else np.ones(shape), kind)
     metadata = {**LEAST, "block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count_kv": 2}
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     used = will_use() if torch is not None else None
     built = torch is not None and cpu_kernels_built()
     missing = find_missing(host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built)
+    tables, broken = tile_tables(sorted({card.name for card in cards}))
+    missing += broken
     if args.json:
         print_json(
             {
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 "python": platform.python_version(),
                 "host": host,
                 "gpus": cards,
+                "tile_tables": tables,
                 "torch": torch,
                 "packages": packages,
                 "cache_folder": cache_folder(),
@@ -78,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         ("cores", f"{host.num_cores} of {host.num_cpus} for this process (affinity and control group)"),
         ("memory", f"{size(host.memory_bytes)}, of which {size(host.free_bytes)} is free"),
         *(("GPU", f"{g.name}, {size(g.memory_bytes)}, driver {g.driver}") for g in cards),
+        *((f"tiles of {name}", found) for name, found in tables.items()),
         *([] if cards else [("GPU", "none that nvidia-smi shows")]),
         ("torch", "not there" if torch is None else f"{torch.version}, {cuda_text(torch)}"),
         *((name, found or "not there") for name, found in packages.items() if name != "torch"),
@@ -111,6 +115,24 @@ def package_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
+    """Which tile table an engine takes on each kind of GPU; and those that can't be used, though nothing runs until they are
+    out of the way."""
+    from slipstream.errors import ConfigError
+    from slipstream.hub import tiles_folder
+    from slipstream.kernels.tiles import load_tiles
+
+    found: dict[str, str] = {}
+    broken: list[Missing] = []
+    for name in names:
+        try:
+            found[name] = load_tiles("auto", name, tiles_folder()).describe()
+        except ConfigError as error:
+            found[name] = "can't be used"
+            broken.append(Missing(what=str(error), command="delete it, then slipstream tune MODEL", needed=True))
+    return found, broken
 
 
 def torch_facts() -> TorchFacts | None:

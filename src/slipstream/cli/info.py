@@ -16,6 +16,7 @@ from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import CPU_BLOCK_TYPES, SCHEMES
+from slipstream.model.spec import DenseSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
 if TYPE_CHECKING:
@@ -101,7 +102,10 @@ def describe(layer: LayerSpec) -> str:
         parts.append(f"window {a.window:,}")
     if a.position is not None:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
-    parts.append(f"{'gated ' if m.gated else ''}{m.activation} {m.intermediate_size:,}")
+    dense = m if isinstance(m, DenseSpec) else m.expert
+    if isinstance(m, MoESpec):
+        parts.append(f"{m.num_experts_per_token} of {m.num_experts} experts" + (" and a shared one" if m.shared else ""))
+    parts.append(f"{'gated ' if dense.gated else ''}{dense.activation} {dense.intermediate_size:,}")
     return ", ".join(parts)
 
 
@@ -142,7 +146,7 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights
     elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
-        weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[config.model.dtype]
+        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]
     total, free = facts.memory_bytes, facts.free_bytes
     # What a host has free changes by the minute: there a model is described also where it would not fit just now.
     taken = weights if facts.is_cuda else 0

@@ -117,6 +117,7 @@ class Banner:
     start_s: float
     device: str
     dtype: str
+    tiles: str
     ledger: MemoryLedger
 
     @classmethod
@@ -127,14 +128,15 @@ class Banner:
             start_s=round(seconds, 3),
             device=engine.config.device.facts.name,
             dtype=engine.config.model.dtype,
+            tiles=engine.tiles,
             ledger=engine.ledger,
         )
 
     def __str__(self) -> str:
-        ledger = self.ledger
+        ledger, tiles = self.ledger, f", tile table {self.tiles}" if self.tiles else ""
         return (
             f"Slipstream serves {', '.join(self.models)} at {self.url} (started in {self.start_s:.1f} s)\n"
-            f"{self.device}, {self.dtype}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
+            f"{self.device}, {self.dtype}{tiles}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
             f"{ledger.num_kv_tokens:,} tokens: {ledger.num_full_sequences} sequences of {ledger.max_model_len:,}"
         )
 

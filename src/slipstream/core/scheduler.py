@@ -4,7 +4,10 @@ There are no phases. A request has `num_tokens` and `num_computed_tokens`; a ste
 second up to the first. Prefill, chunks of it, decode, prefix hits, and resumption after preemption are all that rule.
 
 Order within a step: sequences that need one token (decodes) always go first, so a long prompt never holds them up; then
-prompts under way; then new ones, strictly by (priority, arrival). When blocks run out, the last in that order is preempted:
+prompts under way; then new ones, strictly by (priority, arrival). A step that holds decodes has at most
+`max_num_mixed_tokens` tokens, of any kind, so that no running sequence waits for its next token longer than such a step
+takes. Prompts get what the decodes leave, at least one token, since a prompt under way is itself one of `max_num_seqs`;
+they fill it in order, several in a step if they are short. When blocks run out, the last in that order is preempted:
 its blocks go, and it waits to be computed again.
 
 `schedule()` may be called again before `update()` of the step before: it counts tokens that are sampled but not yet known
@@ -49,6 +52,7 @@ WATERMARK = 0.01
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int  # from max_num_seqs to max_num_batched_tokens
     max_model_len: int
     block_size: int
     num_blocks: int  # with the null block
@@ -189,6 +193,8 @@ class Scheduler:
                 self._schedule_one(step, request)
             elif wanted > 1:
                 unfinished.append(request)
+        if step.decodes:
+            step.budget -= self.config.max_num_batched_tokens - self.config.max_num_mixed_tokens
         for request in unfinished:
             if request.status is Status.RUNNING:  # not preempted meanwhile
                 self._schedule_prompt(step, request)

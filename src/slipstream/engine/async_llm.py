@@ -110,6 +110,7 @@ class AsyncLLM:
         self.config: EngineConfig
         self.ledger: MemoryLedger
         self.phases: dict[str, float] = {}
+        self.tiles = ""  # the tile table, by identity and size
         self.num_restarts = 0
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
@@ -256,7 +257,7 @@ class AsyncLLM:
         config = resolve(self.args, self.description, message.device)
         ledger = message.ledger
         self.config = config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
-        self.ledger, self.phases = ledger, message.phases
+        self.ledger, self.phases, self.tiles = ledger, message.phases, message.tiles
         self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer)
         self._child, self._down_reason = child, ""
         self._last_heard = self._last_progress = time.monotonic()

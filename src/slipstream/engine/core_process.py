@@ -59,6 +59,7 @@ class Ready(msgspec.Struct, tag=True):
     device: DeviceFacts
     ledger: MemoryLedger
     phases: dict[str, float]
+    tiles: str = ""  # the tile table of a GPU
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -115,7 +116,8 @@ class CoreProcess:
 
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
             core = self._core
-            self._send(Ready(core.config.device.facts, core.ledger, core.phases))
+            facts = core.config.device.facts
+            self._send(Ready(facts, core.ledger, core.phases, core.tiles.describe() if facts.is_cuda else ""))
             self._serve()
             return 0
         except Exception as error:

@@ -20,7 +20,8 @@ import torch
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import EngineError
-from slipstream.hub import resolve_model
+from slipstream.hub import resolve_model, tiles_folder
+from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv
@@ -30,16 +31,20 @@ from slipstream.worker.model_runner import InFlightStep, ModelRunner
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, description: ModelDescription, runner: ModelRunner) -> None:
+    def __init__(
+        self, config: EngineConfig, description: ModelDescription, runner: ModelRunner, tiles: TileTable = NO_TILES
+    ) -> None:
         """Measure activations, size the cache, allocate it. `EngineCore.build` does what comes before."""
         self.description = description
         self.runner = runner
+        self.tiles = tiles
         activation_bytes = runner.profile()
         self.config, self.ledger = _fit(config, description, runner, activation_bytes)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.config.scheduling.max_num_seqs,
                 max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
+                max_num_mixed_tokens=self.config.scheduling.max_num_mixed_tokens,
                 max_model_len=self.config.model.max_model_len,
                 block_size=self.config.cache.block_size,
                 num_blocks=self.ledger.num_blocks,
@@ -68,10 +73,11 @@ class EngineCore:
         config = resolve(args, description, detect(args.device, args.num_threads))
         found = time.perf_counter() - begin
         progress("weights")
-        runner = ModelRunner(config)
+        tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
+        runner = ModelRunner(config, tiles)
         runner.phases["resolve"] = found
         progress("cache")
-        return cls(config, description, runner)
+        return cls(config, description, runner, tiles)
 
     @property
     def phases(self) -> dict[str, float]:

@@ -80,6 +80,14 @@ class NativeOps(CpuOps):
             "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
         )
 
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        if scheme is not None:
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product of experts; leave it out", field="quantization")
+        return super().prepare_experts(weight)
+
+    def adopt_experts(self, w: Linear) -> Linear:
+        raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
+
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind != native.I8 for p in tied.parts):
             return tied  # the head's rows are the table's, exactly

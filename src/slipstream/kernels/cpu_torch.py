@@ -39,11 +39,12 @@ from slipstream.kernels.reference import (
     gather_sequence,
     nucleus,
     rms,
+    route,
     scaled_probs,
     uniform,
 )
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
 """Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
@@ -133,6 +134,23 @@ class CpuOps(ReferenceOps):
             "or use kernels='reference'",
             field="kernels",
         )
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        return Linear(weight=weight) if scheme is None else self.prepare_linear(weight, None, scheme)
+
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        """Rows are put in the order of their experts, so that each product is one call over all of them."""
+        weights, chosen = route(router_logits, spec)
+        order = chosen.flatten().argsort(stable=True)
+        ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
+        per_expert = (spec.num_experts, -1, x.shape[1])
+        h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
+        act = self.gated_activation if spec.expert.gated else self.activation
+        rows = act(h, spec.expert.activation)
+        assert isinstance(rows, Tensor)
+        y = F.grouped_mm(rows, down.weight.view(spec.num_experts, x.shape[1], -1).transpose(1, 2), offs=ends)
+        back = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
+        return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)

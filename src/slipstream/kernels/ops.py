@@ -21,15 +21,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it.
 
-    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value.
+    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value. How `v` lies in memory is
+    the op set's choice (`OpSet.values_by_dim`).
     """
 
     k: Tensor  # [B, K, block_size, D]
@@ -40,6 +42,11 @@ class LayerKV:
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+
+def by_dim(v: Tensor) -> Tensor:
+    """The same values [B, K, block_size, D], with a block's tokens side by side in memory: [B, K, D, block_size]."""
+    return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,10 @@ class Linear:
     def out_features(self) -> int:
         return self.weight.shape[0]
 
+    def part(self, rows: slice) -> Linear:
+        """Some rows of it: one expert's."""
+        return Linear(weight=self.weight[rows])
+
     @property
     def inputs(self) -> InputFormat | None:
         """The form of activations that this weight multiplies; None: the model's type."""
@@ -96,6 +107,9 @@ class ScaledLinear(Linear):
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
+
+    def part(self, rows: slice) -> ScaledLinear:
+        return ScaledLinear(weight=self.weight[rows], scales=self.scales[rows], out_dtype=self.out_dtype)
 
     @property
     def inputs(self) -> InputFormat:
@@ -112,6 +126,12 @@ class GroupedLinear(Linear):
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
+    dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
+
+    def part(self, rows: slice) -> GroupedLinear:
+        zeros = None if self.zeros is None else self.zeros[:, rows]
+        scales, size = self.scales[:, rows], self.group_size
+        return GroupedLinear(weight=self.weight[rows], scales=scales, zeros=zeros, group_size=size, chunk=self.chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +195,10 @@ class OpSet(ABC):
         """For a person."""
         return self.name
 
+    def values_by_dim(self, dtype: torch.dtype) -> bool:
+        """Whether values of a cache of that type are best kept `by_dim`; otherwise as the keys are."""
+        return False
+
     @abstractmethod
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
@@ -188,6 +212,14 @@ class OpSet(ABC):
         """The table that `embed` reads, or that a compiled step does. With `tied`, the output head that was made of it, that
         may be the head itself."""
         return table
+
+    def adopt_experts(self, w: Linear) -> Linear:
+        """The same for the weights of all experts."""
+        return w
+
+    @abstractmethod
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        """The same for the weights of all experts, one below the other, as `moe` reads them."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -287,6 +319,15 @@ class OpSet(ABC):
         """[T, F] → [T, F]."""
 
     @abstractmethod
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
+
+        With p the softmax of a row of router_logits in float32, the experts are its num_experts_per_token likeliest, and
+        their weights p, divided by their sum if spec.normalize. `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold
+        the experts one below the other, without biases.
+        """
+
+    @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature, min_p, top_k, top_p, draw.
 
@@ -299,13 +340,25 @@ class OpSet(ABC):
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
 
 
-def select_ops(device: torch.device, implementation: str = "auto", *, num_threads: int = 1) -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises.
-    On a CPU auto is cpu, the C++ kernels, or torch where they are not built (`slipstream doctor` says so)."""
+def select_ops(
+    device: torch.device,
+    implementation: str = "auto",
+    tiles: TileTable = NO_TILES,
+    *,
+    num_threads: int = 1,
+    deterministic: bool = False,
+    dense_copies: bool = False,
+) -> OpSet:
+    """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
+    CPU auto is cpu, the C++ kernels with `num_threads`, or torch where they are not built (`slipstream doctor` says so).
+    `tiles` are for triton, and so are `deterministic` (the result for a token depends on nothing but the tokens before it)
+    and `dense_copies` (4-bit weights are kept dense as well)."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
+    if deterministic and implementation != "triton":
+        raise ConfigError("deterministic=True needs a GPU and its kernels ('triton'); leave it out", field="deterministic")
     if implementation == "reference":
         from slipstream.kernels.reference import ReferenceOps
 
@@ -321,7 +374,7 @@ def select_ops(device: torch.device, implementation: str = "auto", *, num_thread
     if implementation == "triton" and device.type == "cuda":
         from slipstream.kernels.triton import TritonOps
 
-        return TritonOps()
+        return TritonOps(tiles, deterministic=deterministic, dense_copies=dense_copies)
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )

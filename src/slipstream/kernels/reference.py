@@ -24,7 +24,7 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
@@ -44,11 +44,20 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
             return F.relu(x).square()
 
 
+def route(router_logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
+    """(weights float32, experts int64), [T, num_experts_per_token] each."""
+    weights, chosen = router_logits.float().softmax(dim=-1).topk(spec.num_experts_per_token, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True) if spec.normalize else weights, chosen
+
+
 class ReferenceOps(OpSet):
     name = "reference"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        return self.prepare_linear(weight, None, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -159,6 +168,19 @@ class ReferenceOps(OpSet):
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return self._as(activate(x.float(), activation), x.dtype, inputs)
+
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        weights, chosen = route(router_logits, spec)
+        act = self.gated_activation if spec.expert.gated else self.activation
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in chosen.unique().tolist():
+            tokens, slots = torch.where(chosen == expert)
+            up_rows, down_rows = (
+                slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_experts)
+            )
+            h = act(self.linear(x[tokens], up.part(up_rows)), spec.expert.activation)
+            out[tokens] += self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]
+        return out.to(x.dtype)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         logits = apply_bias_and_penalties(logits.float(), params)

@@ -16,19 +16,42 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.native import ACTIVATIONS, FORM_F32, Program
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import RopeSpec, SequentialBlock
+from slipstream.model.spec import DenseSpec, ModelSpec, PostNormBlock, RopeSpec, SequentialBlock
 
 if TYPE_CHECKING:
     from slipstream.model.decoder import MLP, Attention, Decoder, Norm
 
 
 def compile_step(decoder: Decoder) -> CompiledStep | None:
-    """The decoder's program, if its op set has such programs."""
-    return CompiledStep(decoder, decoder.ops) if isinstance(decoder.ops, NativeOps) else None
+    """The decoder's program, if its op set has such programs and they cover its spec. Without, the decoder's own loop runs,
+    with the same kernels one by one."""
+    if not isinstance(decoder.ops, NativeOps) or not covers(decoder.spec):
+        return None
+    return CompiledStep(decoder, decoder.ops)
+
+
+def covers(spec: ModelSpec) -> bool:
+    """Not yet: mixtures of experts, norms after the addition or over whole rows of q and k, scaled branches, clipped q, k and
+    v, and embeddings with a norm or a width of their own."""
+    if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
+        return False
+    for layer in spec.layers:
+        a, norms = layer.attention, layer.norms
+        if not isinstance(layer.mlp, DenseSpec) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
+            return False
+        if a.qk_norm is not None and a.qk_norm.over != "head":
+            return False
+        if isinstance(layer.block, PostNormBlock) or not norms.keys() & {"pre_attention", "norm"}:
+            return False
+        if isinstance(layer.block, SequentialBlock) and "pre_mlp" not in norms:
+            return False
+    return True
 
 
 class CompiledStep:
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
+        from slipstream.model.decoder import MoE
+
         self.program = p = Program(ops.engine)
         self.hidden_size = hidden = decoder.spec.hidden_size
         self.x = p.buffer(FORM_F32, hidden)  # the residual
@@ -41,6 +64,7 @@ class CompiledStep:
         waiting = False  # whether `pending` is still to be added to the residual
         for index, layer in enumerate(decoder.layers):
             norms, attention, mlp = layer.norms, layer.attention, layer.mlp
+            assert not isinstance(mlp, MoE)
             if isinstance(layer.spec.block, SequentialBlock):
                 post = norms.get("post_attention"), norms.get("post_mlp")
                 x = self._norm(norms["pre_attention"], attention.qkv, waiting)
@@ -55,6 +79,7 @@ class CompiledStep:
                 self._attend(attention, x, index, self.x, True)
                 self._feed(mlp, other, self.x, True)
                 waiting = False
+        assert decoder.final_norm is not None
         self._add_norm(decoder.final_norm, self.out, FORM_F32, waiting)
         assert isinstance(decoder.head, NativeLinear)
         self.head = Product(ops.engine, decoder.head)  # float32 [N, E] → logits float32 [N, V]
@@ -77,7 +102,7 @@ class CompiledStep:
         table = decoder.embed
         scale = 1.0
         if spec.embed_scale != 1.0:
-            dtype = table.weight.dtype if isinstance(table, NativeLinear) else table.dtype  # type: ignore[union-attr]
+            dtype = table.weight.dtype if isinstance(table, NativeLinear) else table.dtype
             scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
         self._table(table, 0, 0, scale, False)
         if decoder.positions is not None and spec.learned_positions is not None:

@@ -86,8 +86,10 @@ class RoundedWeights:
             return False
         if part in REFUSED:
             raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
-        if part not in PARTS or placement.transform != "none":
+        if part not in PARTS:
             return False
+        if placement.transform is not None:
+            raise CheckpointError(f"{name}: rounded weights in this order of rows are not supported", field=name)
         into = self._weights[placement.target]
         rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
         at = slice(placement.start, placement.start + rows)

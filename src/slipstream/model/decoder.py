@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
 from slipstream.model.compiled import compile_step
-from slipstream.model.parameters import block_norms
 from slipstream.model.positions import alibi_slopes, rope_table
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import (
@@ -27,9 +28,12 @@ from slipstream.model.spec import (
     DenseSpec,
     LayerSpec,
     ModelSpec,
+    MoESpec,
     NormSpec,
+    ParallelBlock,
+    PostNormBlock,
+    QKNormSpec,
     RopeSpec,
-    SequentialBlock,
 )
 
 
@@ -68,8 +72,14 @@ class Attention:
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
         s = self.spec
+        qkv = ops.linear(x, self.qkv)
+        if s.clip_qkv is not None:
+            qkv.clamp_(-s.clip_qkv, s.clip_qkv)
+        in_rope = s.qk_norm if s.qk_norm is not None and s.qk_norm.over == "head" else None
+        if s.qk_norm is not None and in_rope is None:
+            qkv = self._norm_rows(ops, qkv, s.qk_norm)
         q = ops.rope_and_cache(
-            ops.linear(x, self.qkv),
+            qkv,
             kv,
             meta,
             num_heads=s.num_heads,
@@ -77,13 +87,23 @@ class Attention:
             head_dim=s.head_dim,
             cos_sin=self.cos_sin,
             interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            norm_eps=s.qk_norm.eps if s.qk_norm else 0.0,
-            norm_offset=s.qk_norm.weight_offset if s.qk_norm else 0.0,
+            q_norm=self.q_norm if in_rope else None,
+            k_norm=self.k_norm if in_rope else None,
+            norm_eps=in_rope.eps if in_rope else 0.0,
+            norm_offset=in_rope.weight_offset if in_rope else 0.0,
         )
         seen = ops.attention(q, kv, meta, scale=s.scale, window=s.window, softcap=s.softcap, alibi_slopes=self.slopes)
         return ops.linear(seen.flatten(1), self.out)
+
+    def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec) -> Tensor:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q, k, v = qkv.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=1)
+        normed = (
+            ops.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
+            for x, weight in ((q, self.q_norm), (k, self.k_norm))
+        )
+        return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +117,83 @@ class MLP:
         act = ops.gated_activation if self.spec.gated else ops.activation
         return ops.linear(act(ops.linear(x, self.up), self.spec.activation, inputs=self.down.inputs), self.down)
 
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of rows that it reads."""
+        return self.up.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    spec: MoESpec
+    router: Linear
+    up: Linear
+    down: Linear
+    shared: MLP | None
+    shared_weight: Linear | None
+
+    def __call__(self, ops: OpSet, x: Activations) -> Tensor:
+        """[T, E] → [T, E]"""
+        assert isinstance(x, Tensor)
+        routed = ops.moe(x, ops.linear(x, self.router), self.up, self.down, self.spec)
+        if self.shared is None:
+            return routed
+        always = self.shared(ops, x)
+        if self.shared_weight is not None:
+            always = always * ops.linear(x, self.shared_weight).sigmoid()
+        return routed + always
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return None  # the router reads them as they are
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     spec: LayerSpec
     attention: Attention
-    mlp: MLP
+    mlp: MLP | MoE
     norms: Mapping[str, Norm]
 
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(what to add next, the residual)."""
-        n, attention, mlp = self.norms, self.attention, self.mlp
-        if isinstance(self.spec.block, SequentialBlock):
-            x, residual = n["pre_attention"].quantizing(ops, pending, residual, attention.qkv.inputs)
-            h = attention(ops, x, kv, meta)
-            if "post_attention" in n:
-                h, _ = n["post_attention"](ops, h)
-            x, residual = n["pre_mlp"].quantizing(ops, h, residual, mlp.up.inputs)
-            h = mlp(ops, x)
-            if "post_mlp" in n:
-                h, _ = n["post_mlp"](ops, h)
-            return h, residual
-        # Both branches read one norm, or each its own; all of a layer's products have one scheme.
-        x, residual = n["norm"].quantizing(ops, pending, residual, attention.qkv.inputs)
-        for_mlp = n["mlp_norm"].quantizing(ops, residual, None, mlp.up.inputs)[0] if "mlp_norm" in n else x
-        return attention(ops, x, kv, meta) + mlp(ops, for_mlp), residual
+        n, scale = self.norms, self.spec.residual_scale
+        if isinstance(self.spec.block, PostNormBlock):
+            x = _sum(pending, residual)
+            x = n["attention_norm"](ops, _scaled(self.attention(ops, x, kv, meta), scale), x)[0]
+            return n["mlp_norm"](ops, _scaled(self.mlp(ops, x), scale), x)[0], None
+        if isinstance(self.spec.block, ParallelBlock):
+            # Both branches read one norm, or each its own; all of a layer's products have one scheme, but a router has none.
+            inputs = self.attention.qkv.inputs if "mlp_norm" in n else self.mlp.inputs
+            normed, residual = self._before("norm", ops, pending, residual, inputs)
+            for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.inputs)[0] if "mlp_norm" in n else normed
+            return _scaled(self.attention(ops, normed, kv, meta) + self.mlp(ops, for_mlp), scale), residual
+        normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.qkv.inputs)
+        h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
+        normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
+        return _scaled(self._after("post_mlp", ops, self.mlp(ops, normed)), scale), residual
+
+    def _before(
+        self, name: str, ops: OpSet, pending: Tensor, residual: Tensor | None, inputs: InputFormat | None
+    ) -> tuple[Activations, Tensor]:
+        """(the input of attention or MLP, the residual): through the norm if there is one."""
+        if name in self.norms:
+            return self.norms[name].quantizing(ops, pending, residual, inputs)
+        total = _sum(pending, residual)
+        return total, total
+
+    def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
+        return self.norms[name](ops, h)[0] if name in self.norms else h
+
+
+def _sum(pending: Tensor, residual: Tensor | None) -> Tensor:
+    return pending if residual is None else pending + residual
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 class Decoder:
@@ -147,14 +217,19 @@ class Decoder:
         held = rounded.get("embed.weight")
         table: Tensor | Linear = parameters.pop("embed.weight") if held is None else held
         self.positions = parameters.pop("positions.weight", None)
-        self.final_norm = _norm(spec.final_norm, "final_norm", parameters)
+        self.embed_in, self.embed_out = (
+            None if spec.embed_size is None else _linear(name, parameters, ops, None, rounded)
+            for name in ("embed_in", "embed_out")
+        )
+        self.embed_norm = None if spec.embed_norm is None else _norm(spec.embed_norm, "embed_norm", parameters)
+        self.final_norm = None if spec.final_norm is None else _norm(spec.final_norm, "final_norm", parameters)
         if spec.tied_embeddings and isinstance(table, Linear):
             rounded = {**rounded, "head.weight": table}
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
-        self.embed = ops.embedding(table, self.head if spec.tied_embeddings else None)
-        device = self.final_norm.weight.device
+        self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
+        device = torch.device("cpu") if isinstance(table, Linear) else table.device
         tables: dict[RopeSpec, Tensor] = {}
 
         def attention(s: AttentionSpec, name: str) -> Attention:
@@ -175,11 +250,26 @@ class Decoder:
                 slopes,
             )
 
+        def mlp(s: DenseSpec, name: str) -> MLP:
+            up, down = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+            return MLP(s, up, down)
+
+        def mixture(s: MoESpec, name: str) -> MoE:
+            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+            weighed = s.shared is not None and s.shared.weighed
+            return MoE(
+                s,
+                _linear(f"{name}.router", parameters, ops, None, rounded),
+                up,
+                down,
+                mlp(s.shared.mlp, f"{name}.shared") if s.shared is not None else None,
+                _linear(f"{name}.shared_weight", parameters, ops, None, rounded) if weighed else None,
+            )
+
         def layer(s: LayerSpec, name: str) -> Layer:
-            up, down = (_linear(f"{name}.mlp.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
-            mlp = MLP(s.mlp, up, down)
-            norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in block_norms(s).items()}
-            return Layer(s, attention(s.attention, f"{name}.attention"), mlp, norms)
+            norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in s.norms.items()}
+            made = mlp(s.mlp, f"{name}.mlp") if isinstance(s.mlp, DenseSpec) else mixture(s.mlp, name)
+            return Layer(s, attention(s.attention, f"{name}.attention"), made, norms)
 
         self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
         assert not parameters, f"unused: {list(parameters)}"
@@ -189,18 +279,33 @@ class Decoder:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
         if self._compiled is not None:
             return self._compiled(token_ids, kv, meta)
-        assert isinstance(self.embed, Tensor)
-        h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
-        if self.positions is not None and self.spec.learned_positions is not None:
-            h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)
+        h = self.embedded(token_ids, meta)
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
             h, residual = layer(self.ops, h, residual, cache, meta)
-        return self.final_norm(self.ops, h, residual)[0]
+        return self.finished(h, residual)
+
+    def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
+        """token_ids [T] → what the first layer reads, [T, E]"""
+        h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
+        if self.embed_in is not None:
+            h = self.ops.linear(h, self.embed_in)
+        if self.positions is not None and self.spec.learned_positions is not None:
+            h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)
+        return h if self.embed_norm is None else self.embed_norm(self.ops, h)[0]
+
+    def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
+        """What the last layer gives → what `logits` reads."""
+        return _sum(h, residual) if self.final_norm is None else self.final_norm(self.ops, h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V], in the model's type, or in float32 if the step is compiled."""
-        logits = self.ops.linear(hidden, self.head) if self._compiled is None else self._compiled.head(hidden)
+        if self._compiled is not None:
+            logits = _scaled(self._compiled.head(hidden), self.spec.logit_scale)
+        else:
+            if self.embed_out is not None:
+                hidden = self.ops.linear(hidden, self.embed_out)
+            logits = _scaled(self.ops.linear(hidden, self.head), self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
 
@@ -217,3 +322,10 @@ def _linear(
     if held is not None:
         return ops.adopt_linear(dataclasses.replace(held, bias=bias))
     return ops.prepare_linear(parameters.pop(f"{name}.weight"), bias, scheme)
+
+
+def _experts(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
+) -> Linear:
+    held = rounded.get(f"{name}.weight")
+    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme) if held is None else ops.adopt_experts(held)

@@ -12,8 +12,8 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.quantization_config import Method, read_quantization
-from slipstream.model.scheme import CPU_BLOCK_TYPES
+from slipstream.model.quantization_config import StoredQuantization, read_quantization
+from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -38,9 +38,18 @@ class ModelDescription:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    scheme: str | None = None  # of `model.scheme.SCHEMES`: the weights are stored so, ...
-    method: Method | None = None  # ... as these tools write them
-    stored: tuple[StoredType, ...] = ()  # a GGUF file's, the largest first
+    quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
+    stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
+
+    @property
+    def scheme(self) -> str | None:
+        """Of `model.scheme.SCHEMES`: the weights are stored so."""
+        return self.quantization.scheme if self.quantization is not None else None
+
+    @property
+    def kv_cache(self) -> InputFormat | None:
+        """The checkpoint has scales for a cache of this form."""
+        return self.quantization.kv_cache if self.quantization is not None else None
 
     def bytes_on_cpu(self, dtype_bytes: int) -> int | None:
         """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
@@ -79,9 +88,7 @@ def _read_folder(path: Path) -> ModelDescription:
     spec = family.read(ConfigReader(own))
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
-    scheme = method = None
-    if compressed:
-        scheme, method = read_quantization(compressed, tied_embeddings=spec.tied_embeddings)
+    quantization = read_quantization(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
@@ -95,8 +102,7 @@ def _read_folder(path: Path) -> ModelDescription:
         dtype=str(dtype),
         eos_token_ids=_ids(eos, spec.vocab_size),
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
-        scheme=scheme,
-        method=method,
+        quantization=quantization,
     )
 
 

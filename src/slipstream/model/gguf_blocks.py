@@ -14,30 +14,29 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import BlockLinear, BlockRows, Linear
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.parameters import Placement, Shape
+from slipstream.model.parameters import Placement, Shape, Unpermute
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", "head.weight", "embed.weight")
 
 
 class BlockWeights:
-    """Takes what `load_parameters` would dequantise. `names` maps the file's tensors to (name in the checkpoint's words,
-    place)."""
+    """Takes what `load_parameters` would dequantise. `names` is the family's table for the file's tensors."""
 
     def __init__(
         self,
         file: GGUFFile,
-        names: Mapping[str, tuple[str, Placement]],
+        names: Mapping[str, Placement],
         shapes: Mapping[str, Shape],
         types: frozenset[str],
         dtype: torch.dtype,
     ) -> None:
         found: dict[str, list[BlockRows]] = {}
         self._names: dict[str, str] = {}
-        for name, (theirs, place) in names.items():
-            tensor = file.tensors[name]
-            if not place.target.endswith(PRODUCTS) or tensor.type not in types:
+        for name, place in names.items():
+            tensor = file.tensors.get(name)
+            if tensor is None or tensor.type not in types or not place.target.endswith(PRODUCTS):
                 continue
-            if place.transform not in ("none", "unpermute"):
+            if ".experts." in place.target or not isinstance(place.transform, Unpermute | None):
                 continue
             out, inner = shapes[place.target]
             rows = out - place.start if place.rows is None else place.rows
@@ -46,13 +45,13 @@ class BlockWeights:
                     f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {[rows, inner]}",
                     field=name,
                 )
-            order = _unpermuted(rows, place.num_heads) if place.transform == "unpermute" else None
+            order = None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
             piece = BlockRows(type=tensor.type, blocks=file.raw(name).reshape(rows, -1), start=place.start, order=order)
             found.setdefault(place.target, []).append(piece)
-            self._names[theirs] = place.target
+            self._names[name] = place.target
         # All rows or none: what another type fills in part is dequantised whole.
         whole = {target for target, pieces in found.items() if sum(p.rows for p in pieces) == shapes[target][0]}
-        self._names = {theirs: target for theirs, target in self._names.items() if target in whole}
+        self._names = {name: target for name, target in self._names.items() if target in whole}
         self._linears: dict[str, Linear] = {
             target: BlockLinear(weight=torch.empty(shapes[target], dtype=dtype, device="meta"), pieces=tuple(pieces))
             for target, pieces in found.items()

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import OpSet
+from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
@@ -17,16 +18,18 @@ from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES, Scheme
 from slipstream.model.spec import ModelSpec
-from slipstream.model.weights import dummy_parameters, gguf_names, load_parameters
+from slipstream.model.weights import dummy_parameters, load_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables."""
+    """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables. `cache_scales`
+    are the checkpoint's, for an 8-bit cache of the form that its description names."""
 
     description: ModelDescription
     decoder: Decoder
     weights_bytes: int
+    cache_scales: CacheScales | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -59,23 +62,28 @@ def load_model(
     with torch.inference_mode():
         try:
             rounded: RoundedWeights | BlockWeights | None = None
+            cache_scales = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                if description.scheme is not None and description.method is not None:
-                    held, shapes = SCHEMES[description.scheme], parameters(description.spec)
-                    rounded = RoundedWeights(shapes, held, description.method, dtype=dtype, device=device)
-                elif description.format == "gguf" and scheme is None and ops.block_types:
-                    file = GGUFFile(description.path)
-                    names = gguf_names(description, file)
-                    rounded = BlockWeights(file, names, parameters(description.spec), ops.block_types, dtype)
-                values = load_parameters(description, dtype=dtype, device=device, rounded=rounded)
+                stored, shapes = description.quantization, parameters(description.spec)
+                if stored is not None and stored.scheme is not None:
+                    held = SCHEMES[stored.scheme]
+                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                elif description.family.gguf is not None and description.format == "gguf" and scheme is None:
+                    names = description.family.gguf.names(description.spec)
+                    rounded = BlockWeights(GGUFFile(description.path), names, shapes, ops.block_types, dtype)
+                if stored is not None and stored.kv_cache is not None:
+                    cache_scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
+                values = load_parameters(
+                    description, dtype=dtype, device=device, rounded=rounded, cache_scales=cache_scales
+                )
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
         linears = rounded.linears() if rounded is not None else {}
         decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
-    return LoadedModel(description, decoder, _bytes(decoder))
+    return LoadedModel(description, decoder, _bytes(decoder), cache_scales)
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
@@ -91,12 +99,10 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                     field="quantization",
                 )
     for layer in spec.layers:
-        for name, inner in (
-            ("hidden_size", spec.hidden_size),
-            ("num_heads · head_dim", layer.attention.q_size),
-            ("intermediate_size", layer.mlp.intermediate_size),
-        ):
-            if inner % scheme.multiple:
+        for product in layer.products(spec.hidden_size):
+            if (inner := product.inner) % scheme.multiple:
+                name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
+                name = "hidden_size" if inner == spec.hidden_size else name
                 other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "

@@ -1,82 +1,103 @@
 """The parameters that a `ModelSpec` has, by our names, and where a checkpoint's tensors go in them. No torch.
 
 Query, key and value weights are one parameter (rows q, then k, then v), and so are gate and up (gate first), so that each
-is one matrix product. A checkpoint that keeps them apart fills slices of rows.
+is one matrix product. The experts of a layer stand one below the other. A checkpoint that keeps them apart fills slices of
+rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TypeAlias
 
-from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
+from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, NormSpec
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A checkpoint tensor fills rows [start, start + rows) of parameter `target` (all of it if `rows` is None).
+class Transpose:
+    """Stored as [in, out] (GPT-2)."""
 
-    `transpose`: stored as [in, out] (GPT-2). `unpermute`: rows of rotary heads in llama.cpp's order. `minus_one`: stored with
-    one added (GGUF's Gemma norms).
-    """
+
+@dataclass(frozen=True, slots=True)
+class Ungroup:
+    """The rows of q, k and v stand by kv head: the `group` query heads that read it, its key, its value (GPT-NeoX, Falcon)."""
+
+    num_kv_heads: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpermute:
+    """The rows of rotary heads stand in llama.cpp's order: the two halves of each head interleaved."""
+
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class MinusOne:
+    """Stored with one added (GGUF's Gemma norms)."""
+
+
+Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A checkpoint tensor fills rows [start, start + rows) of parameter `target` (all of it if `rows` is None)."""
 
     target: str
     start: int = 0
     rows: int | None = None
-    transform: Literal["none", "transpose", "unpermute", "minus_one"] = "none"
-    num_heads: int = 1
+    transform: Transform | None = None
 
 
 def parameters(spec: ModelSpec) -> dict[str, Shape]:
     """Every parameter and its shape, in the order of computation. A tied output head is not listed."""
-    hidden = spec.hidden_size
-    found: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden)}
+    hidden, width = spec.hidden_size, spec.embed_width
+    found: dict[str, Shape] = {"embed.weight": (spec.vocab_size, width)}
+    if spec.embed_size is not None:
+        found["embed_in.weight"] = (hidden, width)
     if spec.learned_positions is not None:
         found["positions.weight"] = (spec.learned_positions.num_positions, hidden)
+    found.update(_norm("embed_norm", spec.embed_norm))
     for i, layer in enumerate(spec.layers):
         found.update({f"layers.{i}.{name}": shape for name, shape in _layer(layer, hidden).items()})
     found.update(_norm("final_norm", spec.final_norm))
+    if spec.embed_size is not None:
+        found["embed_out.weight"] = (width, hidden)
     if not spec.tied_embeddings:
-        found["head.weight"] = (spec.vocab_size, hidden)
+        found["head.weight"] = (spec.vocab_size, width)
     if spec.head_bias:
         found["head.bias"] = (spec.vocab_size,)
     return found
 
 
-def block_norms(layer: LayerSpec) -> dict[str, NormSpec]:
-    """The norms of a layer's block by name."""
-    block = layer.block
-    if isinstance(block, SequentialBlock):
-        named = {
-            "pre_attention": block.pre_attention,
-            "post_attention": block.post_attention,
-            "pre_mlp": block.pre_mlp,
-            "post_mlp": block.post_mlp,
-        }
-    else:
-        named = {"norm": block.norm, "mlp_norm": block.mlp_norm}
-    return {name: norm for name, norm in named.items() if norm is not None}
-
-
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     a, m = layer.attention, layer.mlp
     found: dict[str, Shape] = {}
-    norms = block_norms(layer)
-    for name, norm in norms.items():
+    for name, norm in layer.norms.items():
         found.update(_norm(name, norm))
     found.update(_linear("attention.qkv", a.q_size + 2 * a.kv_size, hidden, a.qkv_bias))
-    if a.qk_norm is not None:
-        found["attention.q_norm.weight"] = found["attention.k_norm.weight"] = (a.head_dim,)
+    for x, size in zip("qk", a.qk_norm_sizes, strict=True):
+        if size:
+            found[f"attention.{x}_norm.weight"] = (size,)
     found.update(_linear("attention.out", hidden, a.q_size, a.out_bias))
-    found.update(_linear("mlp.up", _up_rows(m), hidden, m.bias))
-    found.update(_linear("mlp.down", hidden, m.intermediate_size, m.bias))
+    if isinstance(m, DenseSpec):
+        return found | _mlp("mlp", m, hidden)
+    found.update(_linear("router", m.num_experts, hidden, False))
+    found.update(_mlp("experts", m.expert, hidden, m.num_experts))
+    if m.shared is not None:
+        found.update(_mlp("shared", m.shared.mlp, hidden))
+        if m.shared.weighed:
+            found.update(_linear("shared_weight", 1, hidden, False))
     return found
 
 
-def _up_rows(mlp: DenseSpec) -> int:
-    return mlp.intermediate_size * (2 if mlp.gated else 1)
+def _mlp(name: str, mlp: DenseSpec, hidden: int, copies: int = 1) -> dict[str, Shape]:
+    up = _linear(f"{name}.up", copies * mlp.up_rows, hidden, mlp.bias)
+    return up | _linear(f"{name}.down", copies * hidden, mlp.intermediate_size, mlp.bias)
 
 
 def _linear(name: str, out: int, inner: int, bias: bool) -> dict[str, Shape]:
@@ -84,6 +105,8 @@ def _linear(name: str, out: int, inner: int, bias: bool) -> dict[str, Shape]:
     return {**weight, f"{name}.bias": (out,)} if bias else weight
 
 
-def _norm(name: str, norm: NormSpec) -> dict[str, Shape]:
+def _norm(name: str, norm: NormSpec | None) -> dict[str, Shape]:
+    if norm is None:
+        return {}
     weight: dict[str, Shape] = {f"{name}.weight": (norm.size,)}
     return {**weight, f"{name}.bias": (norm.size,)} if norm.bias else weight

@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.model.spec import AlibiSpec, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from slipstream.model.spec import AlibiSpec, LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 
 def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:
     """float32 [num_positions, rotary_dim]: cos of each angle in the first half of a row, sin in the second."""
-    frequencies, factor = _frequencies(spec)
+    frequencies, factor = _frequencies(spec, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
 
 
-def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
+def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
     """float32 [rotary_dim / 2] angles per position, and what cos and sin are multiplied by."""
     dim = spec.rotary_dim
     base = 1.0 / spec.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
@@ -44,10 +44,13 @@ def _frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
             ramp = ((torch.arange(dim // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
             factor = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1.0
             return base / s.factor * ramp + base * (1 - ramp), factor
+        case LongRopeScaling() as s:
+            factors = s.long_factors if num_positions > s.original_max_position else s.short_factors
+            return base / torch.tensor(factors, dtype=torch.float32), s.attention_factor
 
 
 def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Tensor:
-    """float32 [num_heads]: 2^(−max_bias · i / n) for n heads, n the next power of two, odd ones first (Press et al. 2021)."""
+    """float32 [num_heads]: factor · 2^(−max_bias · i / n), n the next power of two, odd ones first (Press et al. 2021)."""
     n = 2 ** math.ceil(math.log2(num_heads))
-    slopes = 2.0 ** (-spec.max_bias * torch.arange(1, n + 1, dtype=torch.float32) / n)
+    slopes = spec.factor * 2.0 ** (-spec.max_bias * torch.arange(1, n + 1, dtype=torch.float32) / n)
     return slopes if n == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]

@@ -1,28 +1,31 @@
-"""What a config.json's `quantization_config` says: which scheme the checkpoint's weights are held by, and whose tools wrote
-them. No torch.
+"""What a config.json's `quantization_config` says: which scheme the checkpoint's weights are held by, whose tools wrote them,
+and which 8-bit KV cache its scales are for. No torch.
 
 Read as strictly as the rest of a config: what is not supported, or not known, is refused by name. Inputs are always scaled
 token by token as they come: a checkpoint's own static input scales are not needed, and where they were asked for this is the
-finer way. The cache's type is a setting of the engine, so that the checkpoint's scales for it are not needed either.
+finer way. Queries stay in the model's type, so that the scales of an attention that is quantised as a whole are needed for
+keys and values alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from slipstream.model.families.base import ConfigReader
-from slipstream.model.scheme import SCHEMES
+from slipstream.model.scheme import SCHEMES, InputFormat
 
 Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
 """How a checkpoint's tensors are called and packed. GPTQ's first version writes zero points less one."""
 
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
+FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
     "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent",
     "dataset", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "global_compression_ratio",
-    "kv_cache_scheme", "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen",
     "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse", "observer",
     "observer_kwargs", "pad_token_id", "scale_dtype", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16",
     "use_exllama", "version", "zp_dtype",
@@ -30,8 +33,18 @@ NO_EFFECT = frozenset((
 """Keys that tell how the weights were found or packed, not what they are; a layer left out is missed among the tensors."""
 
 
-def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> tuple[str, Method]:
-    """A name in `SCHEMES`, and who wrote it. UnsupportedModelError names the field that is not supported."""
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """`scheme` is a name in `SCHEMES`, or None where the weights are in the model's type; at least one of it and `kv_cache` is
+    set."""
+
+    method: Method
+    scheme: str | None
+    kv_cache: InputFormat | None = None  # there are scales for a cache of this form
+
+
+def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> StoredQuantization:
+    """UnsupportedModelError names the field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
     readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
@@ -42,21 +55,22 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> tu
     return found
 
 
-def _awq(read: ConfigReader, tied_embeddings: bool) -> tuple[str, Method]:
+def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("version", "gemm", "GEMM")
     read.require("zero_point", True)
     read.require("modules_to_not_convert", [], ["lm_head"])
-    return _int4(read), "awq"
+    return StoredQuantization("awq", _int4(read))
 
 
-def _gptq(read: ConfigReader, tied_embeddings: bool) -> tuple[str, Method]:
+def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("sym", True)
     for name in ("desc_act", "lm_head", "is_marlin_format"):
         read.require(name, False)
     read.require("dynamic", {})
     read.require("pack_dtype", "int32")
     read.require("checkpoint_format", "gptq", "gptq_v2")
-    return _int4(read), "gptq_v2" if read.maybe("checkpoint_format", str) == "gptq_v2" else "gptq"
+    second = read.maybe("checkpoint_format", str) == "gptq_v2"
+    return StoredQuantization("gptq_v2" if second else "gptq", _int4(read))
 
 
 def _int4(read: ConfigReader) -> str:
@@ -68,21 +82,62 @@ def _int4(read: ConfigReader) -> str:
     return INT4_BY_GROUP[size]
 
 
-def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> tuple[str, Method]:
-    read.require("format", "float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
-    read.require("quantization_status", "compressed")
+def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("transform_config", {})
     read.require("sparsity_config", {})
-    groups = read.take("config_groups", dict)
-    if len(groups) != 1:
-        raise read.unsupported("config_groups", "only one group, for all layers, is supported")
+    caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
+    groups = dict(read.maybe("config_groups", dict) or {})
+    for name, group in [*groups.items()]:
+        if isinstance(group, Mapping) and group.get("weights") is None:  # an attention as a whole, its cache with it
+            caches[f"config_groups.{name}"] = _attention_inputs(_reader(groups.pop(name), f"{PREFIX}config_groups.{name}."))
+    kinds = {where: _cache(given, f"{PREFIX}{where}.") for where, given in caches.items() if given is not None}
+    kv_cache = next(iter(kinds.values()), None)
+    if len(set(kinds.values())) > 1 or len(groups) > 1 or not (groups or kinds):
+        raise read.unsupported("config_groups", "only one group, for all layers, is supported, and one form of the KV cache")
+    # Routers of experts are never rounded. (Were another layer left out, its tensors would be of another kind than expected.)
+    ignored = [layer for layer in read.maybe("ignore", list) or [] if not str(layer).rstrip("$").endswith("gate")]
+    if not groups:
+        read.require("format", "dense", *FORMATS)
+        read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were
+        return StoredQuantization("compressed-tensors", None, kv_cache)
+    read.require("format", *FORMATS)
+    read.require("quantization_status", "compressed")
     name, group = next(iter(groups.items()))
     found = _group(_reader(group, f"{PREFIX}config_groups.{name}."), f"{PREFIX}config_groups.{name}.")
-    ignored = read.maybe("ignore", list) or []
     has_head = not tied_embeddings and "lm_head" not in ignored
     if any(layer != "lm_head" for layer in ignored) or (has_head and f"{found}-head" not in SCHEMES):
         raise read.unsupported("ignore", "only the output head, lm_head, may be left out" + ", and must" * has_head)
-    return (f"{found}-head" if has_head else found), "compressed-tensors"
+    return StoredQuantization("compressed-tensors", f"{found}-head" if has_head else found, kv_cache)
+
+
+def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
+    """What a group without weights says of its inputs: only attention modules have such."""
+    targets = group.take("targets", list)
+    if not all(isinstance(t, str) and t.endswith("Attention") for t in targets):
+        raise group.unsupported("targets", "without weights only attention modules are supported")
+    group.require("format", "dense", *FORMATS)
+    group.require("weights")
+    group.require("output_activations")
+    inputs = group.take("input_activations", dict)
+    group.finish()
+    return inputs
+
+
+def _cache(given: Mapping[str, Any], prefix: str) -> InputFormat:
+    """The form of cache that a scheme's scales are for: 8 bits, symmetric, found beforehand, a scale a layer or kv head."""
+    read = _reader(given, prefix)
+    read.require("symmetric", True)
+    read.require("dynamic", False)
+    read.require("strategy", "tensor", "attn_head")
+    for name in ("group_size", "block_structure", "actorder"):
+        read.require(name)
+    if read.take("num_bits", int) != 8:
+        raise read.unsupported("num_bits", "only 8 is supported")
+    kind = read.take("type", str)
+    if kind not in ("float", "int"):
+        raise read.unsupported("type", "only 'float' or 'int' is supported")
+    read.finish()
+    return "fp8" if kind == "float" else "int8"
 
 
 def _group(group: ConfigReader, prefix: str) -> str:
@@ -110,7 +165,8 @@ def _group(group: ConfigReader, prefix: str) -> str:
     inputs.require("num_bits", 8)
     inputs.require("type", kind)
     inputs.require("symmetric", True)
-    inputs.finish("strategy", "dynamic", "group_size", "actorder", "block_structure")
+    inputs.ignore("strategy", "dynamic", "group_size", "actorder", "block_structure")
+    inputs.finish()
     return "fp8" if kind == "float" else "int8"
 
 

@@ -8,7 +8,7 @@ layer, so that layers may differ. Nothing here imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
@@ -28,6 +28,10 @@ class NormSpec:
     eps: float
     bias: bool = False
     weight_offset: float = 0.0
+
+    @property
+    def num_parameters(self) -> int:
+        return self.size * (2 if self.bias else 1)
 
 
 # --- Positions ------------------------------------------------------------------------------------------------------
@@ -62,6 +66,18 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a factor of its own, cos and sin multiplied by
+    `attention_factor`. The short factors hold while the longest context that is served stays within `original_max_position`,
+    the long ones beyond: one set for a whole run, since cached keys have been turned already."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding (Su et al. 2021) of the first `rotary_dim` of each head.
 
@@ -71,14 +87,16 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     style: Literal["half", "interleaved"] = "half"
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlibiSpec:
-    """Scores fall linearly with distance (Press et al. 2021). `max_bias` sets the slopes as in MPT."""
+    """Scores fall linearly with distance (Press et al. 2021). `max_bias` sets the slopes as in MPT; they are multiplied by
+    `factor` (Falcon adds the bias before it scales the scores)."""
 
     max_bias: float = 8.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +110,31 @@ class LearnedPositionSpec:
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
+class Product(NamedTuple):
+    """A weight [rows, inner] of a layer that schemes round; of `copies` experts, one below the other."""
+
+    part: Literal["attention", "mlp"]
+    rows: int
+    inner: int
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QKNormSpec:
+    """q and k are RMS-normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), or
+    the `row` of all heads together (OLMo 2)."""
+
+    over: Literal["head", "row"]
+    eps: float
+    weight_offset: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, MQA and GQA alike).
 
     `window`: a token sees itself and the window − 1 tokens before it. `softcap`: scores pass tanh(s / cap) · cap.
-    `qk_norm` is applied to each head of q and k before the rotation (Qwen 3, Gemma 3).
+    `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT).
     """
 
     num_heads: int
@@ -109,7 +146,8 @@ class AttentionSpec:
     out_bias: bool = False
     window: int | None = None
     softcap: float | None = None
-    qk_norm: NormSpec | None = None
+    clip_qkv: float | None = None
+    qk_norm: QKNormSpec | None = None
 
     @property
     def q_size(self) -> int:
@@ -119,11 +157,17 @@ class AttentionSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """The weights of q's norm and of k's."""
+        if self.qk_norm is None:
+            return 0, 0
+        return (self.head_dim, self.head_dim) if self.qk_norm.over == "head" else (self.q_size, self.kv_size)
+
     def num_parameters(self, hidden_size: int) -> int:
         qkv = self.q_size + 2 * self.kv_size
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
-        norms = 2 * self.head_dim if self.qk_norm else 0
-        return hidden_size * (qkv + self.q_size) + biases + norms
+        return hidden_size * (qkv + self.q_size) + biases + sum(self.qk_norm_sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,22 +179,95 @@ class DenseSpec:
     gated: bool = True
     bias: bool = False
 
+    @property
+    def up_rows(self) -> int:
+        return self.intermediate_size * (2 if self.gated else 1)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token between the products: those to be activated, and the others."""
+        return 2 * self.intermediate_size
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        return (
+            Product("mlp", self.up_rows, hidden_size),
+            Product("mlp", hidden_size, self.intermediate_size),
+        )
+
     def num_parameters(self, hidden_size: int) -> int:
-        inner = self.intermediate_size * (2 if self.gated else 1)
-        return hidden_size * (inner + self.intermediate_size) + (inner + hidden_size) * self.bias
+        weights = sum(p.rows * p.inner for p in self.products(hidden_size))
+        return weights + (self.up_rows + hidden_size) * self.bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequentialBlock:
-    """h += [post_attention](attention(pre_attention(h))); h += [post_mlp](mlp(pre_mlp(h))).
+class SharedExpertSpec:
+    """An MLP beside the experts that every token passes; `weighed`: by the logistic function of one number of the token's own
+    (Qwen 2)."""
 
-    The two post-norms make Gemma's "sandwich".
+    mlp: DenseSpec
+    weighed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts (Shazeer et al. 2017): a token passes the `num_experts_per_token` of `num_experts` that the router
+    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is."""
+
+    num_experts: int
+    num_experts_per_token: int
+    expert: DenseSpec
+    normalize: bool
+    shared: SharedExpertSpec | None = None
+
+    @property
+    def width(self) -> int:
+        return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.products(hidden_size))
+        return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
+
+    def num_parameters(self, hidden_size: int) -> int:
+        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size)
+        if self.shared is None:
+            return routed
+        return routed + self.shared.mlp.num_parameters(hidden_size) + hidden_size * self.shared.weighed
+
+
+MLPSpec: TypeAlias = DenseSpec | MoESpec
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequentialBlock:
+    """h += [post_attention](attention([pre_attention](h))); h += [post_mlp](mlp([pre_mlp](h))), with the norms that are there.
+
+    The usual block has the two before, OLMo 2 the two after, Gemma's "sandwich" all four.
     """
 
-    pre_attention: NormSpec
-    pre_mlp: NormSpec
+    pre_attention: NormSpec | None = None
+    pre_mlp: NormSpec | None = None
     post_attention: NormSpec | None = None
     post_mlp: NormSpec | None = None
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        return {
+            "pre_attention": self.pre_attention,
+            "post_attention": self.post_attention,
+            "pre_mlp": self.pre_mlp,
+            "post_mlp": self.post_mlp,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostNormBlock:
+    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)): the first Transformer's (OPT 350M)."""
+
+    attention_norm: NormSpec
+    mlp_norm: NormSpec
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        return {"attention_norm": self.attention_norm, "mlp_norm": self.mlp_norm}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,45 +277,59 @@ class ParallelBlock:
     norm: NormSpec
     mlp_norm: NormSpec | None = None
 
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        return {"norm": self.norm, "mlp_norm": self.mlp_norm}
 
-BlockSpec: TypeAlias = SequentialBlock | ParallelBlock
+
+BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
+    """`residual_scale` multiplies what attention and MLP add to the residual (Granite)."""
+
     attention: AttentionSpec
-    mlp: DenseSpec
+    mlp: MLPSpec
     block: BlockSpec
+    residual_scale: float = 1.0
 
     @property
-    def norms(self) -> tuple[NormSpec, ...]:
-        b = self.block
-        found = (
-            (b.pre_attention, b.post_attention, b.pre_mlp, b.post_mlp)
-            if isinstance(b, SequentialBlock)
-            else (b.norm, b.mlp_norm)
-        )
-        return tuple(n for n in found if n is not None)
+    def norms(self) -> dict[str, NormSpec]:
+        """The norms of the block that are there, by name."""
+        return {name: norm for name, norm in self.block.norms.items() if norm is not None}
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        a = self.attention
+        own = Product("attention", a.q_size + 2 * a.kv_size, hidden_size), Product("attention", hidden_size, a.q_size)
+        return own + self.mlp.products(hidden_size)
 
     def num_parameters(self, hidden_size: int) -> int:
-        norms = sum(n.size * (2 if n.bias else 1) for n in self.norms)
+        norms = sum(n.num_parameters for n in self.norms.values())
         return self.attention.num_parameters(hidden_size) + self.mlp.num_parameters(hidden_size) + norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only language model. `max_position` is the longest context it was made for."""
+    """A decoder-only language model. `max_position` is the longest context it was made for.
+
+    `embed_size`: embeddings of another width than the layers', with a projection in and one out (OPT 350M). `embed_norm`
+    follows the embeddings (BLOOM). Logits are multiplied by `logit_scale` (Cohere, Granite), then pass tanh(l / cap) · cap.
+    """
 
     family: str
     vocab_size: int
     hidden_size: int
     max_position: int
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None
     learned_positions: LearnedPositionSpec | None = None
+    embed_size: int | None = None
     embed_scale: float = 1.0
+    embed_norm: NormSpec | None = None
     tied_embeddings: bool = False
     head_bias: bool = False
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -211,20 +342,40 @@ class ModelSpec:
                     f"num_attention_heads ({a.num_heads}) must be a multiple of num_key_value_heads ({a.num_kv_heads})",
                     field="num_key_value_heads",
                 )
+            m = layer.mlp
+            if isinstance(m, MoESpec) and not 1 <= m.num_experts_per_token <= m.num_experts:
+                raise UnsupportedModelError(
+                    f"num_experts_per_tok ({m.num_experts_per_token}) must be 1 to the number of experts ({m.num_experts})",
+                    field="num_experts_per_tok",
+                )
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def embed_width(self) -> int:
+        """The width of the embedding table and of the output head."""
+        return self.hidden_size if self.embed_size is None else self.embed_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The embedding table, positions, and projections in and out."""
+        positions = self.learned_positions.num_positions if self.learned_positions else 0
+        projections = 0 if self.embed_size is None else 2 * self.embed_size
+        return self.vocab_size * self.embed_width + (positions + projections) * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """The output head's own: a tied one has at most a bias."""
+        return (0 if self.tied_embeddings else self.vocab_size * self.embed_width) + self.vocab_size * self.head_bias
+
+    @property
     def num_parameters(self) -> int:
         """Distinct parameters: a tied output head counts once."""
-        embed = self.vocab_size * self.hidden_size
-        head = 0 if self.tied_embeddings else embed
-        positions = self.learned_positions.num_positions * self.hidden_size if self.learned_positions else 0
-        final = self.final_norm.size * (2 if self.final_norm.bias else 1)
+        norms = sum(n.num_parameters for n in (self.embed_norm, self.final_norm) if n is not None)
         body = sum(layer.num_parameters(self.hidden_size) for layer in self.layers)
-        return embed + head + positions + final + body + self.vocab_size * self.head_bias
+        return self.embedding_parameters + self.head_parameters + norms + body
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ."""

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import Family
-from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import Placement, Shape, parameters
+from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
 """A tensor of a checkpoint: its name, its shape, and how to read it."""
@@ -32,13 +31,15 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     rounded: RoundedWeights | BlockWeights | None = None,
+    cache_scales: CacheScales | None = None,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model, by our names, but those that `rounded` takes. CheckpointError names the
-    tensor at fault."""
+    """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
+    CheckpointError names the tensor at fault."""
     shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
     values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
-        stored, names, ignored = _gguf_tensors(description, dtype)
+        stored, names = _gguf_tensors(description, dtype)
+        ignored: tuple[str, ...] = ()
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         ignored = description.family.ignored
@@ -50,6 +51,8 @@ def load_parameters(
         return None if key is None else names[key]
 
     for name, shape, read in stored:
+        if cache_scales is not None and cache_scales.take(name, read, find):
+            continue
         if rounded is not None and rounded.take(name, read, find):
             continue
         key = _canonical(name, prefixes, names)
@@ -65,12 +68,12 @@ def load_parameters(
         target = values[placement.target]
         rows = target.shape[0] - placement.start if placement.rows is None else placement.rows
         into = target[placement.start : placement.start + rows]
-        expected = tuple(into.shape[::-1] if placement.transform == "transpose" else into.shape)
+        expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
         if tuple(shape) != expected:
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
             )
-        into.copy_(_transform(read(), placement))
+        into.copy_(_transform(read(), placement.transform))
         filled.add(key)
     missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
     if rounded is not None:
@@ -99,18 +102,19 @@ def dummy_parameters(
     return values
 
 
-def _transform(value: Tensor, placement: Placement) -> Tensor:
-    match placement.transform:
-        case "transpose":
-            return value.T
-        case "unpermute":
-            # llama.cpp stores the two halves of each rotary head interleaved.
-            heads = value.view(placement.num_heads, value.shape[0] // placement.num_heads // 2, 2, *value.shape[1:])
-            return heads.transpose(1, 2).reshape(value.shape)
-        case "minus_one":
-            return value.float() - 1.0
-        case "none":
+def _transform(value: Tensor, transform: Transform | None) -> Tensor:
+    match transform:
+        case None:
             return value
+        case Transpose():
+            return value.T
+        case Ungroup(num_kv_heads=k, group=group):
+            heads = value.view(k, group + 2, value.shape[0] // (k * (group + 2)), *value.shape[1:])
+            return torch.cat([part.flatten(0, 2) for part in (heads[:, :group], heads[:, group:-1], heads[:, -1:])])
+        case Unpermute(num_heads=n):
+            return value.view(n, value.shape[0] // n // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+        case MinusOne():
+            return value.float() - 1.0
 
 
 def _canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
@@ -158,42 +162,20 @@ def _safetensors_files(path: Path) -> list[Path]:
     return files
 
 
-def gguf_names(description: ModelDescription, file: GGUFFile) -> dict[str, tuple[str, Placement]]:
-    """For each of the file's tensors that the family knows: its checkpoint name, and its place with llama.cpp's transforms."""
-    family: Family = description.family
-    assert family.gguf is not None
-    table, places, found = family.gguf.names, family.names(description.spec), {}
-    for name in file.tensors:
-        layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        theirs = table.get(f"blk.{{i}}.{layer[2]}" if layer else name, "").replace("{i}", layer[1] if layer else "")
-        placement = places.get(theirs)
-        if placement is None:
-            continue
-        if family.gguf.unpermute and re.search(r"\.[qk]_proj\.", theirs):
-            attention = description.spec.layers[int(theirs.split(".")[2])].attention
-            heads = attention.num_heads if ".q_proj." in theirs else attention.num_kv_heads
-            placement = Placement(placement.target, placement.start, placement.rows, "unpermute", heads)
-        elif family.gguf.norms_plus_one and theirs.endswith("norm.weight"):
-            placement = Placement(placement.target, placement.start, placement.rows, "minus_one")
-        found[name] = theirs, placement
-    return found
+def _gguf_tensors(description: ModelDescription, dtype: torch.dtype) -> tuple[Iterator[Stored], dict[str, Placement]]:
+    """A GGUF file's tensors, and the family's table for them."""
+    from slipstream.model.gguf import GGUFFile
 
+    gguf = description.family.gguf
+    assert gguf is not None
+    file, names = GGUFFile(description.path), gguf.names(description.spec)
 
-def _gguf_tensors(
-    description: ModelDescription, dtype: torch.dtype
-) -> tuple[Iterator[Stored], dict[str, Placement], tuple[str, ...]]:
-    """A GGUF file's tensors under the family's checkpoint names, and the family's table with llama.cpp's transforms."""
-    file = GGUFFile(description.path)
-    known = gguf_names(description, file)
+    def kind(name: str) -> torch.dtype:
+        # Norms keep their precision until one is taken off; everything else goes straight to the final type.
+        return torch.float32 if name in names and isinstance(names[name].transform, MinusOne) else dtype
 
-    def stream() -> Iterator[Stored]:
-        for name, tensor in file.tensors.items():
-            if name not in known:
-                yield name, tuple(tensor.shape), lambda: torch.empty(0)  # no place: refused or ignored by name
-                continue
-            theirs = known[name][0]
-            # Norms keep their precision until one is taken off; everything else goes straight to the final type.
-            kind = torch.float32 if theirs.endswith("norm.weight") else dtype
-            yield theirs, tuple(tensor.shape), lambda n=name, k=kind: file.dequantize(n, k)  # type: ignore[misc]
-
-    return stream(), {**description.family.names(description.spec), **dict(known.values())}, ()
+    stored = (
+        (name, tuple(tensor.shape), lambda n=name: file.dequantize(n, kind(n)))
+        for name, tensor in file.tensors.items()
+    )
+    return stored, names

@@ -13,12 +13,11 @@ from slipstream.model.spec import ModelSpec
 def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None) -> dict[str, int]:
     """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`."""
     hidden = spec.hidden_size
-    embeddings = spec.vocab_size * hidden
     counts = {
-        "embeddings": embeddings + (spec.learned_positions.num_positions * hidden if spec.learned_positions else 0),
+        "embeddings": spec.embedding_parameters,
         "attention": sum(layer.attention.num_parameters(hidden) for layer in spec.layers),
         "mlp": sum(layer.mlp.num_parameters(hidden) for layer in spec.layers),
-        "output head": (0 if spec.tied_embeddings else embeddings) + spec.vocab_size * spec.head_bias,
+        "output head": spec.head_parameters,
     }
     counts["norms"] = spec.num_parameters - sum(counts.values())
     found = {name: count * dtype_bytes for name, count in counts.items()}
@@ -29,13 +28,10 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
         found[part] += scheme.weight_bytes(rows, inner) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.layers:
-        a, m = layer.attention, layer.mlp
-        round_product("attention", a.q_size + 2 * a.kv_size, hidden)
-        round_product("attention", hidden, a.q_size)
-        round_product("mlp", m.intermediate_size * (2 if m.gated else 1), hidden)
-        round_product("mlp", hidden, m.intermediate_size)
+        for product in layer.products(hidden):
+            round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
-        round_product("output head", spec.vocab_size, hidden, beside=spec.tied_embeddings)
+        round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
     return found
 
 

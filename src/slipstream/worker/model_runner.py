@@ -23,6 +23,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, select_ops
+from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import StepPlan, StepResult, TokenLogprobs
@@ -84,7 +85,7 @@ class InFlightStep:
 class ModelRunner:
     """Loads the model at once; `allocate` must come before `launch`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tiles: TileTable = NO_TILES) -> None:
         self.config = config
         self.device = torch.device(config.device.facts.device)
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -92,7 +93,14 @@ class ModelRunner:
             torch.set_num_threads(config.device.num_threads)
         else:
             torch.cuda.set_device(self.device)
-        self.ops = select_ops(self.device, config.device.kernels, num_threads=config.device.num_threads)
+        self.ops = select_ops(
+            self.device,
+            config.device.kernels,
+            tiles,
+            num_threads=config.device.num_threads,
+            deterministic=config.device.deterministic,
+            dense_copies=config.device.dense_copies,
+        )
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
             self.model: LoadedModel = load_model(
@@ -108,8 +116,11 @@ class ModelRunner:
             self._synchronize()
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            with self._phase("calibrate"), torch.inference_mode():
-                self.kv_scales = self._calibrate()
+            if self.model.cache_scales is not None:  # of the same form: `resolve` has seen to it
+                self.kv_scales = self.model.cache_scales.layers()
+            else:
+                with self._phase("calibrate"), torch.inference_mode():
+                    self.kv_scales = self._calibrate()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self.graphs: DecodeGraphs | None = None
@@ -164,7 +175,7 @@ class ModelRunner:
     def graph_reserve_bytes(self) -> int:
         """Room kept for graphs: the largest one's logits and activations, and what the driver takes for the launches."""
         spec = self.model.spec
-        widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
+        widest = max(layer.mlp.width for layer in spec.layers)
         per_row = 2 * spec.vocab_size + 2 * (widest + 8 * spec.hidden_size)
         seqs = self.config.scheduling.max_num_seqs
         return seqs * per_row + len(ladder(seqs)) * GRAPH_BYTES
@@ -245,8 +256,11 @@ class ModelRunner:
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention = self.model.spec.layers[layer].attention
-        shape = (num_blocks, attention.num_kv_heads, self.config.cache.block_size, attention.head_dim)
-        return _zeros(shape, dtype, self.device), _zeros(shape, dtype, self.device)
+        num_heads, size, dim = attention.num_kv_heads, self.config.cache.block_size, attention.head_dim
+        k = _zeros((num_blocks, num_heads, size, dim), dtype, self.device)
+        if self.ops.values_by_dim(dtype):
+            return k, _zeros((num_blocks, num_heads, dim, size), dtype, self.device).transpose(2, 3)
+        return k, _zeros(k.shape, dtype, self.device)
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
         """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that

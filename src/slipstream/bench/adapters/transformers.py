@@ -38,6 +38,23 @@ def load_gguf(path: Path, dtype: str) -> Any:
         ) from error
 
 
+def load_folder(path: Path, dtype: str) -> Any:
+    """transformers' model of a folder with a config.json, or of a GGUF file; without running a checkpoint's own code."""
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else [path]
+    if files[0].is_file():
+        return load_gguf(files[0], dtype)
+    try:
+        import torch
+        import transformers
+
+        auto: Any = transformers.AutoModelForCausalLM
+        return auto.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    except (ImportError, ValueError, KeyError, OSError) as error:
+        raise ConfigError(
+            f"transformers can't load {path.name}: {error}; it needs pip install 'slipstream[dev]'", field="model"
+        ) from error
+
+
 class StepClock:
     """A transformers streamer that only notes when each step's tokens came. The first call is the prompt's."""
 

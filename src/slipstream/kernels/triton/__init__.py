@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet, Quantized, SamplingTensors
+from slipstream.kernels.ops import (
+    Activations,
+    AttentionMetadata,
+    GroupedLinear,
+    LayerKV,
+    Linear,
+    OpSet,
+    Quantized,
+    SamplingTensors,
+)
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
-from slipstream.kernels.triton import linear, pointwise, sampling
+from slipstream.kernels.tiles import NO_TILES, TileTable
+from slipstream.kernels.triton import linear, moe, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec
+
+
+def attention_kind(kv: LayerKV) -> str:
+    """A cache's numbers, as tile tables call them."""
+    if kv.k_scale is None:
+        return str(kv.k.dtype).removeprefix("torch.")
+    return "int8" if kv.k.dtype == torch.int8 else "fp8"
 
 
 class TritonOps(OpSet):
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
+        self.tiles = NO_TILES if deterministic else tiles
+        self.deterministic = deterministic
+        self.dense_copies = dense_copies
         self._scratch: dict[torch.device, linear.Scratch] = {}
+
+    def values_by_dim(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize == 1
+
+    def with_tiles(self, tiles: TileTable) -> TritonOps:
+        """The same ops on the same weights, with other tiles."""
+        other = TritonOps(tiles, deterministic=self.deterministic, dense_copies=self.dense_copies)
+        other._scratch = self._scratch
+        return other
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
@@ -30,7 +61,12 @@ class TritonOps(OpSet):
         device = w.weight.device
         if device not in self._scratch:
             self._scratch[device] = linear.Scratch(device)
+        if isinstance(w, GroupedLinear) and self.dense_copies:
+            return dataclasses.replace(w, dense=linear.expand(w, w.scales.dtype))
         return w
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        return Linear(weight=weight) if scheme is None else round_linear(weight, None, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -38,7 +74,7 @@ class TritonOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(x, w, self._scratch.get(w.weight.device))
+        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return pointwise.quantize(x, inputs)
@@ -109,7 +145,19 @@ class TritonOps(OpSet):
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, meta, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+        kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
+        return paged_attention(
+            q,
+            kv,
+            meta,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
+            prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
+            deterministic=self.deterministic,
+        )
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
@@ -118,6 +166,9 @@ class TritonOps(OpSet):
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return pointwise.activation(x, activation, False, inputs)
+
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        return moe.moe(x, router_logits, up, down, spec)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -1,10 +1,11 @@
 """Exact attention over the paged cache: one launch for decodes (and one that combines their parts), one for prefill chunks.
 
-Decode is bound by reading the cache, so the query heads that share a kv head are rows of one tile and every block is read
+Decode is bound by reading the cache, so the query heads that share a kv head stand in one tile and every block is read
 once; a sequence is split over several programs when there are too few sequences to fill the chip (flash-decoding, Dao et
 al. 2023). Prefill is FlashAttention-2 (Dao 2023): a tile of queries walks along the keys with a running maximum and sum.
 Scores are kept in units of log 2. An 8-bit cache is read as it is and turned into float16, which holds its numbers exactly; the
-heads' scales are applied to scores and sums.
+heads' scales are applied to scores and sums. A tensor core wants what it sums over side by side: keys are kept by token and
+values by dimension ([D, block_size] in memory), so neither is shuffled byte by byte on its way.
 
 How a sequence is split depends on its own length and on the launch, never on timing: the sums have a fixed order.
 """
@@ -29,14 +30,52 @@ CTAS_PER_SM = 4
 
 @triton.jit
 def _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
-    """Products of queries and keys as scores in units of log 2, not yet masked. `distance`: how far a key lies behind."""
-    s = s * scale
+    """Products of queries and keys as scores, and what they are still to be multiplied with to be in units of log 2: a plain
+    score takes one multiplication, which the exponent's subtraction takes in. `distance`: how far a key lies behind."""
+    unit = scale * LOG2E
+    if HAS_SOFTCAP or HAS_ALIBI:
+        s = s * scale
+        unit = LOG2E
     if HAS_SOFTCAP:
         # tanh by exp: tl has none that runs everywhere
         s = softcap * (1.0 - 2.0 / (tl.exp2((s / softcap) * 2.885390081777927) + 1.0))
     if HAS_ALIBI:
         s = s - slope * distance.to(tl.float32)
-    return s * LOG2E
+    return s, unit
+
+
+@triton.jit
+def _tile_of_keys(table, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Of keys start … start + BLOCK_N (start a multiple of BLOCK_N): their blocks int64 (one number if it is one block), and
+    places in the block."""
+    keys = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + start // BLOCK_SIZE)
+        slot = tl.multiple_of(start % BLOCK_SIZE, BLOCK_N) + keys
+    else:
+        entries = table + start // BLOCK_SIZE + keys // BLOCK_SIZE
+        block = tl.load(entries, mask=start + keys < end, other=0) if MASKED else tl.load(entries)
+        block = tl.max_constancy(block, BLOCK_SIZE)
+        slot = keys % BLOCK_SIZE
+    return block.to(tl.int64), slot
+
+
+@triton.jit
+def _load(at, live, WHOLE: tl.constexpr):
+    """A tile, of which all is there if WHOLE."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=live, other=0.0)
+
+
+@triton.jit
+def _as(x, kind: tl.constexpr):
+    """x as `kind`. int8 goes by bits: 0x6400 with a byte in its low half is the float16 number 1024 + byte, which takes two
+    instructions for two numbers where the conversion takes several for each."""
+    if x.dtype == tl.int8:
+        shifted = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return shifted.to(tl.float16, bitcast=True) - 1152.0
+    return x.to(kind)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "splits"])
@@ -61,7 +100,7 @@ def _decode_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -69,15 +108,17 @@ def _decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
+    BY_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program a (sequence, kv head, part of the sequence): scores [BLOCK_N keys, BLOCK_G heads], sums [D, BLOCK_G]. The
+    keys and values are the tall sides of the products, so that the few heads waste little of a tensor core."""
     if PDL:
         follow()
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + seq)
-    rows, ds = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    live = rows < G
-    heads = head * G + rows
+    gs, ds = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    heads = head * G + gs
     low = 0
     if HAS_WINDOW:
         low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
@@ -85,143 +126,53 @@ def _decode_kernel(
     begin = low + split * span
     end = tl.minimum(begin + span, length)
 
-    q = tl.load(
-        q_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :], mask=live[:, None] & (ds[None, :] < D), other=0.0
-    )
+    place = (seq * (K * G) + heads)[None, :] * D + ds[:, None]
+    live = (gs < G)[None, :] & (ds < D)[:, None]
+    q = tl.load(q_ptr + place, mask=live, other=0.0)
     if SCALED:
         q = q.to(tl.float16)
         scale *= tl.load(k_scale_ptr + head)
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + heads, mask=live, other=0.0)[:, None]
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        slope = tl.load(slopes_ptr + heads, mask=gs < G, other=0.0)[None, :]
+    best = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < end
-        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
-        mask = inside[:, None] & (ds[None, :] < D)
-        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        s = _scores(tl.dot(q, tl.trans(k)), scale, softcap, slope, (length - 1 - at)[None, :], HAS_SOFTCAP, HAS_ALIBI)
+        block, slot = _tile_of_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
+        base = (block * K + head) * (BLOCK_SIZE * D)
+        # Loads are not masked by `inside`: the cache holds finite numbers only, and what lies beyond the end gets weight 0.
+        k = _load(k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+        if BY_DIM:
+            v = _load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
+        else:
+            v = tl.trans(_load(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
+        s = tl.dot(_as(k, q.dtype), q)
+        s, unit = _scores(s, scale, softcap, slope, (length - 1 - at)[:, None], HAS_SOFTCAP, HAS_ALIBI)
         seen = inside
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        new = tl.maximum(best, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - safe[:, None])
-        alpha = tl.exp2(best - safe)
-        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+        s = tl.where(seen[:, None], s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 0) * unit)  # finite: each tile has a key that is seen
+        p = tl.exp2(s * unit - new[None, :])
+        alpha = tl.exp2(best - new)
+        total = total * alpha + tl.sum(p, 0)
+        acc = acc * alpha[None, :] + tl.dot(_as(v, q.dtype), p.to(q.dtype))
         best = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
-    store = live[:, None] & (ds[None, :] < D)
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[None, :]
     if SPLIT:
         part = (seq * (K * G) + heads) * splits + split
-        empty = total == 0.0
-        tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))), mask=live)
+        tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))), mask=gs < G)
         if begin < end:
-            acc = acc / tl.where(empty, 1.0, total)[:, None]
-            tl.store(part_ptr + part[:, None].to(tl.int64) * D + ds[None, :], acc, mask=store)
+            tl.store(part_ptr + part[None, :].to(tl.int64) * D + ds[:, None], acc, mask=live)
     else:
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = out_ptr + (seq * (K * G) + heads[:, None]) * D + ds[None, :]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=store)
-
-
-@triton.jit(do_not_specialize=["window", "table_stride", "splits"])
-def _decode_single_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    table_ptr,
-    lens_ptr,
-    slopes_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    scale,
-    softcap,
-    window,
-    table_stride,
-    splits,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`_decode_kernel` where each query head has keys of its own (G = 1): a tensor core's tile would hold one row of sixteen,
-    so the products are plain multiplications. Sums over keys stay apart, one for each of BLOCK_N, until the end."""
-    if PDL:
-        follow()
-    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lens_ptr + seq)
-    ds = tl.arange(0, BLOCK_D)
-    low = 0
-    if HAS_WINDOW:
-        low = tl.maximum(0, length - window) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(length - low, BLOCK_N), splits) * BLOCK_N
-    begin = low + split * span
-    end = tl.minimum(begin + span, length)
-    row = seq * K + head
-    q = tl.load(q_ptr + row * D + ds, mask=ds < D, other=0.0).to(tl.float32)
-    if SCALED:
-        scale *= tl.load(k_scale_ptr + head)
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + head)
-    best = float("-inf")
-    totals = tl.zeros((BLOCK_N,), tl.float32)
-    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    table = table_ptr + seq.to(tl.int64) * table_stride
-    for start in range(begin, end, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        inside = at < end
-        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE)[:, None] * D + ds[None, :]
-        mask = inside[:, None] & (ds[None, :] < D)
-        k = tl.load(k_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        s = _scores(tl.sum(k * q[None, :], 1), scale, softcap, slope, length - 1 - at, HAS_SOFTCAP, HAS_ALIBI)
-        seen = inside
-        if HAS_WINDOW:
-            seen = seen & (at >= length - window)
-        s = tl.where(seen, s, float("-inf"))
-        new = tl.maximum(best, tl.max(s, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - safe)
-        alpha = tl.exp2(best - safe)
-        totals = totals * alpha + p
-        acc = acc * alpha + p[:, None] * v
-        best = new
-    total = tl.sum(totals, 0)
-    empty = total == 0.0
-    out = tl.sum(acc, 0) / tl.where(empty, 1.0, total)
-    if SCALED:
-        out = out * tl.load(v_scale_ptr + head)
-    if SPLIT:
-        part = row * splits + split
-        tl.store(lse_ptr + part, tl.where(empty, float("-inf"), best + tl.log2(tl.where(empty, 1.0, total))))
-        if begin < end:
-            tl.store(part_ptr + part.to(tl.int64) * D + ds, out, mask=ds < D)
-    else:
-        tl.store(out_ptr + row * D + ds, out.to(out_ptr.dtype.element_ty), mask=ds < D)
+        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -268,6 +219,7 @@ def _prefill_step(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BY_DIM: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -275,30 +227,26 @@ def _prefill_step(
 ):
     """One tile of keys. MASKED: some of them lie ahead of a query, or beyond the end."""
     at = start + tl.arange(0, BLOCK_N)
-    if MASKED:
-        block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
+    block, slot = _tile_of_keys(table, start, end, BLOCK_N, BLOCK_SIZE, MASKED)
+    base = (block * K + head) * (BLOCK_SIZE * D)
+    k = _load(k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+    if BY_DIM:
+        v = tl.trans(_load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D))
     else:
-        block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-    place = ((block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE) * D
-    if MASKED or BLOCK_D != D:
-        mask = (at < end)[:, None] & (ds < D)[None, :]
-        k = tl.load(k_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + place[:, None] + ds[None, :], mask=mask, other=0.0).to(q.dtype)
-    else:
-        k = tl.load(k_ptr + place[:, None] + ds[None, :]).to(q.dtype)
-        v = tl.load(v_ptr + place[:, None] + ds[None, :]).to(q.dtype)
+        v = _load(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
     distance = positions[:, None] - at[None, :]
-    s = _scores(tl.dot(q, tl.trans(k)), scale, softcap, slope, distance, HAS_SOFTCAP, HAS_ALIBI)
+    s = tl.dot(q, tl.trans(_as(k, q.dtype)))
+    s, unit = _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP, HAS_ALIBI)
     if MASKED:
         s = tl.where(distance >= 0, s, float("-inf"))
     if HAS_WINDOW:
         s = tl.where(distance < window, s, float("-inf"))
-    new = tl.maximum(best, tl.max(s, 1))
+    new = tl.maximum(best, tl.max(s, 1) * unit)
     safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - safe[:, None])
+    p = tl.exp2(s * unit - safe[:, None])
     alpha = tl.exp2(best - safe)
     total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = tl.dot(p.to(q.dtype), _as(v, q.dtype), acc * alpha[:, None])
     return acc, new, total
 
 
@@ -330,49 +278,52 @@ def _prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
+    BY_DIM: tl.constexpr,
 ):
+    """One program a (kv head, sequence, BLOCK_M rows): the rows are the queries' tokens times the heads that share the kv head,
+    so that a decode, too, has a tile's rows to fill."""
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest first
     start = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - start
-    if tile * BLOCK_M >= num_queries:
+    if tile * BLOCK_M >= num_queries * G:
         return
     length = tl.load(lens_ptr + seq)
     context = length - num_queries
     rows, ds = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    live = rows < num_queries
-    positions = context + rows
-    place = ((start + rows).to(tl.int64) * (K * G) + head)[:, None] * D + ds[None, :]
+    live = rows < num_queries * G
+    heads = head * G + rows % G
+    positions = context + rows // G
+    place = ((start + rows // G).to(tl.int64) * (K * G) + heads)[:, None] * D + ds[None, :]
     q = tl.load(q_ptr + place, mask=live[:, None] & (ds < D)[None, :], other=0.0)
     if SCALED:
         q = q.to(tl.float16)
-        scale *= tl.load(k_scale_ptr + head // G)
+        scale *= tl.load(k_scale_ptr + head)
     slope = 0.0
     if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + head)
+        slope = tl.load(slopes_ptr + heads)[:, None]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
-    low = 0
+    low, first = 0, context + tile * BLOCK_M // G
     if HAS_WINDOW:
-        low = tl.maximum(0, context + tile * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N
-    whole = (context + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N  # keys that every query of the tile may see
-    whole = tl.maximum(whole, low)
-    end = tl.minimum(length, context + (tile + 1) * BLOCK_M)
+        low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
+    whole = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)  # keys that every query of the tile may see
+    end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
     for at in range(low, whole, BLOCK_N):
         acc, best, total = _prefill_step(
-            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head // G, ds,
-            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     for at in range(whole, end, BLOCK_N):
         acc, best, total = _prefill_step(
-            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head // G, ds,
-            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SCALED:
-        acc = acc * tl.load(v_scale_ptr + head // G)
+        acc = acc * tl.load(v_scale_ptr + head)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :])
 
 
@@ -387,8 +338,10 @@ def paged_attention(
     alibi_slopes: Tensor | None,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles, for measurements: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages)."""
+    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). `deterministic`: one kernel and
+    one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -396,45 +349,45 @@ def paged_attention(
     num_seqs = meta.seq_lens.shape[0]
     shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
     flags = dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_ALIBI=alibi_slopes is not None)
-    flags["SCALED"] = kv.k_scale is not None
+    flags.update(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
     k_scale, v_scale = (q if s is None else s for s in (kv.k_scale, kv.v_scale))
     slopes = q if alibi_slopes is None else alibi_slopes
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
-    if meta.num_decodes:
-        group_rows = max(16, triton.next_power_of_2(shape["G"]))
-        few = meta.num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
-        kernel, tile = _decode_kernel, (32, 4 if few else 1, 3)
-        if shape["G"] == 1:
-            kernel, tile = _decode_single_kernel, (max(4, (2048 if flags["SCALED"] else 512) // block_d), 1, 1)
-        block_n, warps, stages = decode_tile or tile
-        splits = num_splits(meta.num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
+    num_decodes = 0 if deterministic else meta.num_decodes
+    if num_decodes:
+        few = num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
+        block_n, warps, stages = decode_tile or ((16, 1, 6) if few or flags["SCALED"] else (32, 1, 3))
+        splits = num_splits(num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
-            rows = meta.num_decodes * num_heads * splits
+            rows = num_decodes * num_heads * splits
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        kernel[(meta.num_decodes, num_kv_heads, splits)](
+        _decode_kernel[(num_decodes, num_kv_heads, splits)](
             q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers, splits,
-            BLOCK_M=group_rows, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
+            BLOCK_G=max(8, triton.next_power_of_2(shape["G"])), BLOCK_N=block_n,
+            SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
             **overlapped(q),
         )  # fmt: skip
         if splits > 1:
-            grid = (meta.num_decodes * num_heads,)
+            grid = (num_decodes * num_heads,)
             _combine_kernel[grid](
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
-    if num_seqs > meta.num_decodes:
-        default = (64, 64, 4, 3) if block_d <= 128 else (64, 32, 8, 2)
+    if num_seqs > num_decodes:
+        default = (64, 32, 8, 2)
+        if block_d <= 128:
+            default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
             default = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or default
-        if meta.max_query_len <= 32:
-            block_m = min(block_m, 32)
-            warps = min(warps, 4)
-        tiles = triton.cdiv(meta.max_query_len, block_m)
-        _prefill_kernel[(num_heads, num_seqs - meta.num_decodes, tiles)](
+        num_rows = meta.max_query_len * shape["G"]
+        if num_rows <= 32 and not deterministic:
+            block_m, warps = min(block_m, 32), min(warps, 4)
+        tiles = triton.cdiv(num_rows, block_m)
+        _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
-            meta.num_decodes,
+            num_decodes,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out

@@ -5,10 +5,11 @@
 | dense | `_gemv_kernel` | the library | the library |
 | fp8 | `_skinny_kernel` | `_skinny_kernel` | the library (row-wise scales, fast accumulation) |
 | int8 | `_skinny_kernel` | `_skinny_kernel` | `_tiled_kernel` |
-| int4 | `_grouped_kernel` | `_grouped_kernel` | dequantised once, then the library |
+| int4 | `_grouped_gemv_kernel` | `_grouped_kernel` | dequantised once, then the library |
+| any, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
-All sums have a fixed order.
+All sums have a fixed order. Tiles come from a table (`kernels.tiles`); what it does not hold takes the heuristics here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.tiles import NO_TILES, NUM_COUNTERS, TileTable
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import quantize
 
@@ -27,30 +29,64 @@ SKINNY = 64
 """Up to so many tokens the weight's bytes decide, and kernels of our own read them."""
 
 
+GROUPED_FEW = 16
+"""Up to so many tokens a 4-bit weight is read faster than its dense copy, if there is one."""
+
+
 class Scratch:
     """What split products share on one device: counters of finished parts, all zero between kernels. One stream only."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
-def linear(x: Activations, w: Linear, scratch: Scratch | None) -> Tensor:
-    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none."""
+def linear(
+    x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES, deterministic: bool = False
+) -> Tensor:
+    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none. `deterministic`: a row's result depends
+    on nothing but the row."""
+    if deterministic:
+        return _invariant(x, w)
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
-        if q.values.shape[0] <= SKINNY:
+        num_tokens, inner = q.values.shape
+        if num_tokens <= SKINNY:
             assert scratch is not None
-            return skinny(q, w, scratch)
-        return _library_fp8(q, w) if w.inputs == "fp8" else tiled(q, w)
+            return skinny(q, w, scratch, tile=tiles.find("skinny", w.inputs, w.out_features, inner, num_tokens))
+        if w.inputs == "fp8":
+            return _library_fp8(q, w)
+        return tiled(q, w, tile=tiles.find("tiled", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
     if isinstance(w, GroupedLinear):
-        if x.shape[0] <= SKINNY:
+        if x.shape[0] == 1 and (block_w := _gemv_words(w)):
+            return grouped_gemv(x, w, block_w)
+        if x.shape[0] <= (SKINNY if w.dense is None else GROUPED_FEW):
             assert scratch is not None
-            return grouped(x, w, scratch)
-        return F.linear(x, expand(w, x.dtype), w.bias)
+            kind = "int4" if w.group_size == 128 else "int4-g32"
+            return grouped(x, w, scratch, tile=tiles.find("grouped", kind, w.out_features, x.shape[1], x.shape[0]))
+        return F.linear(x, _dense(w, x.dtype), w.bias)
     if x.shape[0] == 1 and w.weight.is_contiguous():
-        return gemv(x.contiguous(), w.weight, w.bias)
+        tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
+        return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
     return F.linear(x, w.weight, w.bias)
+
+
+def _invariant(x: Activations, w: Linear) -> Tensor:
+    """One kernel for any number of tokens: an output is one sum along K, in the tensor core's own steps, so the tile's height
+    and width change no bit of it (tests/gpu checks that)."""
+    if isinstance(w, ScaledLinear):
+        q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
+        tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY else (128, 128, 128, 8, 3)
+        return tiled(q, w, tile=tile)
+    assert isinstance(x, Tensor)
+    if isinstance(w, GroupedLinear):
+        w = Linear(weight=_dense(w, x.dtype), bias=w.bias)
+    tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY else (128, 128, 64, 8, 3)
+    return tiled(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
+
+
+def _dense(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
+    return expand(w, dtype) if w.dense is None else w.dense
 
 
 def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
@@ -111,11 +147,10 @@ def _gemv_kernel(
     tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < N)
 
 
-def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, block_n: int = 2, block_k: int = 1024, num_warps: int = 4
-) -> Tensor:
-    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32."""
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int, int] | None = None) -> Tensor:
+    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32. `tile`: (BLOCK_N, BLOCK_K, warps)."""
     outer, inner = weight.shape
+    block_n, block_k, num_warps = tile or (2, 1024, 4)
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(outer, block_n),)](
         x,
@@ -214,7 +249,7 @@ def _skinny_kernel(
 
 
 def skinny(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
-    """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
+    """Up to SKINNY tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     block_n, block_k, splits, stages = tile or _skinny_tile(outer, inner, block_m)
@@ -261,7 +296,7 @@ def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, i
     return (64, 512, 2, 3) if inner % 1024 == 0 else (64, 256, 4, 4)
 
 
-# --- int8, many tokens -----------------------------------------------------------------------------------------------
+# --- Many tokens -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -275,13 +310,15 @@ def _tiled_kernel(
     M,
     N,
     K,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    ACC: tl.constexpr,
 ):
-    """int8 · int8 in int32, scaled as it is written. Tiles of GROUP rows of tiles are taken together, for the L2 cache."""
+    """x · wᵀ, scaled as it is written. Tiles of GROUP rows of tiles are taken together, for the L2 cache."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP * tiles_n) * GROUP
@@ -293,42 +330,47 @@ def _tiled_kernel(
     ks = tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + ks[None, :]
     w_at = w_ptr + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + ks[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for k in range(0, K, BLOCK_K):
         inside = ks + k < K
-        x = tl.load(x_at + k, mask=inside[None, :], other=0)
-        w = tl.load(w_at + k, mask=inside[:, None], other=0)
-        acc = tl.dot(x, w, acc, out_dtype=tl.int32)
-    y = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
-    y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+        x = tl.load(x_at + k, mask=inside[None, :], other=0.0)
+        w = tl.load(w_at + k, mask=inside[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=ACC)
+    y = acc.to(tl.float32)
+    if SCALED:
+        y *= tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+        y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     at = m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def tiled(
-    x: Quantized, w: ScaledLinear, *, tile: tuple[int, int, int, int, int] = (128, 256, 128, 8, 3)
-) -> Tensor:
-    """`tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
-    (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
-    block_m, block_n, block_k, warps, stages = tile
-    y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
+def tiled(x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
+    """Any number of tokens, dense weights or 8 bits. `tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
+    values, x_scales = (x.values, x.scales) if isinstance(x, Quantized) else (x.contiguous(), x)
+    scaled = isinstance(w, ScaledLinear)
+    (num_tokens, inner), outer = values.shape, w.weight.shape[0]
+    block_m, block_n, block_k, warps, stages = tile or (128, 256, 128, 8, 3)
+    dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
+    y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
     _tiled_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
-        x.values,
-        x.scales,
-        w.weight,
-        w.scales,
-        x.scales if w.bias is None else w.bias,
+        values,
+        x_scales,
+        w.weight.contiguous(),
+        w.scales if isinstance(w, ScaledLinear) else x_scales,
+        x_scales if w.bias is None else w.bias,
         y,
         num_tokens,
         outer,
         inner,
+        SCALED=scaled,
         HAS_BIAS=w.bias is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP=8,
+        ACC=tl.int32 if values.dtype == torch.int8 else tl.float32,
         num_warps=warps,
         num_stages=stages,
     )
@@ -412,7 +454,7 @@ def _grouped_kernel(
 
 
 def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None) -> Tensor:
-    """Up to SKINNY tokens. `tile`, for measurements: (BLOCK_N, SPLITS, stages)."""
+    """Up to SKINNY tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     programs = triton.cdiv(outer, 64)
@@ -445,6 +487,119 @@ def grouped(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, i
         SPLITS=splits,
         num_warps=4,
         num_stages=stages,
+        **overlapped(y),
+    )
+    return y
+
+
+@triton.jit
+def _four_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scale1, scale2, scale3):
+    """One row's words [R, 8] times the four inputs of each: [R]. A code at bit 16 of `base` is the float32 number 128 + code:
+    `off` is what 128 and the zero point add to a run's sum."""
+    bits = words.to(tl.uint16, bitcast=True).to(tl.uint32)
+    y = (tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0) * scale0
+    y += (tl.sum(((bits << 12) & 0xF0000 | base).to(tl.float32, bitcast=True) * x1, 1) - off1) * scale1
+    y += (tl.sum(((bits << 8) & 0xF0000 | base).to(tl.float32, bitcast=True) * x2, 1) - off2) * scale2
+    y += (tl.sum(((bits << 4) & 0xF0000 | base).to(tl.float32, bitcast=True) * x3, 1) - off3) * scale3
+    return y
+
+
+@triton.jit(do_not_specialize=["base"])
+def _grouped_gemv_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    y_ptr,
+    base,
+    N,
+    W,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token without tensor cores, whose operands would go through shared memory. A thread reads 8 words at once, which lie
+    in one group for each of their four codes: it sums their products, and multiplies by the scale once. `base` is 0x43000000,
+    no constant here because an instruction that masks and sets bits takes one constant only."""
+    QUARTER: tl.constexpr = CHUNK // 4
+    runs, eight = tl.arange(0, BLOCK_W // 8), tl.arange(0, 8)[None, :]
+    row = tl.program_id(0) * ROWS
+    at = runs[:, None] * 8 + eight
+    if PDL:
+        follow()
+    accs = (tl.zeros((BLOCK_W // 8,), tl.float32),) * ROWS
+    for start in range(0, W, BLOCK_W):
+        word = start + runs * 8
+        chunk, place = word // QUARTER, word % QUARTER
+        x_at = x_ptr + (chunk * CHUNK + place)[:, None] + eight
+        x0, x1 = tl.load(x_at).to(tl.float32), tl.load(x_at + QUARTER).to(tl.float32)
+        x2, x3 = tl.load(x_at + 2 * QUARTER).to(tl.float32), tl.load(x_at + 3 * QUARTER).to(tl.float32)
+        sum0, sum1, sum2, sum3 = tl.sum(x0, 1), tl.sum(x1, 1), tl.sum(x2, 1), tl.sum(x3, 1)
+        group = chunk * (CHUNK // SIZE)
+        g0, g1 = (group + place // SIZE) * N, (group + (QUARTER + place) // SIZE) * N
+        g2, g3 = (group + (2 * QUARTER + place) // SIZE) * N, (group + (3 * QUARTER + place) // SIZE) * N
+        new = ()
+        for r in tl.static_range(ROWS):
+            n = row + r
+            words = tl.load(w_ptr + n.to(tl.int64) * W + start + at, eviction_policy="evict_first")
+            s0, s1 = tl.load(scale_ptr + g0 + n).to(tl.float32), tl.load(scale_ptr + g1 + n).to(tl.float32)
+            s2, s3 = tl.load(scale_ptr + g2 + n).to(tl.float32), tl.load(scale_ptr + g3 + n).to(tl.float32)
+            if HAS_ZEROS:
+                z0, z1 = tl.load(zero_ptr + g0 + n).to(tl.float32), tl.load(zero_ptr + g1 + n).to(tl.float32)
+                z2, z3 = tl.load(zero_ptr + g2 + n).to(tl.float32), tl.load(zero_ptr + g3 + n).to(tl.float32)
+                y = _four_codes(
+                    words, base, x0, x1, x2, x3,
+                    sum0 * (128.0 + z0), sum1 * (128.0 + z1), sum2 * (128.0 + z2), sum3 * (128.0 + z3), s0, s1, s2, s3,
+                )  # fmt: skip
+            else:
+                y = _four_codes(
+                    words, base, x0, x1, x2, x3, sum0 * 136.0, sum1 * 136.0, sum2 * 136.0, sum3 * 136.0, s0, s1, s2, s3
+                )
+            new = new + (accs[r] + y,)  # type: ignore[assignment]  # noqa: RUF005  (Triton knows no other)
+        accs = new
+    for r in tl.static_range(ROWS):
+        y = tl.sum(accs[r], 0)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + row + r).to(tl.float32)
+        tl.store(y_ptr + row + r, y.to(y_ptr.dtype.element_ty))
+
+
+GEMV_ROWS = 4
+"""Rows of a 4-bit weight that a program of one token's product owns."""
+
+
+def _gemv_words(w: GroupedLinear) -> int:
+    """Words of a row that `grouped_gemv` takes at once; 0: the shape does not suit it."""
+    rows, words = w.weight.shape
+    return next((n for n in (1024, 512, 256) if words % n == 0), 0) if rows % GEMV_ROWS == 0 else 0
+
+
+def grouped_gemv(x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS, num_warps: int = 4) -> Tensor:
+    """x [1, K]; `block_w` words at once, a divisor of K / 4; the weight's rows must be a multiple of `rows`."""
+    outer = w.weight.shape[0]
+    y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
+    _grouped_gemv_kernel[(outer // rows,)](
+        x.contiguous(),
+        w.weight,
+        w.scales,
+        w.scales if w.zeros is None else w.zeros,
+        x if w.bias is None else w.bias,
+        y,
+        0x43000000,
+        outer,
+        w.weight.shape[1],
+        HAS_ZEROS=w.zeros is not None,
+        HAS_BIAS=w.bias is not None,
+        SIZE=w.group_size,
+        CHUNK=w.chunk,
+        ROWS=rows,
+        BLOCK_W=block_w,
+        num_warps=num_warps,
         **overlapped(y),
     )
     return y

@@ -158,7 +158,7 @@ def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
     return Quantized(out, scales)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     qkv_ptr,
     q_ptr,
@@ -173,33 +173,41 @@ def _rope_kernel(
     k_norm_ptr,
     eps,
     offset,
+    T,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    BY_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a (token, BLOCK_H of its H + 2K heads of q, k and v). The first R dimensions turn, in pairs; the others,
-    and all of v, pass."""
+    """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; others
+    pass. Then ⌈T / BLOCK_T⌉ · K programs that bring the values of BLOCK_T tokens into the cache."""
     if PDL:
         follow()
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
+    pid = tl.program_id(0)
+    pieces: tl.constexpr = (H + K + BLOCK_H - 1) // BLOCK_H
+    if pid >= T * pieces:
+        pid -= T * pieces
+        _store_values(
+            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM
+        )
+        return
+    token = (pid // pieces).to(tl.int64)
+    head = pid % pieces * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    is_q, is_k, live = head < H, (head >= H) & (head < H + K), head < H + K
     source = qkv_ptr + (token * (H + 2 * K) + head) * D
     slot = tl.load(slots_ptr + token)
-    place = (slot // BLOCK_SIZE * K * BLOCK_SIZE + slot % BLOCK_SIZE) * D  # of kv head 0
     query = q_ptr + (token * H + head) * D
-    key = k_ptr + place + (head - H) * BLOCK_SIZE * D
-    value = v_ptr + place + (head - H - K) * BLOCK_SIZE * D
-    live = head < H + 2 * K
+    key = k_ptr + ((slot // BLOCK_SIZE * K + head - H) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
     norm = tl.full((BLOCK_H, 1), 1.0, tl.float32)
     if HAS_NORM:
         ds = tl.arange(0, BLOCK_D)[None, :]
@@ -208,7 +216,6 @@ def _rope_kernel(
     scale = tl.full((BLOCK_H, 1), 1.0, tl.float32)
     if SCALED:
         scale = tl.load(k_scale_ptr + head - H, mask=is_k, other=1.0)
-        scale *= tl.load(v_scale_ptr + head - H - K, mask=is_v, other=1.0)
     if R > 0:
         i = tl.arange(0, BLOCK_R)[None, :]
         half = i < R // 2
@@ -220,40 +227,86 @@ def _rope_kernel(
             a *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, first, is_q, is_k, half)
             b *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, second, is_q, is_k, half)
         row = table_ptr + tl.load(positions_ptr + token) * R
-        cos = tl.where(is_v, 1.0, tl.load(row + i, mask=half, other=0.0))
-        sin = tl.where(is_v, 0.0, tl.load(row + R // 2 + i, mask=half, other=0.0))
-        _store_heads(a * cos - b * sin, first, half, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED)
-        _store_heads(b * cos + a * sin, second, half, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED)
+        cos = tl.load(row + i, mask=half, other=0.0)
+        sin = tl.load(row + R // 2 + i, mask=half, other=0.0)
+        _store_heads(a * cos - b * sin, first, half, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED)
+        _store_heads(b * cos + a * sin, second, half, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED)
     if R < D:
         ds = tl.arange(0, BLOCK_D)[None, :]
         rest = (ds >= R) & (ds < D)
         x = tl.load(source + ds, mask=live & rest, other=0.0).to(tl.float32)
         if HAS_NORM:
             x *= _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, rest)
-        _store_heads(x, ds, rest, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED)
+        _store_heads(x, ds, rest, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED)
 
 
 @triton.jit
 def _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, inside):
-    """What the RMS norm of q and k multiplies with; 1 for v."""
+    """What the RMS norm of q and k multiplies with."""
     weight = tl.load(q_norm_ptr + ds, mask=is_q & inside, other=0.0).to(tl.float32)
     weight += tl.load(k_norm_ptr + ds, mask=is_k & inside, other=0.0).to(tl.float32)
-    return tl.where(is_q | is_k, norm * (weight + offset), 1.0)
+    return norm * (weight + offset)
 
 
 @triton.jit
-def _store_heads(x, ds, inside, scale, query, key, value, q_ptr, k_ptr, is_q, is_k, is_v, SCALED: tl.constexpr):
+def _store_heads(x, ds, inside, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED: tl.constexpr):
     tl.store(query + ds, x.to(q_ptr.dtype.element_ty), mask=is_q & inside)
+    tl.store(key + ds, _cached(x, scale, k_ptr, SCALED), mask=is_k & inside)
+
+
+@triton.jit
+def _cached(x, scale, cache_ptr, SCALED: tl.constexpr):
+    """x as the cache keeps it: finite, since attention reads whole tiles and gives what a sequence does not own a weight of
+    zero."""
+    kind: tl.constexpr = cache_ptr.dtype.element_ty
     if SCALED:
-        stored = _round(x / scale, k_ptr, 127.0 if k_ptr.dtype.element_ty == tl.int8 else 448.0)
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        stored = _round(x / scale, cache_ptr, 127.0 if kind == tl.int8 else 448.0)
     else:
-        stored = x.to(k_ptr.dtype.element_ty)
-    tl.store(key + ds, stored, mask=is_k & inside)
-    tl.store(value + ds, stored, mask=is_v & inside)
+        stored = x.to(kind)
+        stored = tl.where(tl.abs(stored.to(tl.float32)) < float("inf"), stored, 0.0)
+    return stored
+
+
+@triton.jit
+def _store_values(
+    qkv_ptr,
+    v_ptr,
+    v_scale_ptr,
+    slots_ptr,
+    piece,
+    head,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_DIM: tl.constexpr,
+):
+    """The values of one head of BLOCK_T tokens. By dimension the tile is turned first: tokens that follow one another in a
+    block are then written side by side."""
+    tokens, ds = piece * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    live = (tokens < T)[:, None] & (ds < D)[None, :]
+    source = qkv_ptr + (tokens.to(tl.int64) * (H + 2 * K) + H + K + head)[:, None] * D + ds[None, :]
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(v_scale_ptr + head)
+    x = _cached(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
+    slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
+    block, at = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE * D, slots % BLOCK_SIZE
+    if BY_DIM:
+        tl.store(v_ptr + (block + at)[None, :] + (ds * BLOCK_SIZE)[:, None], tl.trans(x), mask=tl.trans(live))
+    else:
+        tl.store(v_ptr + (block + at * D)[:, None] + ds[None, :], x, mask=live)
 
 
 HEADS_AT_ONCE = 16
 """Heads of one token that a program turns."""
+TOKENS_AT_ONCE = 16
+"""Tokens whose values a program brings into the cache."""
 
 
 def rope_and_cache(
@@ -274,9 +327,10 @@ def rope_and_cache(
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     if num_tokens:
-        total = num_heads + 2 * num_kv_heads
-        block = min(HEADS_AT_ONCE, triton.next_power_of_2(total))
-        _rope_kernel[(num_tokens, triton.cdiv(total, block))](
+        turned = num_heads + num_kv_heads
+        block = min(HEADS_AT_ONCE, triton.next_power_of_2(turned))
+        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_AT_ONCE) * num_kv_heads
+        _rope_kernel[(grid,)](
             qkv.contiguous(),
             q,
             kv.k,
@@ -290,17 +344,20 @@ def rope_and_cache(
             qkv if k_norm is None else k_norm,
             norm_eps,
             norm_offset,
+            num_tokens,
             H=num_heads,
             K=num_kv_heads,
             D=head_dim,
             R=rotary,
             BLOCK_SIZE=kv.block_size,
             BLOCK_H=block,
+            BLOCK_T=TOKENS_AT_ONCE,
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)),
             INTERLEAVED=interleaved,
             HAS_NORM=q_norm is not None,
             SCALED=kv.k_scale is not None,
+            BY_DIM=kv.v.stride(2) == 1,
             num_warps=4 if block * head_dim >= 1024 else 1,
             **overlapped(qkv),
         )

@@ -1,22 +1,60 @@
-"""The families, by `model_type`. A new one is a module with a tuple `FAMILIES`, and a line here."""
+"""The families, by `model_type`. A new one is a module with a tuple `FAMILIES` and a line here, or comes from another package:
+an entry point in the group `slipstream.families` that names a `Family` or several (docs/adding-a-model.md)."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
 from slipstream.errors import UnsupportedModelError
-from slipstream.model.families import gemma3, gpt, llama, qwen
+from slipstream.model.families import (
+    bloom,
+    cohere,
+    falcon,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    llama,
+    mpt,
+    neox,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    starcoder,
+)
 from slipstream.model.families.base import Family
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for module in (llama, qwen, gemma3, gpt) for family in module.FAMILIES
-}
+MODULES = (bloom, cohere, falcon, gemma, glm, gpt, granite, llama, mpt, neox, olmo, opt, phi, qwen, starcoder)
+FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
+ENTRY_POINTS = "slipstream.families"
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Ours and those of installed packages, by `model_type`. Two for one type are refused: which would hold is chance."""
+    found = dict(FAMILIES)
+    for entry in entry_points(group=ENTRY_POINTS):
+        for family in _several(entry.load()):
+            if not isinstance(family, Family) or family.model_type in found:
+                why = "names no Family" if not isinstance(family, Family) else f"has {family.model_type!r} a second time"
+                raise UnsupportedModelError(f"the entry point {entry.name} = {entry.value} {why}", field=ENTRY_POINTS)
+            found[family.model_type] = family
+    return found
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def find_family(model_type: object, architectures: object) -> Family:
     """The family of a Hugging Face config."""
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = families().get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(FAMILIES))}",
+            f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(families()))}",
             field="model_type",
         )
     named = architectures if isinstance(architectures, list) and architectures else list(family.architectures)
@@ -30,7 +68,7 @@ def find_family(model_type: object, architectures: object) -> Family:
 
 def find_gguf_family(architecture: object) -> Family:
     """The family of a GGUF file's `general.architecture`."""
-    known = {family.gguf.architecture: family for family in FAMILIES.values() if family.gguf is not None}
+    known = {family.gguf.architecture: family for family in families().values() if family.gguf is not None}
     if architecture not in known:
         raise UnsupportedModelError(
             f"general.architecture {architecture!r} is not supported in GGUF files; {', '.join(sorted(known))} are",

@@ -1,12 +1,15 @@
-"""GPT-2 (learned positions; weights fused and stored transposed) and GPT-J (attention and MLP side by side; part of each head
-turned, neighbouring dimensions together)."""
+"""GPT-2 (learned positions; weights stored transposed), GPT-J (attention and MLP side by side; part of each head turned,
+neighbouring dimensions together), and StarCoder (GPT-BigCode: GPT-2 with one kv head)."""
 
 from __future__ import annotations
 
-from slipstream.model.families.base import ConfigReader, Family, Names, activation, both, layers, qkv_names
-from slipstream.model.parameters import Placement
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import gguf_config
+from slipstream.model.families.names import Theirs, gguf_table, table
+from slipstream.model.families.pieces import Heads, activation, attention, before, heads, layer_norm, model, plain
 from slipstream.model.spec import (
-    AttentionSpec,
     DenseSpec,
     LayerSpec,
     LearnedPositionSpec,
@@ -14,136 +17,149 @@ from slipstream.model.spec import (
     NormSpec,
     ParallelBlock,
     RopeSpec,
-    SequentialBlock,
 )
 
 
 def _norm(c: ConfigReader) -> NormSpec:
-    return NormSpec(kind="layer", size=c.size("n_embd"), eps=c.take("layer_norm_epsilon", float, 1e-5), bias=True)
+    return layer_norm(c.size("n_embd"), c.take("layer_norm_epsilon", float, 1e-5))
 
 
 def _mlp(c: ConfigReader) -> DenseSpec:
-    return DenseSpec(
-        intermediate_size=c.size("n_inner", 4 * c.size("n_embd")),
-        activation=activation(c, "activation_function", "gelu_new"),
-        gated=False,
-        bias=True,
+    return plain(c.size("n_inner", 4 * c.size("n_embd")), activation(c, "activation_function", "gelu_new"))
+
+
+def _heads(c: ConfigReader) -> Heads:
+    return heads(c, hidden="n_embd", num_heads="n_head", num_kv_heads=None)
+
+
+def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any) -> ModelSpec:
+    c.require("n_ctx", max_position)
+    return model(c, family, lambda i: layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more)
+
+
+def _learned(c: ConfigReader, family: str, h: Heads) -> ModelSpec:
+    """A decoder whose positions are a table: GPT-2's and StarCoder's."""
+    c.require("add_cross_attention", False)
+    scale = h.head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0
+    layer = LayerSpec(
+        attention=attention(h, None, scale=scale, qkv_bias=True, out_bias=True), mlp=_mlp(c), block=before(_norm(c))
     )
-
-
-def _head_dim(c: ConfigReader) -> int:
-    hidden, num_heads = c.size("n_embd"), c.size("n_head")
-    if hidden % num_heads:
-        raise c.unsupported("n_embd", f"is no multiple of n_head ({num_heads})")
-    return hidden // num_heads
+    max_position = c.size("n_positions", 1024)
+    return _model(
+        c,
+        family,
+        layer,
+        max_position,
+        learned_positions=LearnedPositionSpec(num_positions=max_position),
+        tied=True,
+    )
 
 
 def read_gpt2(c: ConfigReader) -> ModelSpec:
-    norm, head_dim = _norm(c), _head_dim(c)
-    c.require("add_cross_attention", False)
     c.require("scale_attn_by_inverse_layer_idx", False)
     c.require("reorder_and_upcast_attn", False)
-    attention = AttentionSpec(
-        num_heads=c.size("n_head"),
-        num_kv_heads=c.size("n_head"),
-        head_dim=head_dim,
-        scale=head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0,
-        position=None,
-        qkv_bias=True,
-        out_bias=True,
-    )
-    layer = LayerSpec(attention=attention, mlp=_mlp(c), block=SequentialBlock(pre_attention=norm, pre_mlp=norm))
-    max_position = c.size("n_positions", 1024)
-    spec = ModelSpec(
-        family="gpt2",
-        vocab_size=c.size("vocab_size"),
-        hidden_size=c.size("n_embd"),
-        max_position=max_position,
-        layers=layers(c.size("n_layer"), lambda i: layer),
-        final_norm=norm,
-        learned_positions=LearnedPositionSpec(num_positions=max_position),
-        tied_embeddings=c.take("tie_word_embeddings", bool, True),
-    )
-    c.finish("n_ctx")
-    return spec
+    return _learned(c, "gpt2", _heads(c))
 
 
-def gpt2_names(spec: ModelSpec) -> Names:
-    names: Names = {"wte.weight": Placement("embed.weight"), "wpe.weight": Placement("positions.weight")}
-    both(names, "ln_f", "final_norm")
-    if not spec.tied_embeddings:
-        names["lm_head.weight"] = Placement("head.weight")
-    for i in range(spec.num_layers):
-        theirs, ours = f"h.{i}.", f"layers.{i}."
-        both(names, f"{theirs}ln_1", f"{ours}pre_attention")
-        both(names, f"{theirs}ln_2", f"{ours}pre_mlp")
-        both(names, f"{theirs}attn.c_attn", f"{ours}attention.qkv", transform="transpose")
-        both(names, f"{theirs}attn.c_proj", f"{ours}attention.out", transform="transpose")
-        both(names, f"{theirs}mlp.c_fc", f"{ours}mlp.up", transform="transpose")
-        both(names, f"{theirs}mlp.c_proj", f"{ours}mlp.down", transform="transpose")
-    return names
+def read_bigcode(c: ConfigReader) -> ModelSpec:
+    h = _heads(c)
+    if c.take("multi_query", bool, True):
+        h = h._replace(num_kv_heads=1)
+    c.require("num_key_value_heads", h.num_kv_heads)
+    # These two ask for a softmax in float32, which it is always.
+    c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    c.ignore("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
+    c.ignore("validate_runner_input")
+    return _learned(c, "gpt_bigcode", h)
 
 
 def read_gptj(c: ConfigReader) -> ModelSpec:
-    head_dim = _head_dim(c)
-    rotary_dim = c.size("rotary_dim", head_dim)
-    if rotary_dim > head_dim or rotary_dim % 2:
-        raise c.unsupported("rotary_dim", f"must be even and at most the head's {head_dim} dimensions")
-    attention = AttentionSpec(
-        num_heads=c.size("n_head"),
-        num_kv_heads=c.size("n_head"),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        position=RopeSpec(theta=10000.0, rotary_dim=rotary_dim, style="interleaved"),
-    )
-    layer = LayerSpec(attention=attention, mlp=_mlp(c), block=ParallelBlock(norm=_norm(c)))
-    spec = ModelSpec(
-        family="gptj",
-        vocab_size=c.size("vocab_size"),
-        hidden_size=c.size("n_embd"),
-        max_position=c.size("n_positions", 2048),
-        layers=layers(c.size("n_layer"), lambda i: layer),
-        final_norm=_norm(c),
-        tied_embeddings=c.take("tie_word_embeddings", bool, False),
-        head_bias=True,
-    )
+    h = _heads(c)
+    rotary_dim = c.size("rotary_dim", h.head_dim)
+    if rotary_dim > h.head_dim or rotary_dim % 2:
+        raise c.unsupported("rotary_dim", f"must be even and at most the head's {h.head_dim} dimensions")
+    position = RopeSpec(theta=10000.0, rotary_dim=rotary_dim, style="interleaved")
+    layer = LayerSpec(attention=attention(h, position), mlp=_mlp(c), block=ParallelBlock(norm=_norm(c)))
     # Old checkpoints carry keys of the training code; `rotary` was always on, `scale_attn_weights` always true.
     c.require("rotary", True)
     c.require("scale_attn_weights", True)
-    c.finish("n_ctx")
-    return spec
+    return _model(c, "gptj", layer, c.size("n_positions", 2048), head_bias=True)
 
 
-def gptj_names(spec: ModelSpec) -> Names:
-    names: Names = {"transformer.wte.weight": Placement("embed.weight")}
-    both(names, "transformer.ln_f", "final_norm")
-    if not spec.tied_embeddings:
-        names["lm_head.weight"] = Placement("head.weight")
-    names["lm_head.bias"] = Placement("head.bias")
-    for i, layer in enumerate(spec.layers):
-        theirs, ours = f"transformer.h.{i}.", f"layers.{i}."
-        both(names, f"{theirs}ln_1", f"{ours}norm")
-        names.update(qkv_names(layer.attention, f"{theirs}attn.", ours))
-        names[f"{theirs}attn.out_proj.weight"] = Placement(f"{ours}attention.out.weight")
-        both(names, f"{theirs}mlp.fc_in", f"{ours}mlp.up")
-        both(names, f"{theirs}mlp.fc_out", f"{ours}mlp.down")
-    return names
+GPT2 = {
+    "embed": "wte",
+    "positions": "wpe",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+    "pre_attention": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "pre_mlp": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+GPTJ: dict[str, Theirs] = {
+    "embed": "transformer.wte",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+    "norm": "ln_1",
+    "attention.qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    "attention.out": "attn.out_proj",
+    "mlp.up": "mlp.fc_in",
+    "mlp.down": "mlp.fc_out",
+}
+TRANSPOSED = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 
+
+def gguf_learned_config(m: ConfigReader) -> dict[str, Any]:
+    read = gguf_config(m)
+    return {
+        "n_embd": read["hidden_size"],
+        "n_layer": read["num_hidden_layers"],
+        "n_head": read["num_attention_heads"],
+        "n_inner": read["intermediate_size"],
+        "n_positions": read["max_position_embeddings"],
+        "layer_norm_epsilon": m.take("attention.layer_norm_epsilon", float),
+        "multi_query": None if read["num_key_value_heads"] is None else read["num_key_value_heads"] == 1,
+    }
+
+
+def gguf_gpt2_config(m: ConfigReader) -> dict[str, Any]:
+    config = gguf_learned_config(m)
+    m.require("attention.head_count_kv", config["n_head"])
+    return {**config, "multi_query": None, "activation_function": "gelu_new"}
+
+
+def gguf_starcoder_config(m: ConfigReader) -> dict[str, Any]:
+    return {**gguf_learned_config(m), "activation_function": "gelu"}  # StarCoder's; the file does not say
+
+
+MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 
 FAMILIES = (
     Family(
         model_type="gpt2",
         architectures=("GPT2LMHeadModel",),
         read=read_gpt2,
-        names=gpt2_names,
+        names=table(GPT2, layer="h.{i}.", changes=dict.fromkeys(TRANSPOSED, "transpose")),
         prefixes=("", "transformer."),
-        ignored=(r"h\.\d+\.attn\.(bias|masked_bias)",),
+        ignored=MASKS,
+        gguf=GGUFFamily(architecture="gpt2", config=gguf_gpt2_config, names=gguf_table(fused=True)),
+    ),
+    Family(
+        model_type="gpt_bigcode",
+        architectures=("GPTBigCodeForCausalLM",),
+        read=read_bigcode,
+        names=table(GPT2, layer="h.{i}.", changes={"attention.qkv": "ungroup"}),
+        prefixes=("", "transformer."),
+        ignored=MASKS,
+        gguf=GGUFFamily(architecture="starcoder", config=gguf_starcoder_config, names=gguf_table(fused=True)),
     ),
     Family(
         model_type="gptj",
         architectures=("GPTJForCausalLM",),
         read=read_gptj,
-        names=gptj_names,
-        ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+        names=table(GPTJ, layer="transformer.h.{i}."),
+        ignored=MASKS,
     ),
 )

@@ -1,90 +1,84 @@
-"""Llama 2 and 3, SmolLM2, and whatever else writes `model_type: llama`; Mistral, which adds a window."""
+"""Llama 2 and 3, SmolLM2, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which says
+which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
 
 from __future__ import annotations
 
-from slipstream.model.families.base import (
-    LLAMA_GGUF_NAMES,
-    ConfigReader,
-    Family,
-    GGUFFamily,
-    Names,
-    activation,
-    heads,
-    layers,
-    llama_gguf_config,
-    llama_names,
-    rms,
-    rope,
-)
-from slipstream.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, SequentialBlock
-
-NORMS = {"pre_attention": "input_layernorm", "pre_mlp": "post_attention_layernorm"}
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.model.families.pieces import attention, before, gated, heads, kinds_of_layers, model, rms, rope
+from slipstream.model.spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    return _read(c, "llama", window=None)
+    return _read(c, "llama", windows=False)
 
 
 def read_mistral(c: ConfigReader) -> ModelSpec:
-    return _read(c, "mistral", window=c.maybe("sliding_window", int))
+    return _read(c, "mistral", windows=True)
 
 
-def _read(c: ConfigReader, family: str, window: int | None) -> ModelSpec:
-    num_heads, num_kv_heads, head_dim = heads(c)
+def read_ministral(c: ConfigReader) -> ModelSpec:
+    return _read(c, "ministral", windows=True)
+
+
+def read_mixtral(c: ConfigReader) -> ModelSpec:
+    expert = gated(c)
+    moe = MoESpec(
+        num_experts=c.size("num_local_experts", 8),
+        num_experts_per_token=c.size("num_experts_per_tok", 2),
+        expert=expert,
+        normalize=True,
+    )
+    c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+    return _read(c, "mixtral", windows=True, mlp=moe)
+
+
+def _read(c: ConfigReader, family: str, *, windows: bool, mlp: MLPSpec | None = None) -> ModelSpec:
+    h = heads(c)
     max_position = c.size("max_position_embeddings", 2048)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6))
+    position = rope(c, h.head_dim, max_position=max_position)
     bias = c.take("attention_bias", bool, False)
-    layer = LayerSpec(
-        attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            position=rope(c, head_dim, max_position=max_position),
-            qkv_bias=bias,
-            out_bias=bias,
-            window=window,
-        ),
-        mlp=DenseSpec(
-            intermediate_size=c.size("intermediate_size"),
-            activation=activation(c, "hidden_act", "silu"),
-            bias=c.take("mlp_bias", bool, False),
-        ),
-        block=SequentialBlock(pre_attention=norm, pre_mlp=norm),
-    )
-    spec = ModelSpec(
-        family=family,
-        vocab_size=c.size("vocab_size"),
-        hidden_size=c.size("hidden_size"),
-        max_position=max_position,
-        layers=layers(c.size("num_hidden_layers"), lambda i: layer),
-        final_norm=norm,
-        tied_embeddings=c.take("tie_word_embeddings", bool, False),
-    )
-    c.finish()
-    return spec
+    mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
+    window = c.maybe("sliding_window", int) if windows else None
+    kinds = kinds_of_layers(c, "full_attention" if window is None else "sliding_attention")
+    if window is None and "sliding_attention" in kinds:
+        raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
+
+    def layer(i: int) -> LayerSpec:
+        seen = window if kinds[i] == "sliding_attention" else None
+        return LayerSpec(
+            attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=seen), mlp=mlp, block=before(norm)
+        )
+
+    return model(c, family, layer, norm, max_position)
 
 
-def names(spec: ModelSpec) -> Names:
-    return llama_names(spec, NORMS)
-
-
+names = table(LLAMA)
+MIXTRAL: dict[str, Theirs] = {
+    **LLAMA,
+    "router": "block_sparse_moe.gate",
+    "experts.up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+    "experts.down": "block_sparse_moe.experts.{e}.w2",
+}
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
+UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 
-FAMILIES = (
+FAMILIES = tuple(
     Family(
-        model_type="llama",
-        architectures=("LlamaForCausalLM",),
-        read=read,
-        names=names,
+        model_type=model_type,
+        architectures=(architecture,),
+        read=reader,
+        names=table(MIXTRAL) if reader is read_mixtral else names,
         ignored=ROTARY_BUFFERS,
-        gguf=GGUFFamily(architecture="llama", config=llama_gguf_config, names=LLAMA_GGUF_NAMES, unpermute=True),
-    ),
-    Family(
-        model_type="mistral",
-        architectures=("MistralForCausalLM",),
-        read=read_mistral,
-        names=names,
-        ignored=ROTARY_BUFFERS,
-    ),
+        # llama.cpp writes Mistral as llama, without its window.
+        gguf=GGUFFamily(architecture="llama", config=llama_gguf_config, names=UNPERMUTED) if reader is read else None,
+    )
+    for model_type, architecture, reader in (
+        ("llama", "LlamaForCausalLM", read),
+        ("mistral", "MistralForCausalLM", read_mistral),
+        ("ministral", "MinistralForCausalLM", read_ministral),
+        ("mixtral", "MixtralForCausalLM", read_mixtral),
+    )
 )

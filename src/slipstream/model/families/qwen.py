@@ -1,22 +1,16 @@
-"""Qwen 2 and 2.5 (biases on q, k, v) and Qwen 3 (norms on q and k), each with optional windows in its upper layers."""
+"""Qwen 2 and 2.5 (biases on q, k, v) and Qwen 3 (norms on q and k), each with optional windows in its upper layers, dense and
+as mixtures of experts."""
 
 from __future__ import annotations
 
-from slipstream.model.families.base import (
-    LLAMA_GGUF_NAMES,
-    ConfigReader,
-    Family,
-    GGUFFamily,
-    activation,
-    heads,
-    kinds_of_layers,
-    layers,
-    llama_gguf_config,
-    rms,
-    rope,
-)
+import dataclasses
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.llama import ROTARY_BUFFERS, names
-from slipstream.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, SequentialBlock
+from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.names import gguf_table
+from slipstream.model.families.pieces import attention, before, called, gated, heads, kinds_of_layers, model, rms, rope
+from slipstream.model.spec import LayerSpec, ModelSpec, MoESpec, QKNormSpec, SharedExpertSpec
 
 
 def read_qwen2(c: ConfigReader) -> ModelSpec:
@@ -28,49 +22,64 @@ def read_qwen3(c: ConfigReader) -> ModelSpec:
     return _read(c, "qwen3", qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
-def _read(c: ConfigReader, family: str, *, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> ModelSpec:
-    num_heads, num_kv_heads, head_dim = heads(c)
-    count = c.size("num_hidden_layers")
+def read_qwen2_moe(c: ConfigReader) -> ModelSpec:
+    moe = _moe(c, 60, 4, 1408)
+    shared = dataclasses.replace(moe.expert, intermediate_size=c.size("shared_expert_intermediate_size", 5632))
+    moe = dataclasses.replace(moe, shared=SharedExpertSpec(mlp=shared, weighed=True))
+    bias = c.take("qkv_bias", bool, True)
+    return _read(c, "qwen2_moe", qkv_bias=bias, out_bias=False, qk_norm=False, moe=moe)
+
+
+def read_qwen3_moe(c: ConfigReader) -> ModelSpec:
+    bias = c.take("attention_bias", bool, False)
+    return _read(c, "qwen3_moe", qkv_bias=bias, out_bias=bias, qk_norm=True, moe=_moe(c, 128, 8, 768))
+
+
+def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
+    """The numbers hold where the config is silent."""
+    c.ignore("output_router_logits", "router_aux_loss_coef")
+    return MoESpec(
+        num_experts=c.size(called(c, "num_experts", "num_local_experts"), num_experts),
+        num_experts_per_token=c.size("num_experts_per_tok", per_token),
+        expert=dataclasses.replace(gated(c), intermediate_size=c.size("moe_intermediate_size", size)),
+        normalize=c.take("norm_topk_prob", bool, False),
+    )
+
+
+def _read(
+    c: ConfigReader, family: str, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, moe: MoESpec | None = None
+) -> ModelSpec:
+    """With `moe`, every `decoder_sparse_step`th layer has it, but for `mlp_only_layers`."""
+    h = heads(c)
     max_position = c.size("max_position_embeddings", 32768)
     eps = c.take("rms_norm_eps", float, 1e-6)
     norm = rms(c.size("hidden_size"), eps)
     window = c.maybe("sliding_window", int)
-    first_window = c.take("max_window_layers", int, count)
+    first_window = c.take("max_window_layers", int, c.size("num_hidden_layers"))
     if not c.take("use_sliding_window", bool, False):
         window = None
-    by_rule = ["sliding_attention" if window and i >= first_window else "full_attention" for i in range(count)]
-    kinds = kinds_of_layers(c, count, by_rule)
+    kinds = kinds_of_layers(c, lambda i: "sliding_attention" if window and i >= first_window else "full_attention")
     if "sliding_attention" in kinds and window is None:
         raise c.unsupported("layer_types", "has sliding_attention, but use_sliding_window is off")
-    position = rope(c, head_dim, max_position=max_position)
-    mlp = DenseSpec(intermediate_size=c.size("intermediate_size"), activation=activation(c, "hidden_act", "silu"))
+    position, dense = rope(c, h.head_dim, max_position=max_position), gated(c)
+    step, only_dense = 1, []
+    if moe is not None:
+        step, only_dense = c.size("decoder_sparse_step", 1), c.take("mlp_only_layers", list, [])
 
     def layer(i: int) -> LayerSpec:
-        attention = AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            position=position,
+        of = attention(
+            h,
+            position,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             window=window if kinds[i] == "sliding_attention" else None,
-            qk_norm=rms(head_dim, eps) if qk_norm else None,
+            qk_norm=QKNormSpec(over="head", eps=eps) if qk_norm else None,
         )
-        return LayerSpec(attention=attention, mlp=mlp, block=SequentialBlock(pre_attention=norm, pre_mlp=norm))
+        mlp = dense if moe is None or i in only_dense or (i + 1) % step else moe
+        return LayerSpec(attention=of, mlp=mlp, block=before(norm))
 
-    spec = ModelSpec(
-        family=family,
-        vocab_size=c.size("vocab_size"),
-        hidden_size=c.size("hidden_size"),
-        max_position=max_position,
-        layers=layers(count, layer),
-        final_norm=norm,
-        tied_embeddings=c.take("tie_word_embeddings", bool, False),
-    )
     c.require("use_mrope", False)
-    c.finish()
-    return spec
+    return model(c, family, layer, norm, max_position)
 
 
 FAMILIES = tuple(
@@ -80,10 +89,12 @@ FAMILIES = tuple(
         read=read,
         names=names,
         ignored=ROTARY_BUFFERS,
-        gguf=GGUFFamily(architecture=name, config=llama_gguf_config, names=LLAMA_GGUF_NAMES),
+        gguf=GGUFFamily(architecture=name, config=llama_gguf_config, names=gguf_table()) if "moe" not in name else None,
     )
     for name, architecture, read in (
         ("qwen2", "Qwen2ForCausalLM", read_qwen2),
         ("qwen3", "Qwen3ForCausalLM", read_qwen3),
+        ("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe),
     )
 )

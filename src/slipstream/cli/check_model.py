@@ -1,0 +1,66 @@
+"""`slipstream check-model MODEL`: compare a checkpoint here with the same one in Hugging Face transformers, layer by layer.
+
+Both compute the same random tokens in float32. The exit code is 1 if they part; the first place is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from slipstream.cli.console import phases, print_facts, print_json
+from slipstream.cli.options import MODEL_HELP, add_output_options
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("check-model", help="compare a checkpoint with transformers", description=__doc__)
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("--num-tokens", type=int, default=64, metavar="N", help="length of the compared text (default: 64)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, metavar="X", help="largest |ours − theirs| / largest |theirs| (default: 1e-4)"
+    )
+    parser.add_argument("--kernels", default="auto", metavar="X", help="auto, reference, cpu or triton (default: auto)")
+    parser.add_argument("--device", default="cpu", metavar="X", help="cpu or cuda:N (default: cpu)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the tokens (default: 0)")
+    parser.add_argument("--download-dir", default=None, metavar="X", help="where models are kept, instead of the user's cache")
+    add_output_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import random
+
+    from slipstream.bench.adapters.transformers import load_folder
+    from slipstream.hub import resolve_model
+    from slipstream.model.check import check
+    from slipstream.model.description import read_spec
+
+    path = resolve_model(args.model, download_dir=args.download_dir)
+    with phases(f"checking {args.model}") as phase:
+        phase("description")
+        spec = read_spec(path).spec
+        rng = random.Random(args.seed)
+        tokens = [rng.randrange(spec.vocab_size) for _ in range(min(args.num_tokens, spec.max_position))]
+        phase("transformers")
+        theirs = load_folder(path, "float32")
+        phase("slipstream")
+        report = check(path, theirs, tokens, device=args.device, kernels=args.kernels, tolerance=args.tolerance)
+    if args.json:
+        print_json(
+            {
+                "model": args.model,
+                "path": path,
+                "num_tokens": len(tokens),
+                "same": report.same,
+                "first_divergence": report.first_divergence,
+                "top1_agreement": report.top1_agreement,
+                "tolerance": report.tolerance,
+                "differences": report.differences,
+            }
+        )
+        return int(not report.same)
+    rows = [(d.where, f"{d.error:.1e}") for d in report.differences]
+    print_facts(f"{args.model} against transformers, {len(tokens)} tokens", rows)
+    print(f"\nthe same token is likeliest after {report.top1_agreement:.0%} of them")
+    end = "the same" if report.same else f"they part at: {report.first_divergence}"
+    print(f"{end} (tolerance {report.tolerance:.0e})")
+    return int(not report.same)

@@ -1,0 +1,95 @@
+"""`slipstream tune MODEL`: measure the tiles of the GPU's kernels for a model's shapes, and keep the winners for later starts.
+
+The model's settings decide what is measured: its products as --quantization holds them, its attention over a cache of
+--kv-cache-dtype. No weights are loaded: random ones have the same shapes. The table goes to the user's cache folder, one file
+for each kind of GPU, where an engine finds it at its next start (--tile-table auto); tiles of other shapes in it stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slipstream.cli.console import print_facts, print_json, progress_bar
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.errors import ConfigError
+from slipstream.hub import DEFAULT_MODEL
+from slipstream.model.scheme import FORMAT_MAX, SCHEMES
+
+UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("tune", help="measure the GPU kernels' tiles for a model", description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument("--seconds", type=float, default=120.0, metavar="X", help="begin no measurement later (default: 120)")
+    parser.add_argument("--out", metavar="FILE", help="write the table here, instead of the user's cache folder")
+    add_output_options(parser)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=UNUSED)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.config import resolve
+    from slipstream.hub import resolve_model, tiles_folder
+    from slipstream.kernels.tiles import file_name, load_tiles, read_tiles, write_tiles
+    from slipstream.model.description import read_spec
+    from slipstream.worker.device import detect
+
+    settings = engine_args(args)
+    facts = detect(settings.device)
+    if not facts.is_cuda:
+        raise ConfigError("only a GPU's kernels have tiles, and this device is a CPU; see `slipstream doctor`", field="device")
+    if args.seconds <= 0:
+        raise ConfigError("seconds must be above 0", field="seconds")
+    description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
+    config = resolve(settings, description, facts)
+    base = load_tiles("shipped", facts.name, tiles_folder())
+    path = Path(args.out) if args.out else tiles_folder() / file_name(facts.name)
+    if path.is_file():
+        read_tiles(path, facts.name)  # what can't be extended is told before the work, not after it
+
+    from slipstream.kernels.triton.tuning import tune_model
+
+    with progress_bar("measuring tiles") as progress:
+        tuning, made_by = tune_model(
+            description.spec,
+            SCHEMES[config.model.quantization] if config.model.quantization else None,
+            base,
+            device=facts.device,
+            dtype=config.model.dtype,
+            cache=next((kind for kind in FORMAT_MAX if kind == config.cache.dtype), None),
+            block_size=config.cache.block_size,
+            max_model_len=config.model.max_model_len,
+            max_num_seqs=config.scheduling.max_num_seqs,
+            seconds=args.seconds,
+            progress=progress,
+        )
+    own = read_tiles(path, facts.name) if path.is_file() else load_tiles("none", facts.name, tiles_folder())
+    table = own.tuned(tuning.measured, tuning.found, made_by)
+    write_tiles(table, path)
+    if args.json:
+        print_json(
+            {
+                "device": facts.name,
+                "path": path,
+                "identity": table.over(base).identity,
+                "num_measured": len(tuning.measured),
+                "num_left": tuning.num_left,
+                "found": [
+                    {"op": op, "kind": kind, "shape": shape, "tile": m.tile, "us": m.us, "before_us": m.before_us}
+                    for (op, kind, shape), m in tuning.found.items()
+                ],
+            }
+        )
+        return 0
+    rows = [
+        (f"{op} {kind} {' × '.join(map(str, shape))}", f"{m.before_us:.1f} → {m.us:.1f} µs with {m.tile}")
+        for (op, kind, shape), m in tuning.found.items()
+    ]
+    rows.append(("measured", f"{len(tuning.measured)} shapes, {len(tuning.found)} of them with a faster tile"))
+    if tuning.num_left:
+        rows.append(("no time or memory for", f"{tuning.num_left} shapes; give more --seconds"))
+    rows.append(("table", f"{path}, {table.over(base).describe()} with those shipped"))
+    print_facts(facts.name, rows)
+    return 0

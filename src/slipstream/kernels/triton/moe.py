@@ -1,0 +1,296 @@
+"""Mixtures of experts: routing, grouping by expert, two products over all experts at once, and the weighed sum.
+
+An *entry* is a token's place in one of its experts: T · k of them, entry t · k + j being token t's j-th choice. Entries are
+sorted by expert, and each expert's are cut into tiles; a program multiplies one tile with some rows of its expert's weight, so
+that one launch covers all experts whatever their load. How many tiles there are is known on the device alone: as many programs
+start as there can be at most, and those without a tile end at once. All sums have a fixed order.
+
+| weights | as `kernels.ops` holds them, the experts one below the other |
+| --- | --- |
+| dense, fp8, int8 | `_experts_kernel`, K in blocks |
+| int4 | `_experts_kernel`, K in chunks, codes made numbers of the model's type first |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.triton.pointwise import activation, quantize
+from slipstream.model.spec import MoESpec
+
+SORTED_AT_ONCE = 2048
+"""Up to so many entries one program sorts them; more go through torch's sort."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Entries by expert: expert e has order[starts[e] : starts[e + 1]], in tiles up to tile_ends[e] of all experts' tiles."""
+
+    order: Tensor  # int32 [T · k]
+    starts: Tensor  # int32 [X + 1]
+    tile_ends: Tensor  # int32 [X]
+    block: int  # entries in a tile
+    max_tiles: int
+
+
+def moe(x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+    """`OpSet.moe`."""
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    weights, chosen = route(router_logits, spec)
+    groups = group(chosen, spec.num_experts)
+    given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
+    h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
+    inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
+    y = experts(inner, down, groups, spec, x.shape[1], x.dtype, gather=False)
+    return combine(y, weights)
+
+
+# --- Routing ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    weights_ptr,
+    chosen_ptr,
+    X,
+    TOP: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+):
+    """One token: softmax, then the likeliest expert TOP times (of equals the first)."""
+    token = tl.program_id(0).to(tl.int64)
+    at, js = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_TOP)
+    logits = tl.load(logits_ptr + token * X + at, mask=at < X, other=float("-inf")).to(tl.float32)
+    p = tl.exp(logits - tl.max(logits, 0))
+    p = p / tl.sum(p, 0)
+    left = tl.where(at < X, p, -1.0)
+    weights = tl.zeros((BLOCK_TOP,), tl.float32)
+    chosen = tl.zeros((BLOCK_TOP,), tl.int32)
+    for j in range(TOP):
+        best = tl.argmax(left, 0)
+        weights = tl.where(js == j, tl.max(left, 0), weights)
+        chosen = tl.where(js == j, best, chosen)
+        left = tl.where(at == best, -1.0, left)
+    if NORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    tl.store(weights_ptr + token * TOP + js, weights, mask=js < TOP)
+    tl.store(chosen_ptr + token * TOP + js, chosen, mask=js < TOP)
+
+
+def route(router_logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
+    """(weights float32, experts int32), [T, k] each."""
+    num_tokens, top = router_logits.shape[0], spec.num_experts_per_token
+    weights = torch.empty(num_tokens, top, dtype=torch.float32, device=router_logits.device)
+    chosen = torch.empty(num_tokens, top, dtype=torch.int32, device=router_logits.device)
+    _route_kernel[(num_tokens,)](
+        router_logits.contiguous(),
+        weights,
+        chosen,
+        spec.num_experts,
+        TOP=top,
+        NORMALIZE=spec.normalize,
+        BLOCK_X=triton.next_power_of_2(spec.num_experts),
+        BLOCK_TOP=triton.next_power_of_2(top),
+        num_warps=1,
+    )
+    return weights, chosen
+
+
+# --- Grouping --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _group_kernel(
+    chosen_ptr, order_ptr, starts_ptr, ends_ptr, N, X, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr
+):
+    """All entries in one program: sorted by (expert, entry), counted, cut into tiles."""
+    at, xs = tl.arange(0, BLOCK), tl.arange(0, BLOCK_X)
+    expert = tl.load(chosen_ptr + at, mask=at < N, other=X)
+    keys = tl.sort(expert * BLOCK + at)
+    tl.store(order_ptr + at, keys % BLOCK, mask=at < N)
+    counts = tl.histogram(expert, BLOCK_X)  # entries beyond the last count as expert X, which there is not
+    counts = tl.where(xs < X, counts, 0)
+    tl.store(starts_ptr + xs + 1, tl.cumsum(counts, 0), mask=xs < X)
+    tl.store(starts_ptr + xs, xs * 0, mask=xs == 0)
+    tl.store(ends_ptr + xs, tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, 0), mask=xs < X)
+
+
+def group(chosen: Tensor, num_experts: int) -> Groups:
+    """chosen int32 [T, k] → its entries by expert. Few entries make small tiles."""
+    count, device = chosen.numel(), chosen.device
+    block = 16 if count <= 8 * num_experts else 32 if count <= 32 * num_experts else 64
+    max_tiles = min(count, triton.cdiv(count, block) + num_experts)
+    order = torch.empty(count, dtype=torch.int32, device=device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    tile_ends = torch.empty(num_experts, dtype=torch.int32, device=device)
+    if count <= SORTED_AT_ONCE:
+        size = max(16, triton.next_power_of_2(count))
+        _group_kernel[(1,)](
+            chosen,
+            order,
+            starts,
+            tile_ends,
+            count,
+            num_experts,
+            BLOCK_M=block,
+            BLOCK=size,
+            BLOCK_X=triton.next_power_of_2(num_experts + 1),
+            num_warps=min(16, max(1, size // 128)),
+        )
+        return Groups(order, starts, tile_ends, block, max_tiles)
+    by_expert, entries = chosen.flatten().sort(stable=True)
+    edges = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
+    starts = torch.searchsorted(by_expert, edges, out_int32=True)
+    ends = ((starts.diff() + block - 1) // block).cumsum(0, dtype=torch.int32)
+    return Groups(entries.int(), starts, ends, block, max_tiles)
+
+
+# --- Products --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _experts_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    zero_ptr,
+    y_ptr,
+    order_ptr,
+    starts_ptr,
+    ends_ptr,
+    N,
+    K,
+    X,
+    TOP: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """yᵀ = W · xᵀ for one tile of an expert's entries and BLOCK_N of its N rows. GATHER: x has a row a token and y one a sorted
+    entry; otherwise x has a row a sorted entry, and y one an entry in the tokens' order."""
+    tile = tl.program_id(1)
+    xs = tl.arange(0, BLOCK_X)
+    ends = tl.load(ends_ptr + xs, mask=xs < X, other=2147483647)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert < X:
+        before = tl.sum(tl.where(xs == expert - 1, ends, 0), 0)
+        place = tl.load(starts_ptr + expert) + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = place < tl.load(starts_ptr + expert + 1)
+        entry = tl.load(order_ptr + place, mask=live, other=0)
+        source = (entry // TOP if GATHER else place).to(tl.int64)
+        target = (place if GATHER else entry).to(tl.int64)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = expert.to(tl.int64) * N + n
+        acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+        if CHUNK == 0:
+            ks = tl.arange(0, BLOCK_K)
+            for k in range(0, K, BLOCK_K):
+                inside = ks + k < K
+                w = tl.load(w_ptr + row[:, None] * K + (k + ks)[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
+                x = tl.load(x_ptr + source[None, :] * K + (k + ks)[:, None], mask=live[None, :] & inside[:, None], other=0.0)
+                acc = tl.dot(w, x, acc, out_dtype=ACC, input_precision=PRECISION)
+        else:
+            QUARTER: tl.constexpr = CHUNK // 4
+            js = tl.arange(0, QUARTER)
+            for chunk in range(K // CHUNK):
+                at = row[:, None] * (K // 4) + (chunk * QUARTER + js)[None, :]
+                words = tl.load(w_ptr + at, mask=(n < N)[:, None], other=0)
+                for i in tl.static_range(4):
+                    scales = (chunk * (CHUNK // SIZE) + i * QUARTER // SIZE) * X * N + row
+                    scale = tl.load(w_scale_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
+                    zero = 8.0
+                    if HAS_ZEROS:
+                        zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
+                    w = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
+                    k = chunk * CHUNK + i * QUARTER + js
+                    x = tl.load(x_ptr + source[None, :] * K + k[:, None], mask=live[None, :], other=0.0)
+                    acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION)
+        y = acc.to(tl.float32)
+        if SCALED:
+            y *= tl.load(w_scale_ptr + row, mask=n < N, other=0.0)[:, None]
+            y *= tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
+        tl.store(y_ptr + target[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
+
+
+def experts(
+    x: Activations, w: Linear, groups: Groups, spec: MoESpec, rows: int, dtype: torch.dtype, *, gather: bool
+) -> Tensor:
+    """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`."""
+    values = x.values if isinstance(x, Quantized) else x
+    inner = values.shape[1]
+    scaled, packed = isinstance(w, ScaledLinear), isinstance(w, GroupedLinear)
+    scales = w.scales if isinstance(w, (ScaledLinear, GroupedLinear)) else values
+    zeros = w.zeros if isinstance(w, GroupedLinear) else None
+    y = torch.empty(groups.order.numel(), rows, dtype=dtype, device=values.device)
+    block_n = 64 if groups.block < 64 else 128
+    _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
+        values,
+        x.scales if isinstance(x, Quantized) else values,
+        w.weight,
+        scales,
+        scales if zeros is None else zeros,
+        y,
+        groups.order,
+        groups.starts,
+        groups.tile_ends,
+        rows,
+        inner,
+        spec.num_experts,
+        TOP=spec.num_experts_per_token,
+        GATHER=gather,
+        SCALED=scaled,
+        HAS_ZEROS=zeros is not None,
+        SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
+        CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0,
+        ACC=tl.int32 if w.inputs == "int8" else tl.float32,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        BLOCK_M=groups.block,
+        BLOCK_N=block_n,
+        BLOCK_K=64 if packed or values.element_size() == 4 else 128 // values.element_size() * 2,
+        BLOCK_X=triton.next_power_of_2(spec.num_experts),
+        num_warps=4 if block_n == 64 else 8,
+        num_stages=3,
+    )
+    return y
+
+
+# --- The sum ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _combine_kernel(y_ptr, weights_ptr, out_ptr, size, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(TOP):
+        entry = token * TOP + j
+        y = tl.load(y_ptr + entry * size + at, mask=at < size, other=0.0).to(tl.float32)
+        total += y * tl.load(weights_ptr + entry)
+    tl.store(out_ptr + token * size + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def combine(y: Tensor, weights: Tensor) -> Tensor:
+    """y [T · k, E], weights [T, k] → [T, E]"""
+    (num_tokens, top), size = weights.shape, y.shape[1]
+    out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _combine_kernel[(num_tokens, triton.cdiv(size, block))](y, weights, out, size, TOP=top, BLOCK=block)
+    return out

@@ -1,0 +1,307 @@
+"""`slipstream tune`: measures tiles for a model's shapes on the GPU that is there.
+
+For each op and shape the search starts from a tile that is good in general and changes one number of it at a time, keeping
+what is faster: some fifteen measurements instead of a hundred. A tile is kept if it beats what the engine would take by 2 % in
+two measurements, and if its result agrees. Times are medians of replays of a CUDA graph over enough copies of the weight that
+none stays in the L2 cache. `search` and `tune` know nothing of a GPU but the timer they are given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, by_dim
+from slipstream.kernels.quantize import DTYPES
+from slipstream.kernels.tiles import OPS, Key, Measured, Tile, TileTable, check_tile
+from slipstream.kernels.triton import TritonOps
+from slipstream.model.scheme import InputFormat, Scheme
+from slipstream.model.spec import AttentionSpec, ModelSpec
+
+Call: TypeAlias = Callable[[], Tensor]
+Calls: TypeAlias = Callable[[Tile | None], Sequence[Call]]
+"""The same work over different copies of its data, with a tile (None: what the engine takes so far)."""
+
+SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
+    "gemv": ((2, 1024, 4), ((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))),
+    "skinny": ((64, 256, 2, 3), ((32, 64, 128), (128, 256, 512), (1, 2, 4, 8), (2, 3, 4, 5))),
+    "tiled": ((128, 256, 128, 8, 3), ((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4))),
+    "grouped": ((64, 2, 3), ((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5))),
+    "decode": ((16, 1, 6), ((16, 32, 64), (1, 2, 4), (1, 2, 3, 4, 6))),
+    "prefill": ((64, 64, 4, 3), ((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))),
+}
+"""Where the search begins, and what each number of a tile may be."""
+
+GAIN = 0.98
+"""A tile replaces another only if it takes less than this share of its time, so that noise changes no table."""
+AGREE = 0.02
+"""The largest difference of results, as a share of the largest number: sums in another order, in 16 bits."""
+SPLIT_INPUTS = 128
+"""A part of a split product has at least so many inputs."""
+L2_BYTES = 3e8
+"""Copies of a weight are at least as large together: several times an L2 cache."""
+CONTEXT = 1024
+CONTEXT_TOKENS = 1 << 18
+"""Tokens in the cache of a decode that is measured: each sequence's, and of all together at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One key to measure. `prepare` makes the data, which lives as long as the calls do."""
+
+    key: Key
+    prepare: Callable[[Key], Calls]
+
+    def fits(self, tile: Tile) -> bool:
+        op, _, shape = self.key
+        try:
+            check_tile(op, shape, tile)
+        except ValueError:
+            return False
+        splits = dict(zip(OPS[op].tile, tile, strict=True)).get("splits", 1)
+        return splits == 1 or splits * SPLIT_INPUTS <= shape[1]
+
+
+def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | None:
+    """A tile that beats what the engine takes so far, or None. `time_of` gives microseconds, infinite for a tile that can't
+    run."""
+    times: dict[Tile, float] = {}
+
+    def timed(tile: Tile) -> float:
+        if tile not in times:
+            times[tile] = time_of(tile) if trial.fits(tile) else math.inf
+        return times[tile]
+
+    before = time_of(None)
+    start, axes = SEARCH[trial.key[0]]
+    best, last = start, None
+    while best != last:
+        last = best
+        for axis, values in enumerate(axes):
+            best = min(((*best[:axis], v, *best[axis + 1 :]) for v in values), key=lambda t: (timed(t), t != best))
+    if not timed(best) < GAIN * before:
+        return None
+    again, before_again = time_of(best), time_of(None)  # a second look, so that one lucky measurement decides nothing
+    if not again < GAIN * before_again:
+        return None
+    return Measured(best, round(max(times[best], again), 3), round(min(before, before_again), 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What came out: the keys that were measured, the winners among them, and how many keys there was no time or memory for."""
+
+    measured: tuple[Key, ...]
+    found: dict[Key, Measured]
+    num_left: int
+
+
+def tune(
+    trials: Sequence[Trial],
+    timer: Callable[[Sequence[Call]], float],
+    *,
+    seconds: float,
+    agrees: Callable[[Calls, Tile], bool],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuning:
+    """Measure `trials` in order, beginning none after `seconds`."""
+    end = clock() + seconds
+    measured: list[Key] = []
+    found: dict[Key, Measured] = {}
+    for trial in trials:
+        if clock() >= end:
+            break
+        try:
+            winner = _measure(trial, timer, agrees)
+        except torch.OutOfMemoryError:
+            continue
+        if winner is not None:
+            found[trial.key] = winner
+        measured.append(trial.key)
+        progress(len(measured), len(trials))
+    return Tuning(measured=tuple(measured), found=found, num_left=len(trials) - len(measured))
+
+
+def _measure(
+    trial: Trial, timer: Callable[[Sequence[Call]], float], agrees: Callable[[Calls, Tile], bool]
+) -> Measured | None:
+    calls = trial.prepare(trial.key)
+    winner = search(trial, lambda tile: timer(calls(tile)))
+    return winner if winner is not None and agrees(calls, winner.tile) else None
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def microseconds(calls: Sequence[Call]) -> float:
+    """Median over five replays of a graph of all calls, per call; infinite if the GPU has not enough of something for it."""
+    try:
+        for call in calls[:2]:
+            call()
+    except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+        return math.inf
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(sorted(times)[2] / len(calls) * 1e3)
+
+
+def results_agree(calls: Calls, tile: Tile) -> bool:
+    ours, theirs = (calls(t)[0]().float() for t in (tile, None))
+    return bool((ours - theirs).abs().max() <= AGREE * theirs.abs().max())
+
+
+def tune_model(
+    spec: ModelSpec,
+    scheme: Scheme | None,
+    base: TileTable,
+    *,
+    device: str,
+    dtype: str,
+    cache: InputFormat | None,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    seconds: float,
+    progress: Callable[[int, int], None],
+) -> tuple[Tuning, str]:
+    """All of a model's shapes, and how they were measured. `base` is what the engine takes without the user's table; `cache`
+    the KV cache's 8-bit form, if it has one."""
+    bench = _Bench(base, torch.device(device), getattr(torch, dtype))
+    with torch.cuda.device(bench.device), torch.inference_mode():
+        trials = bench.trials(spec, scheme, cache, block_size, max_model_len, max_num_seqs)
+        tuning = tune(trials, microseconds, seconds=seconds, agrees=results_agree, progress=progress)
+    return tuning, f"slipstream tune, torch {torch.__version__}, triton {triton.__version__}"
+
+
+class _Bench:
+    """Makes the data of trials, and runs them through the op set that the engine runs."""
+
+    def __init__(self, base: TileTable, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.ops = TritonOps(base)
+        self.kind = str(dtype).removeprefix("torch.")
+
+    def trials(
+        self,
+        spec: ModelSpec,
+        scheme: Scheme | None,
+        cache: InputFormat | None,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+    ) -> list[Trial]:
+        """What decode steps take first, then what prefill steps take."""
+        head = (spec.vocab_size, spec.hidden_size)
+        found = [t for shape in sorted(products(spec)) for t in self._products(shape, scheme)]
+        found += self._products(head, scheme if scheme is not None and scheme.head else None)
+        attentions = {(a.num_heads, a.num_kv_heads, a.head_dim): a for a in (layer.attention for layer in spec.layers)}
+        for op, most in (("decode", max_num_seqs), ("prefill", max_model_len)):
+            classes = OPS[op].classes
+            sizes = [n for n, smaller in zip(classes, (0, *classes), strict=False) if smaller < most]
+            for shape, a in attentions.items():
+                for size in sizes:
+                    prepare = partial(self._attention, a, cache, most, max_model_len)
+                    found.append(Trial((op, cache or self.kind, (*shape, block_size, size)), prepare))
+        return sorted(found, key=lambda t: t.key[0] in ("tiled", "prefill"))
+
+    def _products(self, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
+        if scheme is None:
+            return [Trial(("gemv", self.kind, shape), partial(self._product, None))]
+        if scheme.inputs is None:
+            wanted = [("grouped", "int4" if scheme.group_size == 128 else "int4-g32")]
+        else:
+            wanted = [(op, str(scheme.inputs)) for op in ("skinny", "tiled")[: 2 if scheme.inputs == "int8" else 1]]
+        return [
+            Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
+            for op, kind in wanted
+            for num_tokens in OPS[op].classes
+        ]
+
+    def _product(self, scheme: Scheme | None, key: Key) -> Calls:
+        op, _, (outer, inner, *num_tokens) = key
+        numbers = torch.randn(outer, inner, device=self.device, dtype=self.dtype) * 0.02
+        first = self.ops.prepare_linear(numbers, None, scheme)
+        num_copies = max(2, int(L2_BYTES / first.weight.nbytes)) if op != "tiled" else 2
+        weights: list[Linear] = [first]
+        weights += [dataclasses.replace(first, weight=first.weight.clone()) for _ in range(num_copies - 1)]
+        x = torch.randn(*(num_tokens or [1]), inner, device=self.device, dtype=self.dtype)
+        given = x if first.inputs is None else self.ops.quantize(x, first.inputs)
+
+        def calls(tile: Tile | None) -> list[Call]:
+            ops = self._ops(key, tile)
+            return [partial(ops.linear, given, w) for w in weights]
+
+        return calls
+
+    def _attention(
+        self, a: AttentionSpec, cache: InputFormat | None, most: int, max_model_len: int, key: Key
+    ) -> Calls:
+        """The key's last number, but `most` at most, is sequences of a decode, or tokens of each prompt, of which there are as
+        many as make a large step."""
+        op, _, (*_, block_size, size) = key
+        size = min(size, most)
+        if op == "decode":
+            num_seqs, num_queries = size, 1
+            length = max(1, min(CONTEXT, max_model_len, CONTEXT_TOKENS // size))
+        else:
+            num_seqs, num_queries, length = max(1, 4096 // size), size, size
+        per_seq = -(-length // block_size)
+        shape = (num_seqs * per_seq + 1, a.num_kv_heads, block_size, a.head_dim)
+        k, v = self._cache(shape, cache), self._cache(shape, cache)
+        kv = LayerKV(k, by_dim(v) if self.ops.values_by_dim(v.dtype) else v)  # as the engine keeps them
+        if cache is not None:
+            scale = torch.full((a.num_kv_heads,), 1 / 16, device=self.device)
+            kv = dataclasses.replace(kv, k_scale=scale, v_scale=scale)
+        num_tokens = num_seqs * num_queries
+        meta = AttentionMetadata(
+            query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * num_queries,
+            seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=self.device),
+            block_table=1 + torch.randperm(num_seqs * per_seq, device=self.device).int().view(num_seqs, per_seq),
+            positions=torch.arange(num_tokens, device=self.device) % num_queries + length - num_queries,
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=self.device),
+            num_decodes=num_seqs if op == "decode" else 0,
+            max_query_len=num_queries,
+            max_seq_len=max_model_len if op == "decode" else length,  # as in a graph
+        )
+        q = torch.randn(num_tokens, a.num_heads, a.head_dim, device=self.device, dtype=self.dtype)
+
+        def calls(tile: Tile | None) -> list[Call]:
+            return [partial(self._ops(key, tile).attention, q, kv, meta, scale=a.scale)] * 8
+
+        return calls
+
+    def _cache(self, shape: tuple[int, ...], cache: InputFormat | None) -> Tensor:
+        numbers = torch.randn(shape, device=self.device, dtype=self.dtype)
+        return numbers if cache is None else (numbers * 16).clamp(-127, 127).to(DTYPES[cache])
+
+    def _ops(self, key: Key, tile: Tile | None) -> TritonOps:
+        """The op set with this tile for `key`."""
+        if tile is None:
+            return self.ops
+        return self.ops.with_tiles(TileTable(device="", entries={key: Measured(tile)}))
+
+
+def products(spec: ModelSpec) -> set[tuple[int, int]]:
+    """(outer, inner) of every product of the layers, those of experts apart."""
+    return {(p.rows, p.inner) for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1}

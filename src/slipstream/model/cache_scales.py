@@ -1,0 +1,78 @@
+"""The scales of an 8-bit KV cache that a checkpoint brings: a number is code · scale, as `LayerKV` has it.
+
+compressed-tensors writes beside each attention's projections k_scale and v_scale, [1] for the layer or [kv heads, 1, 1];
+earlier versions wrote k_proj.output_scale and v_proj.output_scale. Zero points, which the tools write also where they have
+no use, must be zero. A scale of queries (q_scale) is passed over: queries stay in the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.model.parameters import Placement
+from slipstream.model.spec import ModelSpec
+
+PARTS = {
+    "k_scale": "k",
+    "v_scale": "v",
+    "k_proj.output_scale": "k",
+    "v_proj.output_scale": "v",
+}
+ZERO_POINTS = ("k_zero_point", "v_zero_point", "q_zero_point", "k_proj.output_zero_point", "v_proj.output_zero_point")
+PASSED_OVER = ("q_scale", "q_proj.output_scale")
+
+
+class CacheScales:
+    """Takes a checkpoint's scales as its tensors come by; who wants such a cache asks for `layers()` when all were taken.
+    `names` are the family's: what stands beside a projection of queries, keys or values belongs to that attention."""
+
+    def __init__(self, spec: ModelSpec, names: Mapping[str, Placement], *, device: torch.device) -> None:
+        inputs = [name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")]
+        self._projections = {name.split(".")[-2] for name in inputs}
+        self._heads = [layer.attention.num_kv_heads for layer in spec.layers]
+        self._device = device
+        self._found: dict[tuple[int, str], Tensor] = {}
+
+    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+        """Whether the tensor `name` is of an attention's cache. `find` gives the place of a projection's weight by the
+        checkpoint's name for it."""
+        part = next((p for p in (*PARTS, *ZERO_POINTS, *PASSED_OVER) if name.endswith(f".{p}")), None)
+        if part is None:
+            return False
+        places = (find(f"{name.removesuffix(part)}{projection}.weight") for projection in self._projections)
+        place = next((p for p in places if p is not None), None)
+        if place is None:
+            return False
+        self._keep(name, part, int(place.target.split(".")[1]), read())
+        return True
+
+    def _keep(self, name: str, part: str, layer: int, value: Tensor) -> None:
+        if part in ZERO_POINTS and value.float().any():
+            raise CheckpointError(f"{name}: zero points of the cache are not supported", field=name)
+        if part not in PARTS:
+            return
+        heads, scales = self._heads[layer], value.float().reshape(-1)
+        if scales.numel() not in (1, heads):
+            raise CheckpointError(f"{name} holds {scales.numel()} scales for {heads} kv heads", field=name)
+        if not (scales.isfinite() & (scales > 0)).all():
+            raise CheckpointError(f"{name}: a scale must be a number above 0", field=name)
+        if (layer, PARTS[part]) in self._found:
+            raise CheckpointError(f"{name}: layer {layer} has these scales twice", field=name)
+        self._found[layer, PARTS[part]] = scales.expand(heads).contiguous().to(self._device)
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """For each layer, float32 [K] for keys and for values. CheckpointError names what was not there."""
+        missing = [(i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found]
+        if missing:
+            layer, x = missing[0]
+            raise CheckpointError(
+                f"the checkpoint says that it has scales for the KV cache, and lacks {x}_scale of layer {layer}"
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+                + "; write it anew, or set kv_cache_dtype to the model's type",
+                field=f"{x}_scale",
+            )
+        return [(self._found[i, "k"], self._found[i, "v"]) for i in range(len(self._heads))]

@@ -1,0 +1,103 @@
+"""Falcon: the 7B's one kv head and one norm for attention and MLP side by side; the 40B's kv heads shared by groups and a norm
+for each; the RW models' ALiBi. (Falcon 3 is Llama-shaped and says so.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.model.families.metadata import layer_norm_gguf_config
+from slipstream.model.families.names import Change, gguf_table, table
+from slipstream.model.families.pieces import (
+    activation,
+    attention,
+    before,
+    called,
+    heads,
+    layer_norm,
+    model,
+    plain,
+    rope,
+)
+from slipstream.model.spec import AlibiSpec, BlockSpec, LayerSpec, ModelSpec, NormSpec, ParallelBlock
+
+
+def read(c: ConfigReader) -> ModelSpec:
+    hidden, heads_key = c.size("hidden_size"), called(c, "num_attention_heads", "n_head")
+    h = heads(c, num_heads=heads_key, num_kv_heads=called(c, "num_kv_heads", "n_head_kv"))
+    grouped, one = c.take("new_decoder_architecture", bool, False), c.take("multi_query", bool, True)
+    if not grouped:  # then `num_kv_heads` says nothing
+        h = h._replace(num_kv_heads=1 if one else h.num_heads)
+    max_position = c.size("max_position_embeddings", 2048)
+    alibi = c.take("alibi", bool, False)
+    turned = rope(c, h.head_dim, max_position=max_position)
+    bias = c.take("bias", bool, False)
+    norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
+    layer = LayerSpec(
+        attention=attention(
+            h, AlibiSpec(factor=h.head_dim**-0.5) if alibi else turned, qkv_bias=bias, out_bias=bias
+        ),
+        mlp=plain(c.size("ffn_hidden_size", 4 * hidden), activation(c, "activation", "gelu"), bias=bias),
+        block=_block(c, grouped, norm),
+    )
+    layers_key = called(c, "num_hidden_layers", "n_layer")
+    return model(c, "falcon", lambda i: layer, norm, max_position, num_layers=layers_key, tied=True)
+
+
+def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
+    c.require("apply_residual_connection_post_layernorm", False)
+    beside, norms = c.take("parallel_attn", bool, True), c.maybe("num_ln_in_parallel_attn", int)
+    if grouped and not beside:
+        raise c.unsupported("parallel_attn", "new_decoder_architecture only with attention and MLP side by side")
+    if norms not in (None, 1, 2) or (norms == 2 and not grouped):
+        raise c.unsupported("num_ln_in_parallel_attn", "only 1, or 2 with new_decoder_architecture, is supported")
+    if not beside:
+        return before(norm)
+    return ParallelBlock(norm=norm, mlp_norm=norm if grouped and norms != 1 else None)
+
+
+def names(spec: ModelSpec) -> Names:
+    """The norm of a layer that has one goes by another name than the first of two."""
+    two = "mlp_norm" in spec.layers[0].norms
+    return table({**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP)(spec)
+
+
+NAMES = {
+    "embed": "word_embeddings",
+    "final_norm": "ln_f",
+    "head": "lm_head",
+    "pre_attention": "input_layernorm",
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.out": "self_attention.dense",
+    "pre_mlp": "post_attention_layernorm",
+    "mlp_norm": "ln_mlp",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+BY_GROUP: dict[str, Change] = {"attention.qkv": "ungroup"}
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    config = layer_norm_gguf_config(m, "layer_norm_epsilon")
+    m.require("tensor_data_layout", "jploski")  # llama.cpp's name for q, k and v one after the other
+    config["ffn_hidden_size"] = config.pop("intermediate_size")
+    config["num_kv_heads"] = config.pop("num_key_value_heads")
+    return {**config, "new_decoder_architecture": config["num_kv_heads"] > 1}
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    two = {"norm": "attn_norm_2", "mlp_norm": "attn_norm"} if "mlp_norm" in spec.layers[0].norms else {}
+    return gguf_table(two, fused=True)(spec)
+
+
+FAMILIES = tuple(
+    Family(
+        model_type=model_type,
+        architectures=("FalconForCausalLM", "RWForCausalLM"),
+        read=read,
+        names=names,
+        prefixes=("", "transformer."),
+        gguf=GGUFFamily(architecture="falcon", config=gguf_config, names=gguf_names) if model_type == "falcon" else None,
+    )
+    for model_type in ("falcon", "RefinedWeb", "RefinedWebModel")
+)

@@ -1,0 +1,186 @@
+"""Gemma 1 to 3: norms whose weights are stored less one, embeddings scaled by √hidden. Gemma 2 and 3 have norms before and
+after each half of a layer, and layers with a window: every other in Gemma 2, which caps scores and logits; five to one in
+Gemma 3, which norms q and k and gives each kind of layer a rotary base of its own. Of multimodal checkpoints the language
+model is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.model.families.pieces import (
+    Heads,
+    attention,
+    before,
+    gated,
+    heads,
+    kinds_of_layers,
+    model,
+    rms,
+    rope,
+)
+from slipstream.model.spec import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+
+TANH = "gelu_pytorch_tanh"
+
+
+def read_gemma1(c: ConfigReader) -> ModelSpec:
+    h, hidden, bias = heads(c), c.size("hidden_size"), c.take("attention_bias", bool, False)
+    max_position = c.size("max_position_embeddings", 8192)
+    norm = rms(hidden, c.take("rms_norm_eps", float, 1e-6), weight_offset=1.0)
+    # Early configs name the exact function here; `hidden_activation` was added to say that the approximation is meant.
+    c.require("hidden_act", "gelu", TANH)
+    mlp = gated(c, "hidden_activation", TANH)
+    layer = LayerSpec(
+        attention=attention(h, rope(c, h.head_dim, max_position=max_position), qkv_bias=bias, out_bias=bias),
+        mlp=mlp,
+        block=before(norm),
+    )
+    c.require("use_bidirectional_attention", False)
+    return model(c, "gemma", lambda i: layer, norm, max_position, embed_scale=hidden**0.5, tied=True)
+
+
+def read_gemma2(c: ConfigReader) -> ModelSpec:
+    h = heads(c)
+    max_position = c.size("max_position_embeddings", 8192)
+    position = rope(c, h.head_dim, max_position=max_position)
+    kinds = kinds_of_layers(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
+    positions = {"full_attention": position, "sliding_attention": position}
+    return _sandwich(c, "gemma2", h, kinds, positions, max_position, qk_norm=False, caps=(50.0, 30.0))
+
+
+def read_gemma3(c: ConfigReader) -> ModelSpec:
+    h = heads(c)
+    max_position = c.size("max_position_embeddings", 131072)
+    pattern = c.maybe("sliding_window_pattern", int) or c.take("_sliding_window_pattern", int, 6)
+    c.maybe("_sliding_window_pattern", int)
+    kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
+    positions = {kind: _rope(c, kind, h.head_dim, max_position) for kind in ("full_attention", "sliding_attention")}
+    return _sandwich(c, "gemma3", h, kinds, positions, max_position, qk_norm=True, caps=(None, None))
+
+
+def _sandwich(
+    c: ConfigReader,
+    family: str,
+    h: Heads,
+    kinds: list[str],
+    positions: dict[str, RopeSpec],
+    max_position: int,
+    *,
+    qk_norm: bool,
+    caps: tuple[float | None, float | None],
+) -> ModelSpec:
+    """`caps` of the scores and of the logits, where the config is silent."""
+    hidden, eps = c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6)
+    window, bias = c.size("sliding_window", 4096), c.take("attention_bias", bool, False)
+    scale = c.take("query_pre_attn_scalar", float, 256.0) ** -0.5
+    softcap, logit_softcap = (
+        c.maybe(key, float) if c.says(key) else cap
+        for key, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
+    )
+    norm, mlp = rms(hidden, eps, weight_offset=1.0), gated(c, "hidden_activation", TANH)
+    block = SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
+
+    def layer(i: int) -> LayerSpec:
+        of = attention(
+            h,
+            positions[kinds[i]],
+            scale=scale,
+            qkv_bias=bias,
+            out_bias=bias,
+            window=window if kinds[i] == "sliding_attention" else None,
+            softcap=softcap,
+            qk_norm=QKNormSpec(over="head", eps=eps, weight_offset=1.0) if qk_norm else None,
+        )
+        return LayerSpec(attention=of, mlp=mlp, block=block)
+
+    c.require("use_bidirectional_attention", False)
+    c.ignore("cache_implementation", "sliding_window_size")
+    c.require("hidden_act", TANH)  # Gemma 2's repeat it under Gemma 1's name
+    more = {"embed_scale": hidden**0.5, "logit_softcap": logit_softcap, "tied": True}
+    return model(c, family, layer, norm, max_position, **more)
+
+
+def _rope(c: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
+    """Before transformers 5, `rope_theta` and `rope_scaling` were the full layers', `rope_local_base_freq` the others'."""
+    local = c.take("rope_local_base_freq", float, 10000.0)
+    if kind == "sliding_attention" and "rope_parameters" not in c:
+        return RopeSpec(theta=local, rotary_dim=head_dim)
+    return rope(c, head_dim, theta=1_000_000.0, max_position=max_position, kind=kind)
+
+
+SANDWICH = {
+    **LLAMA,
+    "post_attention": "post_attention_layernorm",
+    "pre_mlp": "pre_feedforward_layernorm",
+    "post_mlp": "post_feedforward_layernorm",
+}
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    config = llama_gguf_config(m)
+    del config["hidden_act"]
+    return {**config, "hidden_activation": TANH}
+
+
+def gemma2_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    config = gguf_config(m)
+    config["sliding_window"] = m.size("attention.sliding_window", 4096)
+    config["attn_logit_softcapping"] = m.take("attn_logit_softcapping", float, 50.0)
+    config["final_logit_softcapping"] = m.take("final_logit_softcapping", float, 30.0)
+    return {**config, "query_pre_attn_scalar": _query_scalar(m, config, layers_of_27b=46)}
+
+
+def gemma3_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    config = gguf_config(m)
+    config["sliding_window"] = m.size("attention.sliding_window", 1024)
+    config["sliding_window_pattern"] = m.maybe("attention.sliding_window_pattern", int)
+    config["rope_local_base_freq"] = m.maybe("rope.freq_base_swa", float)
+    config["final_logit_softcapping"] = m.maybe("final_logit_softcapping", float)
+    return {**config, "query_pre_attn_scalar": _query_scalar(m, config, layers_of_27b=62)}
+
+
+def _query_scalar(m: ConfigReader, config: dict[str, Any], *, layers_of_27b: int) -> float:
+    """The scale is not in the file: it is √head_dim, save for the 27B, whose heads share √(hidden / heads)."""
+    if config["num_hidden_layers"] == layers_of_27b:
+        return float(config["hidden_size"] / config["num_attention_heads"])
+    return float(m.size("attention.key_length"))
+
+
+NORMS = ("pre_attention", "post_attention", "pre_mlp", "post_mlp", "final_norm", "attention.q_norm", "attention.k_norm")
+GGUF_NAMES = gguf_table(changes=dict.fromkeys(NORMS, "minus_one"))
+
+FAMILIES = (
+    Family(
+        model_type="gemma",
+        architectures=("GemmaForCausalLM",),
+        read=read_gemma1,
+        names=table(LLAMA),
+        gguf=GGUFFamily(architecture="gemma", config=gguf_config, names=GGUF_NAMES),
+    ),
+    Family(
+        model_type="gemma2",
+        architectures=("Gemma2ForCausalLM",),
+        read=read_gemma2,
+        names=table(SANDWICH),
+        gguf=GGUFFamily(architecture="gemma2", config=gemma2_gguf_config, names=GGUF_NAMES),
+    ),
+    Family(
+        model_type="gemma3_text",
+        architectures=("Gemma3ForCausalLM",),
+        read=read_gemma3,
+        names=table(SANDWICH),
+        gguf=GGUFFamily(architecture="gemma3", config=gemma3_gguf_config, names=GGUF_NAMES),
+    ),
+    Family(
+        model_type="gemma3",
+        architectures=("Gemma3ForConditionalGeneration",),
+        read=read_gemma3,
+        names=table(SANDWICH),
+        nested_config="text_config",
+        prefixes=("language_model.", "model.language_model."),
+        ignored=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+    ),
+)

@@ -1,0 +1,107 @@
+"""ChatGLM 2 and 3 and GLM-4: half of each head turned, neighbouring dimensions together; gate and up fused. The same model
+under its authors' names (`chatglm`) and under transformers' (`glm`); the models of 2025 (`glm4`) add norms after attention and
+MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.model.families.pieces import Heads, attention, before, gated, heads, model, rms, rope
+from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, RopeSpec, SequentialBlock
+
+
+def read_glm(c: ConfigReader) -> ModelSpec:
+    return _read(c, "glm", sandwich=False)
+
+
+def read_glm4(c: ConfigReader) -> ModelSpec:
+    return _read(c, "glm4", sandwich=True)
+
+
+def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
+    h = heads(c)
+    max_position = c.size("max_position_embeddings", 131072)
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1.5625e-7))
+    position = rope(c, h.head_dim, partial=0.5, max_position=max_position, style="interleaved")
+    four = SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
+    layer = LayerSpec(
+        attention=attention(h, position, qkv_bias=c.take("attention_bias", bool, True)),
+        mlp=gated(c),
+        block=four if sandwich else before(norm),
+    )
+    return model(c, family, lambda i: layer, norm, max_position)
+
+
+def read_chatglm(c: ConfigReader) -> ModelSpec:
+    c.require("multi_query_attention", True)  # otherwise q, k and v stand head by head
+    count = c.size("num_attention_heads")
+    h = Heads(count, c.size("multi_query_group_num"), c.size("kv_channels"))
+    norm, bias = rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)), c.take("add_bias_linear", bool, False)
+    position = RopeSpec(
+        theta=10000.0 * c.take("rope_ratio", float, 1.0), rotary_dim=h.head_dim // 2, style="interleaved"
+    )
+    layer = LayerSpec(
+        attention=attention(h, position, qkv_bias=c.take("add_qkv_bias", bool, False) or bias, out_bias=bias),
+        mlp=DenseSpec(intermediate_size=c.size("ffn_hidden_size"), activation="silu", bias=bias),
+        block=before(norm),
+    )
+    for key in ("rmsnorm", "post_layer_norm", "original_rope"):
+        c.require(key, True)
+    c.require("apply_residual_connection_post_layernorm", False)
+    c.require("interleaved_qkv", False)
+    c.require("pre_seq_len")
+    c.require("quantization_bit", 0)
+    c.require("vocab_size", c.size("padded_vocab_size"))
+    c.require("num_hidden_layers", c.size("num_layers"))
+    # How scores are computed in 16-bit types: always in float32 here.
+    c.ignore("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection", "bias_dropout_fusion")
+    c.ignore("prefix_projection")
+    max_position = c.size("seq_length", 2048)
+    return model(c, "chatglm", lambda i: layer, norm, max_position, vocab="padded_vocab_size", num_layers="num_layers")
+
+
+FUSED = {**LLAMA, "mlp.up": "mlp.gate_up_proj"}
+SANDWICH = {**FUSED, "post_attention": "post_self_attn_layernorm", "post_mlp": "post_mlp_layernorm"}
+CHATGLM = {
+    "embed": "transformer.embedding.word_embeddings",
+    "final_norm": "transformer.encoder.final_layernorm",
+    "head": "transformer.output_layer",
+    "pre_attention": "input_layernorm",
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.out": "self_attention.dense",
+    "pre_mlp": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    return llama_gguf_config(m, partial=True)
+
+
+FAMILIES = (
+    Family(
+        model_type="glm",
+        architectures=("GlmForCausalLM",),
+        read=read_glm,
+        names=table(FUSED),
+        gguf=GGUFFamily(architecture="chatglm", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})),
+    ),
+    Family(
+        model_type="glm4",
+        architectures=("Glm4ForCausalLM",),
+        read=read_glm4,
+        names=table(SANDWICH),
+        gguf=GGUFFamily(architecture="glm4", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})),
+    ),
+    Family(
+        model_type="chatglm",
+        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        read=read_chatglm,
+        names=table(CHATGLM, layer="transformer.encoder.layers.{i}."),
+        ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
+    ),
+)

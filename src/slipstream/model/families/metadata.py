@@ -1,0 +1,50 @@
+"""Hugging Face configs made of GGUF metadata, as llama.cpp writes it. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader
+
+
+def gguf_config(m: ConfigReader, *, partial: bool = False) -> dict[str, Any]:
+    """The keys that all architectures share; a value is None where the file is silent. What llama.cpp can do and these models
+    don't is refused, not ignored. `partial`: heads may turn in part."""
+    config: dict[str, Any] = {
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
+        "intermediate_size": m.size("feed_forward_length"),
+        "num_attention_heads": m.size("attention.head_count"),
+        "num_key_value_heads": m.maybe("attention.head_count_kv", int),
+        "head_dim": m.maybe("attention.key_length", int),
+        "max_position_embeddings": m.size("context_length"),
+        "rope_theta": m.take("rope.freq_base", float, 10000.0),  # llama.cpp's default, whatever the family's
+    }
+    head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    m.require("attention.value_length", head_dim)
+    m.require("attention.causal", True)
+    if partial:
+        config["partial_rotary_factor"] = m.size("rope.dimension_count", head_dim) / head_dim
+    m.require("rope.dimension_count", int(head_dim * config.get("partial_rotary_factor", 1.0)))
+    m.require("rope.scaling.type", "none")
+    m.require("rope.scaling.factor", 0.0, 1.0)  # llama.cpp takes 0 for none
+    m.require("rope.scale_linear", 0.0, 1.0)  # its name in older files
+    m.require("expert_count", 0)
+    m.require("expert_used_count", 0)
+    return config
+
+
+def llama_gguf_config(m: ConfigReader, *, partial: bool = False) -> dict[str, Any]:
+    """Models with Llama's RMS norms and gated MLPs."""
+    m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
+    eps = m.take("attention.layer_norm_rms_epsilon", float)
+    return _present({**gguf_config(m, partial=partial), "rms_norm_eps": eps, "hidden_act": "silu"})
+
+
+def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:
+    """Models with layer norms, whose epsilon a config calls `eps`."""
+    return _present({**gguf_config(m, partial=partial), eps: m.take("attention.layer_norm_epsilon", float)})
+
+
+def _present(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}

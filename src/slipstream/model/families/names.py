@@ -1,0 +1,122 @@
+"""Tables from a checkpoint's names to ours, made from one line a product or norm. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
+
+from slipstream.model.families.base import Names
+from slipstream.model.parameters import MinusOne, Placement, Transform, Transpose, Ungroup, Unpermute, parameters
+from slipstream.model.spec import LayerSpec, ModelSpec, MoESpec
+
+Theirs: TypeAlias = str | tuple[str, ...]
+Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one"]
+
+LLAMA: dict[str, Theirs] = {
+    "embed": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "pre_attention": "input_layernorm",
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "pre_mlp": "post_attention_layernorm",
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "experts.up": ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    "experts.down": "mlp.experts.{e}.down_proj",
+    "shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared.down": "mlp.shared_expert.down_proj",
+    "shared_weight": "mlp.shared_expert_gate",
+}
+"""The names that most families use, below `model.layers.{i}.` in a layer."""
+
+GGUF: dict[str, Theirs] = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "embed_norm": "token_embd_norm",
+    "final_norm": "output_norm",
+    "head": "output",
+    "norm": "attn_norm",
+    "pre_attention": "attn_norm",
+    "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.out": "attn_output",
+    "post_attention": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "pre_mlp": "ffn_norm",
+    "mlp.up": ("ffn_gate", "ffn_up"),
+    "mlp.down": "ffn_down",
+    "post_mlp": "post_ffw_norm",
+}
+"""llama.cpp's names. It has one vocabulary for all architectures, and writes fused and transposed weights in our order."""
+
+
+def table(
+    theirs: Mapping[str, Theirs], *, layer: str = "model.layers.{i}.", changes: Mapping[str, Change] | None = None
+) -> Callable[[ModelSpec], Names]:
+    """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
+    `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert. `changes` says by our
+    names which are stored otherwise."""
+
+    def names(spec: ModelSpec) -> Names:
+        found: Names = {}
+        for target, shape in parameters(spec).items():
+            stem, _, kind = target.rpartition(".")
+            below, of = "", None
+            if stem.startswith("layers."):
+                _, index, stem = stem.split(".", 2)
+                below, of = layer.replace("{i}", index), spec.layers[int(index)]
+            change = (changes or {}).get(stem)
+            parts, start = theirs[stem], 0
+            if isinstance(parts, str) and "{e}" not in parts:
+                found[f"{below}{parts}.{kind}"] = Placement(target, transform=_transform(change, kind, of))
+                continue
+            assert of is not None
+            copies = of.mlp.num_experts if isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else 1
+            each = shape[0] // copies
+            pieces = ((parts, each),) if isinstance(parts, str) else tuple(zip(parts, _rows(of, stem, each), strict=True))
+            for e in range(copies):
+                for i, (part, rows) in enumerate(pieces):
+                    place = Placement(target, start, rows, _transform(change, kind, of, i))
+                    found[f"{below}{part.replace('{e}', str(e))}.{kind}"] = place
+                    start += rows
+        return found
+
+    return names
+
+
+def gguf_table(
+    more: Mapping[str, Theirs] | None = None,
+    *,
+    fused: bool = False,
+    gated: bool = True,
+    changes: Mapping[str, Change] | None = None,
+) -> Callable[[ModelSpec], Names]:
+    """`fused`: q, k and v are one tensor. Without `gated`, or fused, so is what goes into the MLP."""
+    theirs: dict[str, Theirs] = {**GGUF, **({"attention.qkv": "attn_qkv"} if fused else {})}
+    if fused or not gated:
+        theirs["mlp.up"] = "ffn_up"
+    return table({**theirs, **(more or {})}, layer="blk.{i}.", changes=changes)
+
+
+def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
+    a = layer.attention
+    return (a.q_size, a.kv_size, a.kv_size) if stem == "attention.qkv" else (whole // 2, whole // 2)
+
+
+def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0) -> Transform | None:
+    if change is None or (change == "transpose" and kind == "bias"):
+        return None
+    if change == "transpose":
+        return Transpose()
+    if change == "minus_one":
+        return MinusOne()
+    assert layer is not None
+    a = layer.attention
+    if change == "ungroup":
+        return Ungroup(a.num_kv_heads, a.num_heads // a.num_kv_heads)
+    return None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])  # values are not turned

@@ -1,0 +1,63 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side, each with a norm of its own; a quarter of each head turned; q, k and v
+stored head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import layer_norm_gguf_config
+from slipstream.model.families.names import gguf_table, table
+from slipstream.model.families.pieces import activation, attention, before, heads, layer_norm, model, plain, rope
+from slipstream.model.spec import BlockSpec, LayerSpec, ModelSpec, ParallelBlock
+
+
+def read(c: ConfigReader) -> ModelSpec:
+    h = heads(c, num_kv_heads=None)
+    norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
+    max_position = c.size("max_position_embeddings", 2048)
+    # Before transformers 5 the rotary keys had names of their own.
+    theta, partial = c.take("rotary_emb_base", float, 10000.0), c.take("rotary_pct", float, 0.25)
+    position = rope(c, h.head_dim, theta=theta, partial=partial, max_position=max_position)
+    bias = c.take("attention_bias", bool, True)
+    beside = c.take("use_parallel_residual", bool, True)
+    block: BlockSpec = ParallelBlock(norm=norm, mlp_norm=norm) if beside else before(norm)
+    layer = LayerSpec(
+        attention=attention(h, position, qkv_bias=bias, out_bias=bias),
+        mlp=plain(c.size("intermediate_size", 4 * c.size("hidden_size")), activation(c, "hidden_act", "gelu")),
+        block=block,
+    )
+    c.require("is_decoder", False, True)
+    return model(c, "gpt_neox", lambda i: layer, norm, max_position)
+
+
+NAMES = {
+    "embed": "gpt_neox.embed_in",
+    "final_norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+    "norm": "input_layernorm",
+    "pre_attention": "input_layernorm",
+    "attention.qkv": "attention.query_key_value",
+    "attention.out": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "pre_mlp": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    config = layer_norm_gguf_config(m, "layer_norm_eps", partial=True)
+    return {**config, "use_parallel_residual": m.take("use_parallel_residual", bool, True), "hidden_act": "gelu"}
+
+
+FAMILIES = (
+    Family(
+        model_type="gpt_neox",
+        architectures=("GPTNeoXForCausalLM",),
+        read=read,
+        names=table(NAMES, layer="gpt_neox.layers.{i}.", changes={"attention.qkv": "ungroup"}),
+        ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+        gguf=GGUFFamily(architecture="gptneox", config=gguf_config, names=gguf_table(fused=True)),
+    ),
+)

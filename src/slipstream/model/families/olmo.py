@@ -1,0 +1,58 @@
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and over the whole rows of q and k. OLMo 3 has a window in
+three layers of four."""
+
+from __future__ import annotations
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.model.families.pieces import attention, gated, heads, kinds_of_layers, model, rms, rope
+from slipstream.model.spec import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
+
+
+def read_olmo2(c: ConfigReader) -> ModelSpec:
+    return _read(c, "olmo2", windows=False)
+
+
+def read_olmo3(c: ConfigReader) -> ModelSpec:
+    return _read(c, "olmo3", windows=True)
+
+
+def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
+    h = heads(c)
+    max_position = c.size("max_position_embeddings", 2048)
+    eps = c.take("rms_norm_eps", float, 1e-5)
+    norm = rms(c.size("hidden_size"), eps)
+    bias, mlp = c.take("attention_bias", bool, False), gated(c)
+    window = c.size("sliding_window", 4096) if windows else None
+    by_rule = (lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention") if windows else "full_attention"
+    kinds = kinds_of_layers(c, by_rule) if windows else []
+
+    def layer(i: int) -> LayerSpec:
+        kind = kinds[i] if windows else None
+        # OLMo 3's windows are turned without the scaling that its other layers may have.
+        of = attention(
+            h,
+            rope(c, h.head_dim, theta=500000.0 if windows else 10000.0, max_position=max_position, kind=kind),
+            qkv_bias=bias,
+            out_bias=bias,
+            window=window if kind == "sliding_attention" else None,
+            qk_norm=QKNormSpec(over="row", eps=eps),
+        )
+        return LayerSpec(attention=of, mlp=mlp, block=SequentialBlock(post_attention=norm, post_mlp=norm))
+
+    return model(c, family, layer, norm, max_position)
+
+
+names = table({**LLAMA, "post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"})
+
+FAMILIES = (
+    Family(
+        model_type="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        read=read_olmo2,
+        names=names,
+        gguf=GGUFFamily(architecture="olmo2", config=llama_gguf_config, names=gguf_table()),
+    ),
+    Family(model_type="olmo3", architectures=("Olmo3ForCausalLM",), read=read_olmo3, names=names),
+)

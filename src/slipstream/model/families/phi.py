@@ -1,0 +1,87 @@
+"""Phi-1, 1.5 and 2 (attention and MLP side by side on one norm, part of each head turned) and Phi-3, 3.5 and 4 (Llama's layers
+with fused weights; LongRoPE in the long ones)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import layer_norm_gguf_config, llama_gguf_config
+from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.model.families.pieces import (
+    activation,
+    attention,
+    before,
+    gated,
+    heads,
+    layer_norm,
+    model,
+    plain,
+    rms,
+    rope,
+)
+from slipstream.model.spec import LayerSpec, ModelSpec, ParallelBlock
+
+
+def read_phi(c: ConfigReader) -> ModelSpec:
+    h = heads(c)
+    max_position = c.size("max_position_embeddings", 2048)
+    norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
+    position = rope(c, h.head_dim, partial=0.5, max_position=max_position)
+    layer = LayerSpec(
+        attention=attention(h, position, qkv_bias=True, out_bias=True),
+        mlp=plain(c.size("intermediate_size"), activation(c, "hidden_act", "gelu_new")),
+        block=ParallelBlock(norm=norm),
+    )
+    c.require("qk_layernorm", False)
+    return model(c, "phi", lambda i: layer, norm, max_position, head_bias=True)
+
+
+def read_phi3(c: ConfigReader) -> ModelSpec:
+    h = heads(c)
+    max_position = c.size("max_position_embeddings", 4096)
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))
+    bias, window = c.take("attention_bias", bool, False), c.maybe("sliding_window", int)
+    position = rope(c, h.head_dim, max_position=max_position)
+    layer = LayerSpec(
+        attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=window), mlp=gated(c), block=before(norm)
+    )
+    c.ignore("original_max_position_embeddings")  # without a scaling
+    return model(c, "phi3", lambda i: layer, norm, max_position)
+
+
+PHI = {
+    **LLAMA,
+    "final_norm": "model.final_layernorm",
+    "norm": "input_layernorm",
+    "attention.out": "self_attn.dense",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+
+
+def gguf_phi_config(m: ConfigReader) -> dict[str, Any]:
+    return {**layer_norm_gguf_config(m, "layer_norm_eps", partial=True), "hidden_act": "gelu_new"}
+
+
+def gguf_phi3_config(m: ConfigReader) -> dict[str, Any]:
+    window = m.maybe("attention.sliding_window", int)  # 0 for none
+    return {**llama_gguf_config(m, partial=True), **({"sliding_window": window} if window else {})}
+
+
+FAMILIES = (
+    Family(
+        model_type="phi",
+        architectures=("PhiForCausalLM",),
+        read=read_phi,
+        names=table(PHI),
+        gguf=GGUFFamily(architecture="phi2", config=gguf_phi_config, names=gguf_table(gated=False)),
+    ),
+    Family(
+        model_type="phi3",
+        architectures=("Phi3ForCausalLM",),
+        read=read_phi3,
+        names=table({**LLAMA, "attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"}),
+        gguf=GGUFFamily(architecture="phi3", config=gguf_phi3_config, names=gguf_table(fused=True)),
+    ),
+)

@@ -1,0 +1,237 @@
+"""The pieces of descriptions that families share: each reads its keys of a config and gives a part of a `ModelSpec`. No
+torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from slipstream.model.families.base import ConfigReader
+from slipstream.model.spec import (
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    SequentialBlock,
+    YarnScaling,
+)
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def heads(
+    c: ConfigReader,
+    *,
+    hidden: str = "hidden_size",
+    num_heads: str = "num_attention_heads",
+    num_kv_heads: str | None = "num_key_value_heads",
+) -> Heads:
+    """The numbers of heads under Llama's names or others; without a name for kv heads there are as many as query heads."""
+    queries, size = c.size(num_heads), c.size(hidden)
+    if "head_dim" not in c and size % queries:
+        raise c.unsupported(hidden, f"is no multiple of {num_heads} ({queries}), and head_dim is missing")
+    return Heads(
+        queries,
+        queries if num_kv_heads is None else c.size(num_kv_heads, queries),
+        c.size("head_dim", size // queries),
+    )
+
+
+def called(c: ConfigReader, *keys: str) -> str:
+    """The one of several names under which the config has a key; the first if it has none."""
+    return next((key for key in keys if key in c), keys[0])
+
+
+def attention(h: Heads, position: Any, *, scale: float | None = None, **more: Any) -> AttentionSpec:
+    """Scores are multiplied by 1/√head_dim unless `scale` says otherwise; `more` as in `AttentionSpec`."""
+    scale = h.head_dim**-0.5 if scale is None else scale
+    return AttentionSpec(**h._asdict(), position=position, scale=scale, **more)
+
+
+def gated(c: ConfigReader, key: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> DenseSpec:
+    return DenseSpec(intermediate_size=c.size("intermediate_size"), activation=activation(c, key, default), bias=bias)
+
+
+def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
+    return DenseSpec(intermediate_size=size, activation=act, gated=False, bias=bias)
+
+
+def rms(size: int, eps: float, *, weight_offset: float = 0.0) -> NormSpec:
+    return NormSpec(kind="rms", size=size, eps=eps, weight_offset=weight_offset)
+
+
+def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
+    return NormSpec(kind="layer", size=size, eps=eps, bias=bias)
+
+
+def before(norm: NormSpec) -> SequentialBlock:
+    """The usual block: a norm of this kind before attention and before the MLP."""
+    return SequentialBlock(pre_attention=norm, pre_mlp=norm)
+
+
+def model(
+    c: ConfigReader,
+    family: str,
+    layer: Callable[[int], LayerSpec],
+    norm: NormSpec | None,
+    max_position: int,
+    *,
+    vocab: str = "vocab_size",
+    hidden: str = "hidden_size",
+    num_layers: str = "num_hidden_layers",
+    tied: bool = False,
+    **more: Any,
+) -> ModelSpec:
+    """The whole, when everything else has been read: no key may be left. `tied` is the default; `more` as in `ModelSpec`."""
+    spec = ModelSpec(
+        family=family,
+        vocab_size=c.size(vocab),
+        hidden_size=c.size(hidden),
+        max_position=max_position,
+        layers=tuple(layer(i) for i in range(c.size(num_layers))),
+        final_norm=norm,
+        tied_embeddings=c.take("tie_word_embeddings", bool, tied),
+        **more,
+    )
+    c.finish()
+    return spec
+
+
+def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
+    """`layer_types`: full_attention or sliding_attention, for each layer; `default` where the config is silent."""
+    count = c.size("num_hidden_layers")
+    kinds = c.take("layer_types", list, [default if isinstance(default, str) else default(i) for i in range(count)])
+    if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise c.unsupported("layer_types", f"must be {count} of full_attention or sliding_attention")
+    return kinds
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def activation(c: ConfigReader, key: str, default: str | None = None) -> Activation:
+    name = c.take(key, str, default)
+    if name not in ACTIVATIONS:
+        raise c.unsupported(key, f"the activations are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+# --- Positions --------------------------------------------------------------------------------------------------------
+
+
+def rope(
+    c: ConfigReader,
+    head_dim: int,
+    *,
+    max_position: int,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    kind: str | None = None,
+    style: Literal["half", "interleaved"] = "half",
+) -> RopeSpec:
+    """Rotary embedding from `rope_parameters` (transformers 5; one dict for each layer `kind` in some models) or from
+    `rope_theta`, `rope_scaling` and `partial_rotary_factor` (before). `theta` and `partial` hold where the config is silent."""
+    partial = c.take("partial_rotary_factor", float, partial)
+    if "rope_parameters" in c:
+        raw = c.take("rope_parameters", dict)
+        if kind is not None and kind in raw:
+            raw = raw[kind]
+        key = "rope_parameters"
+        c.maybe("rope_theta", float)
+        c.maybe("rope_scaling", dict)
+    else:
+        raw = {"rope_theta": c.take("rope_theta", float, theta), **(c.maybe("rope_scaling", dict) or {})}
+        key = "rope_scaling"
+    raw = {"rope_theta": theta, "partial_rotary_factor": partial, **raw}
+    return _rope_from(c, key, raw, head_dim, max_position=max_position, style=style)
+
+
+def _rope_from(
+    c: ConfigReader,
+    key: str,
+    raw: dict[str, Any],
+    head_dim: int,
+    *,
+    max_position: int,
+    style: Literal["half", "interleaved"],
+) -> RopeSpec:
+    theta = float(raw.pop("rope_theta"))
+    kind = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
+    raw.pop("type", None)
+    rotary_dim = int(head_dim * raw.pop("partial_rotary_factor"))
+
+    def number(name: str, default: float | None = None) -> float:
+        value = raw.pop(name, None)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise c.unsupported(key, f"{name} must be a number")
+        return float(value)
+
+    def factors(name: str) -> tuple[float, ...]:
+        values = raw.pop(name, None)
+        if not isinstance(values, list) or len(values) != rotary_dim // 2:
+            raise c.unsupported(key, f"{name} must be a list of {rotary_dim // 2} numbers")
+        return tuple(float(value) for value in values)
+
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None
+    if kind == "default":
+        raw.pop("factor", None)
+        scaling = None
+    elif kind == "linear":
+        scaling = LinearScaling(factor=number("factor"))
+    elif kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=number("factor"),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
+            original_max_position=int(number("original_max_position_embeddings", max_position)),
+        )
+    elif kind == "yarn":
+        attention_factor = raw.pop("attention_factor", None)
+        scaling = YarnScaling(
+            factor=number("factor"),
+            original_max_position=int(number("original_max_position_embeddings", max_position)),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            attention_factor=None if attention_factor is None else float(attention_factor),
+        )
+    elif kind in ("longrope", "su"):
+        before_it = c.take("original_max_position_embeddings", int, max_position)
+        original = int(number("original_max_position_embeddings", before_it))
+        factor, attention_factor = number("factor", 1.0), raw.pop("attention_factor", None)
+        if original != max_position:
+            factor = max_position / original
+        by_length = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        scaling = LongRopeScaling(
+            short_factors=factors("short_factor"),
+            long_factors=factors("long_factor"),
+            original_max_position=original,
+            attention_factor=by_length if attention_factor is None else float(attention_factor),
+        )
+    else:
+        raise c.unsupported(key, f"rope_type {kind!r} is not supported; default, linear, llama3, yarn and longrope are")
+    if raw:
+        raise c.unsupported(key, f"{', '.join(sorted(raw))} is not known")
+    return RopeSpec(theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling)

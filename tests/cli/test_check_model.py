@@ -1,0 +1,87 @@
+"""`check-model` against transformers: every kind of block, and faults in known places."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.cli.main import main
+from slipstream.model.check import compare
+from tests import tiny_models
+from tests.model.harness import load
+
+TOKENS = list(range(7, 40))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("gpt_neox", {}),
+        ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+        ("bloom", {}),
+        ("mpt", {}),
+        ("falcon", {}),
+        ("gemma2", {}),
+        ("olmo2", {}),
+        ("granite", {}),
+        ("cohere2", {}),
+    ],
+    ids=str,
+)
+def test_the_same_model_is_the_same_everywhere(tmp_path, capsys, family, overrides):
+    theirs = tiny_models.build(tmp_path, family, **overrides)
+    report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
+    assert report.same, report
+    assert [d.where for d in report.differences][:3] == ["embeddings", "layer 0", "layer 1"]
+    assert report.differences[-1].where == "logits"
+    assert report.top1_agreement == 1.0
+    assert main(["check-model", str(tmp_path), "--json", "--num-tokens=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["same"]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("model.embed_tokens.weight", "embeddings"),
+        ("model.layers.0.mlp.down_proj.weight", "layer 0"),
+        ("model.layers.1.self_attn.q_proj.weight", "layer 1"),
+        ("model.norm.weight", "logits"),
+    ],
+)
+def test_the_first_place_at_fault_is_named(tmp_path, name, where):
+    theirs = tiny_models.build(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name] * 1.1}, file, metadata={"format": "pt"})
+    report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
+    assert report.first_divergence == where
+
+
+def test_what_is_no_number_is_a_divergence(tmp_path):
+    theirs = tiny_models.build(tmp_path, "llama")
+    ours = load(tmp_path)
+    ours.decoder.final_norm = dataclasses.replace(ours.decoder.final_norm, weight=torch.full((32,), torch.nan))
+    assert compare(ours, theirs, TOKENS, tolerance=1e-4).first_divergence == "logits"
+
+
+def test_the_command_says_where(tmp_path, capsys):
+    tiny_models.build(tmp_path, "llama")
+    assert main(["check-model", str(tmp_path), "--kernels=reference"]) == 0
+    assert "the same (tolerance 1e-04)" in capsys.readouterr().out
+    assert main(["check-model", str(tmp_path), "--tolerance=0"]) == 1
+    out = capsys.readouterr().out
+    assert "they part at: " in out
+    assert "layer 1" in out
+    assert main(["check-model", str(tmp_path / "nothing")]) == 3
+
+
+def test_what_transformers_cannot_load(tmp_path, capsys):
+    tiny_models.build(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["check-model", str(tmp_path), "--json"]) == 2
+    assert "transformers can't load" in json.loads(capsys.readouterr().out)["error"]["message"]

@@ -1,0 +1,132 @@
+"""Mixtures of experts: the CPU's and the GPU's (in Triton's interpreter) against the reference, and the reference against a sum
+written out token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.errors import ConfigError
+from slipstream.kernels.cpu import CpuOps
+from slipstream.kernels.ops import GroupedLinear
+from slipstream.kernels.reference import ReferenceOps, route
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton import moe as triton_moe
+from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import DenseSpec, MoESpec
+
+REFERENCE = ReferenceOps()
+
+
+def case(num_tokens, spec, *, inner=32, seed=0, skew=0.0):
+    """`skew` sends tokens to the first experts."""
+    rng = torch.Generator().manual_seed(seed)
+    x, up = (torch.randn(n, inner, generator=rng) for n in (num_tokens, spec.num_experts * spec.expert.up_rows))
+    down = torch.randn(spec.num_experts * inner, spec.expert.intermediate_size, generator=rng) / 4
+    logits = torch.randn(num_tokens, spec.num_experts, generator=rng) - skew * torch.arange(spec.num_experts)
+    return x, logits, up / 4, down
+
+
+def mixture(num_experts=5, top=2, size=48, *, normalize=True, gated=True):
+    expert = DenseSpec(intermediate_size=size, activation="silu" if gated else "relu", gated=gated)
+    return MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=normalize)
+
+
+SPECS = [
+    mixture(),
+    mixture(normalize=False),
+    mixture(gated=False),
+    mixture(num_experts=8, top=8),
+    mixture(num_experts=3, top=1, size=20),
+    mixture(num_experts=17, top=3),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.num_experts_per_token}of{s.num_experts}")
+def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
+    x, logits, up, down = case(7, spec)
+    ours = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
+    ups, downs = up.view(spec.num_experts, -1, 32), down.view(spec.num_experts, 32, -1)
+    for token in range(7):
+        p = logits[token].softmax(0)
+        best = sorted(range(spec.num_experts), key=lambda e: -p[e])[: spec.num_experts_per_token]
+        total = sum(p[e] for e in best) if spec.normalize else 1.0
+        expected = torch.zeros(32)
+        for e in best:
+            h = ups[e] @ x[token]
+            h = F.silu(h[: len(h) // 2]) * h[len(h) // 2 :] if spec.expert.gated else F.relu(h)
+            expected += p[e] / total * (downs[e] @ h)
+        torch.testing.assert_close(ours[token], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ops", [CpuOps(), TritonOps()], ids=lambda o: o.name)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 17, 70])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.num_experts_per_token}of{s.num_experts}")
+def test_equals_the_reference(ops, num_tokens, spec):
+    for skew in (0.0, 30.0):  # spread; all tokens to the first experts
+        x, logits, up, down = case(num_tokens, spec, skew=skew)
+        expected = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
+        ours = ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "int4-g32"])
+@pytest.mark.parametrize("num_tokens", [1, 19])
+def test_rounded_experts(scheme, num_tokens):
+    spec, ops = mixture(num_experts=4, size=128), TritonOps()
+    x, logits, up, down = case(num_tokens, spec, inner=128)
+    up, down = (REFERENCE.prepare_experts(w, SCHEMES[scheme]) for w in (up, down))
+    expected = REFERENCE.moe(x, logits, up, down, spec)
+    ours = ops.moe(x, logits, ops.adopt_linear(up), ops.adopt_linear(down), spec)
+    # Where an input of the second product falls between two codes of 8 bits, one step of it.
+    assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
+
+
+def test_zero_points_of_a_checkpoint():
+    spec, ops = mixture(num_experts=3, size=64), TritonOps()
+    x, logits, up, down = case(5, spec, inner=64)
+    made = []
+    for w in (up, down):
+        held = REFERENCE.prepare_experts(w, SCHEMES["int4-g32"])
+        zeros = torch.randint(5, 11, held.scales.shape).float()
+        assert isinstance(held, GroupedLinear)
+        made.append(GroupedLinear(weight=held.weight, scales=held.scales, zeros=zeros, group_size=32, chunk=held.chunk))
+    torch.testing.assert_close(ops.moe(x, logits, *made, spec), REFERENCE.moe(x, logits, *made, spec), rtol=1e-4, atol=1e-4)
+
+
+def test_equal_likelihoods_take_the_first():
+    spec = mixture(num_experts=6, top=3)
+    weights, chosen = triton_moe.route(torch.zeros(2, 6), spec)
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+    logits = torch.randn(9, 6)
+    for ours, theirs in zip(triton_moe.route(logits, spec), route(logits, spec), strict=True):
+        torch.testing.assert_close(ours, theirs, check_dtype=False)
+
+
+@pytest.mark.parametrize("at_once", [2048, 0])
+@pytest.mark.parametrize("load", ["even", "one", "few"])
+def test_groups(monkeypatch, at_once, load):
+    """Every entry once, in its expert's place, in tiles that cover all and no more than there can be."""
+    monkeypatch.setattr(triton_moe, "SORTED_AT_ONCE", at_once)
+    chosen = {
+        "even": torch.arange(6, dtype=torch.int32).repeat(20).view(-1, 2),
+        "one": torch.full((60, 2), 3, dtype=torch.int32),
+        "few": torch.tensor([[5, 0]], dtype=torch.int32),
+    }[load]
+    g = triton_moe.group(chosen, 6)
+    flat, order, starts, ends = chosen.flatten().tolist(), g.order.tolist(), g.starts.tolist(), [0, *g.tile_ends.tolist()]
+    assert sorted(order) == list(range(len(flat)))
+    for e in range(6):
+        entries = order[starts[e] : starts[e + 1]]
+        assert entries == [i for i, x in enumerate(flat) if x == e]
+        assert ends[e + 1] - ends[e] == -(-len(entries) // g.block)
+    assert starts[6] == len(flat)
+    assert ends[6] <= g.max_tiles
+
+
+def test_the_cpu_has_no_rounded_experts():
+    with pytest.raises(ConfigError) as caught:
+        CpuOps().prepare_experts(torch.randn(64, 64), SCHEMES["int8"])
+    assert caught.value.field == "kernels"

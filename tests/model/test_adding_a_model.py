@@ -1,0 +1,80 @@
+"""docs/adding-a-model.md, done: its package beside Slipstream, a checkpoint of the new family, and the check at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.model import families
+from slipstream.model.families.base import Family
+from tests import tiny_models
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
+MODULE = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
+ENTRY = re.search(r'"slipstream\.families"\]\n(.*?)```', GUIDE, re.DOTALL)[1]
+STABLELM = {**tiny_models.FAMILIES["llama"], "model_type": "stablelm", "use_qkv_bias": True}
+
+
+def check(model, path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *path])}
+    command = [sys.executable, "-m", "slipstream", "check-model", str(model), "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_guide(tmp_path, monkeypatch, beside):
+    monkeypatch.setitem(tiny_models.FAMILIES, "stablelm", {**STABLELM, "use_parallel_residual": beside})
+    tiny_models.build(tmp_path / "model", "stablelm")
+    package = tmp_path / "package"
+    (package / "slipstream_stablelm-1.dist-info").mkdir(parents=True)
+    (package / "slipstream_stablelm.py").write_text(MODULE)
+    info = package / "slipstream_stablelm-1.dist-info"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-stablelm\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[slipstream.families]\n" + ENTRY.replace('"', ""))
+    code, found = check(tmp_path / "model", [])
+    assert code == 3
+    assert "stablelm" in found["error"]["message"]
+    code, found = check(tmp_path / "model", [str(package)])
+    assert (code, found["same"]) == (0, True), found
+
+
+@pytest.fixture
+def entry(monkeypatch):
+    """Makes `slipstream.families` name what it is given."""
+
+    class Entry:
+        name, value = "it", "a:b"
+
+        def __init__(self, given):
+            self.given = given
+
+        def load(self):
+            return self.given
+
+    def give(*given):
+        monkeypatch.setattr(families, "entry_points", lambda group: [Entry(g) for g in given])
+        families.families.cache_clear()
+
+    yield give
+    families.families.cache_clear()
+
+
+def test_several_at_once_and_what_is_refused(entry):
+    new = [Family(model_type=t, architectures=("A",), read=lambda c: None, names=lambda s: {}) for t in ("one", "two")]
+    entry(new)
+    assert families.find_family("two", ["A"]) is new[1]
+    assert families.find_family("llama", None) is families.FAMILIES["llama"]
+    llama = families.FAMILIES["llama"]
+    for given, message in (([new[0], new[0]], "second time"), ([llama], "second time"), (["no"], "no Family")):
+        entry(*given)
+        with pytest.raises(UnsupportedModelError, match=message):
+            families.find_family("llama", None)

@@ -1,0 +1,271 @@
+"""What families read: configs as they stand on hubs, spellings of before, what is refused; other layouts of the same model;
+every quantisation scheme on every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.kernels.ops import select_ops
+from slipstream.model.description import read_spec
+from slipstream.model.loader import load_model
+from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import AlibiSpec, LongRopeScaling, ParallelBlock, PostNormBlock, RopeSpec, SequentialBlock
+from slipstream.plan.memory import weights_bytes
+from tests import tiny_models
+from tests.model.harness import CPU, load, run
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+TOKENS = list(range(5, 58))
+PUBLISHED = {  # the numbers of parameters that the models are known by; tied heads once
+    "gpt-j-6b": 6_050_882_784,
+    "gpt-neox-20b": 20_554_567_680,
+    "opt-13b": 12_853_473_280,
+    "opt-350m": 331_196_416,
+    "bloom-7b1": 7_069_016_064,
+    "mpt-7b": 6_649_286_656,
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
+    "starcoder-15b": 15_517_456_384,
+    "starcoder2-3b": 3_030_371_328,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini-4k": 3_821_079_552,
+    "gemma-2-9b": 9_241_705_984,
+    "olmo-2-7b": 7_298_617_344,
+    "granite-3.1-8b": 8_170_848_256,
+    "command-r": 34_980_831_232,
+    "glm-4-9b-chat": 9_399_951_360,
+    "ministral-8b": 8_019_808_256,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_of_real_models_are_read(name):
+    assert read_spec(CONFIGS / name).spec.num_parameters == PUBLISHED[name]
+
+
+def spec_of(folder, model_type, architecture, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture], **config}))
+    return read_spec(folder).spec
+
+
+NEOX = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+}
+
+
+def test_keys_of_before_say_the_same(tmp_path):
+    old = spec_of(tmp_path, "gpt_neox", "GPTNeoXForCausalLM", **NEOX, rotary_pct=0.5, rotary_emb_base=5e4)
+    turned = {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
+    assert spec_of(tmp_path, "gpt_neox", "GPTNeoXForCausalLM", **NEOX, rope_parameters=turned) == old
+    assert old.layers[0].attention.position == RopeSpec(theta=5e4, rotary_dim=8)
+
+    common = {"vocab_size": 99, "hidden_size": 64, "new_decoder_architecture": True}
+    new = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_kv_heads": 2}
+    falcon = spec_of(tmp_path, "falcon", "FalconForCausalLM", **common, **new)
+    assert spec_of(tmp_path, "RefinedWeb", "RWForCausalLM", **common, n_layer=2, n_head=8, n_head_kv=2) == falcon
+    assert falcon.layers[0].attention.num_kv_heads == 2
+
+
+def test_blocks_are_told_apart(tmp_path):
+    falcon = {**NEOX, "intermediate_size": None, "alibi": True, "bias": True}
+    rw = spec_of(tmp_path, "falcon", "FalconForCausalLM", **falcon, parallel_attn=False, multi_query=False).layers[0]
+    assert isinstance(rw.block, SequentialBlock)
+    assert rw.attention.position == AlibiSpec(factor=0.25)
+    assert rw.attention.num_kv_heads == 4
+    one = spec_of(tmp_path, "falcon", "FalconForCausalLM", **{**falcon, "alibi": False}).layers[0]
+    assert isinstance(one.block, ParallelBlock)
+    assert one.block.mlp_norm is None
+    assert one.attention.num_kv_heads == 1
+    opt = read_spec(CONFIGS / "opt-350m").spec
+    assert isinstance(opt.layers[0].block, PostNormBlock)
+    assert (opt.embed_size, opt.final_norm) == (512, None)
+    command = read_spec(CONFIGS / "command-r").spec
+    assert command.max_position == 131072  # what the authors serve, not what transformers' table ends at
+    gemma = [layer.attention.window for layer in read_spec(CONFIGS / "gemma-2-9b").spec.layers]
+    assert gemma == [4096, None] * 21
+
+
+REFUSED = [
+    ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_parameters"),
+    ("gpt_neox", {"hidden_act": "mish"}, "hidden_act"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+    ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+    ("bloom", {"n_head": 5}, "hidden_size"),
+    ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
+    ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln"),
+    ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm"),
+    ("mpt", {"attn_config": {"twist": 1}}, "attn_config.twist"),
+    ("mpt", {"attn_config": 3}, "attn_config"),
+    ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
+    ("mpt", {"no_bias": False}, "no_bias"),
+    ("falcon", {"parallel_attn": False, "new_decoder_architecture": True}, "parallel_attn"),
+    ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+    ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("starcoder2", {"norm_type": "rms_norm"}, "norm_type"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "rope_parameters"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope_parameters"),
+    ("gemma", {"hidden_act": "silu"}, "hidden_act"),
+    ("gemma2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+    ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
+    ("glm", {"hidden_act": 7}, "hidden_act"),
+    ("ministral", {"sliding_window": None}, "layer_types"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+    ("qwen2_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
+    ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "field"), REFUSED, ids=str)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, family, changes, field):
+    tiny_models.build(tmp_path, family)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == field
+
+
+# --- The same model, laid out otherwise -----------------------------------------------------------------------------------
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+def close(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item() <= 1e-4
+
+
+def test_chatglm_is_glm_under_its_authors_names(tmp_path):
+    theirs = tiny_models.build(tmp_path, "glm", head_dim=8)
+    file = tmp_path / "model.safetensors"
+    given, named = load_file(file), {}
+    for name, ours in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("encoder.final_layernorm.weight", "model.norm.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        named[f"transformer.{name}"] = given[ours]
+    for i in range(2):
+        a, b = f"transformer.encoder.layers.{i}.", f"model.layers.{i}."
+        for kind in ("weight", "bias"):
+            parts = [given[f"{b}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            named[f"{a}self_attention.query_key_value.{kind}"] = torch.cat(parts)
+        for x, y in (
+            ("input_layernorm", "input_layernorm"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+            ("self_attention.dense", "self_attn.o_proj"),
+            ("mlp.dense_h_to_4h", "mlp.gate_up_proj"),
+            ("mlp.dense_4h_to_h", "mlp.down_proj"),
+        ):
+            named[f"{a}{x}.weight"] = given[f"{b}{y}.weight"]
+    named["transformer.rotary_pos_emb.inv_freq"] = torch.ones(2)
+    save_file(named, file, metadata={"format": "pt"})
+    config = json.loads((CONFIGS / "glm-4-9b-chat" / "config.json").read_text())
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 64, "kv_channels": 8, "num_layers": 2, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "padded_vocab_size": 288, "vocab_size": 288, "seq_length": 256, "rope_ratio": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    assert close(run(load(tmp_path), TOKENS, (7, 1, 30)), logits_of(theirs))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, "multi_query_attention": False}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "multi_query_attention"
+
+
+def test_names_without_the_usual_prefix(tmp_path):
+    for family, prefix in (("bloom", "transformer."), ("opt", "model."), ("falcon", "transformer."), ("mpt", "transformer.")):
+        theirs = tiny_models.build(tmp_path, family)
+        file = tmp_path / "model.safetensors"
+        save_file({n.removeprefix(prefix): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+        assert close(run(load(tmp_path), TOKENS), logits_of(theirs))
+
+
+def test_longrope_follows_the_longest_context_that_is_served(tmp_path):
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4}
+    longrope |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 30.0]}
+    overrides = {"rope_theta": None, "rope_parameters": longrope, "original_max_position_embeddings": 100}
+    theirs = logits_of(tiny_models.build(tmp_path, "phi3", **overrides))  # 53 tokens: the short factors
+
+    def ours(longest):
+        return load_model(
+            tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32, max_model_len=longest
+        )
+
+    scaling = read_spec(tmp_path).spec.layers[0].attention.position.scaling
+    assert isinstance(scaling, LongRopeScaling)
+    assert scaling.attention_factor == pytest.approx(1.0971, abs=1e-3)  # √(1 + ln 2.56 / ln 100)
+    assert close(run(ours(100), TOKENS), theirs)
+    assert not close(run(ours(101), TOKENS), theirs)
+
+
+# --- Schemes ----------------------------------------------------------------------------------------------------------------
+
+STD = 0.06  # small enough that scores stay apart from one-hot, where rounding would tip them
+WIDE = {"init_std": STD, "initializer_range": STD, "hidden_size": 128, "intermediate_size": 128, "n_embd": 128, "d_model": 128}
+WIDE |= {"ffn_dim": 128, "head_dim": 32, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+SPECIAL = {
+    "gpt_bigcode-mha": {"multi_query": False},
+    "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
+    "falcon-40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "int4-g32"])
+@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *SPECIAL])
+def test_every_scheme_loads_on_every_family(tmp_path, family, scheme):
+    """Logits are near the unrounded ones (others would be √2 away), and the ledger says what is held."""
+    name = family.split("-")[0]
+    sizes = {key: value for key, value in WIDE.items() if tiny_models.FAMILIES[name].get(key) is not None}
+    tiny_models.build(tmp_path, name, **sizes, **SPECIAL.get(family, {}))
+
+    def ours(rounding):
+        ops, dtype = select_ops(CPU, "reference"), torch.bfloat16
+        return load_model(tmp_path, ops=ops, device=CPU, dtype=dtype, scheme=SCHEMES[rounding] if rounding else None)
+
+    dense, rounded = ours(None), ours(scheme)
+    a, b = run(dense, TOKENS[:20]).float(), run(rounded, TOKENS[:20]).float()
+    assert 0 < (a - b).norm() / a.norm() < (0.5 if scheme.startswith("int4") else 0.2)
+    kept = [x.attention.cos_sin for x in rounded.decoder.layers], [x.attention.slopes for x in rounded.decoder.layers]
+    tables_bytes = sum({t.data_ptr(): t.nbytes for tables in kept for t in tables if t is not None}.values())
+    spec = rounded.spec
+    assert sum(weights_bytes(spec, 2, SCHEMES[scheme]).values()) + tables_bytes == rounded.weights_bytes
+    assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2
+
+
+def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
+    tiny_models.build(tmp_path, "gpt_neox", hidden_size=64, intermediate_size=64)
+    path = tmp_path / "config.json"
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": gptq}))
+    for name in ("dense", "query_key_value"):  # in order; head by head
+        file, stem = tmp_path / "model.safetensors", f"gpt_neox.layers.0.attention.{name}"
+        tensors = load_file(file)
+        save_file({f"{stem}.qweight": torch.zeros(8, tensors[f"{stem}.weight"].shape[0], dtype=torch.int32)}, file)
+        with pytest.raises(CheckpointError, match="lacks" if name == "dense" else "order of rows"):
+            load(tmp_path)
+        save_file(tensors, file)
