@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from slipstream.kernels import cpu
-from slipstream.kernels.cpu import CpuOps
+from slipstream.kernels import cpu_torch as cpu
+from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.kernels.reference import ReferenceOps
 

@@ -126,7 +126,7 @@ class SchedulingConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     facts: DeviceFacts
-    kernels: Literal["auto", "reference", "cpu", "triton"]
+    kernels: Literal["auto", "reference", "cpu", "torch", "triton"]
     tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
     deterministic: bool
@@ -277,7 +277,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
-    _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "triton"))
+    _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
     if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
         raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")
     dense_copies = _choose_dense_copies(args, model, device, quantization, choose)
@@ -365,11 +365,12 @@ def _reject_unsupported(
         _one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else checkpoint_kv
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
+    on_cpu = not device.is_cuda and args.kernels != "reference"
     for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
-        if given not in (None, "float32", "bfloat16", "float16") and not device.is_cuda and args.kernels != "reference":
+        if on_cpu and given not in (None, "int8", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU: the CPU's kernels have no 8- or 4-bit form yet; {off} (or take "
-                "kernels='reference', which is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or "
+                f"{off} (or take kernels='reference', which is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability

@@ -265,8 +265,16 @@ def test_bytes_are_what_is_planned(tmp_path, kind, tied):
 
 def test_settings_that_do_not_go_with_it(tmp_path):
     tiny_models.build(tmp_path, "llama", **SIZES)
-    compress(tmp_path, "int8")
+    compress(tmp_path, "int4-g32")
     for settings in ({"quantization": "fp8"}, {"kernels": "auto"}):
         with pytest.raises(ConfigError) as caught:
             log_probabilities(tmp_path, **settings)
         assert caught.value.field == "quantization"
+
+
+def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):
+    """The same codes, and inputs rounded in finer groups than the reference's whole tokens."""
+    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SIZES)
+    compress(tmp_path, "int8")
+    ours, theirs = (torch.tensor(log_probabilities(tmp_path, kernels=kernels)) for kernels in ("cpu", "reference"))
+    assert 0 < (ours - theirs).abs().max() < 0.05

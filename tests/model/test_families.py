@@ -234,7 +234,7 @@ def test_dummy_weights_need_only_a_config(tiny):
     (tiny / "model.safetensors").unlink()
     cpu = torch.device("cpu")
     models = [
-        load_model(tiny, ops=select_ops(cpu), device=cpu, dtype=torch.bfloat16, load_format="dummy", seed=s)
+        load_model(tiny, ops=select_ops(cpu, "torch"), device=cpu, dtype=torch.bfloat16, load_format="dummy", seed=s)
         for s in (1, 1, 2)
     ]
     a, b, c = (run(m, TOKENS) for m in models)

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.kernels import native
 from slipstream.model.description import read_spec
+from slipstream.model.families import find_gguf_family
+from slipstream.model.parameters import parameters
 from tests import tiny_models
-from tests.model.harness import load, run
+from tests.model.harness import Paged, load, run
 
 
 def write(path, tensors, architecture="llama", **metadata):
@@ -285,3 +288,46 @@ def test_an_unknown_architecture_is_named(tmp_path):
     write(path, {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")
     with pytest.raises(UnsupportedModelError, match="mamba"):
         read_spec(path)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q8_0", "Q5_0")], ids="+".join)
+def test_blocks_are_used_as_they_are(tmp_path, kinds):
+    """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
+    product that another type fills in part, nothing is taken."""
+    tiny_models.build(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
+    shapes = parameters(spec)
+    for name, place in find_gguf_family("llama").gguf.names(spec).items():
+        rows, *inner = shapes[place.target]
+        shape = (rows if place.rows is None else place.rows, *inner)
+        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
+        tensors[name] = (rng.standard_normal(shape) * 0.1 if inner else np.ones(shape), kind)
+    metadata = {**LEAST, "block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count_kv": 2}
+    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
+    attention = ours.decoder.layers[1].attention
+    assert [p.kind for p in attention.qkv.parts] == {
+        "Q4_1": [native.Q4M],  # one type: one part
+        "Q8_0": [native.Q4, native.Q4, native.Q8],
+        "Q5_0": [native.F32],  # dequantised as a whole
+    }[kinds[1]]
+    assert [p.kind for p in attention.out.parts] == [native.BLOCK_KINDS[kinds[0]]]
+    assert ours.weights_bytes < exact.weights_bytes
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    a, b = run(ours, tokens), run(exact, tokens)
+    assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
+    alone = run(ours, tokens[:5], (2, 3))
+    assert torch.equal(alone, run(ours, tokens[:5], (2, 3)))
+
+
+def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
+    tiny_models.build(tmp_path, "llama", initializer_range=0.1)
+    model = load(tmp_path, kernels="cpu", dtype=torch.bfloat16)
+    prompts = [[(7 * i + j) % 280 for j in range(n)] for i, n in enumerate((1, 9, 150, 20, 3, 2, 1, 70))]
+    batch = Paged(model, len(prompts), 200)
+    together = batch.step(list(enumerate(prompts)))
+    after = batch.step([(i, [11]) for i in range(len(prompts))])
+    for i, prompt in enumerate(prompts):
+        single = Paged(model, 1, 200)
+        assert torch.equal(single.step([(0, prompt)])[0], together[i])
+        assert torch.equal(single.step([(0, [11])])[0], after[i])

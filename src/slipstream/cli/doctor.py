@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     packages = {name: package_version(name) for name in PACKAGES}
     model = list_cached().get(DEFAULT_MODEL)
     used = will_use() if torch is not None else None
-    missing = find_missing(host, cards, torch, packages, has_model=model is not None)
+    built = torch is not None and cpu_kernels_built()
+    missing = find_missing(host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built)
     tables, broken = tile_tables(sorted({card.name for card in cards}))
     missing += broken
     if args.json:
@@ -150,14 +151,20 @@ def will_use() -> dict[str, Any]:
     from slipstream.worker.device import detect
 
     facts = detect("auto")
-    ops = select_ops(torch.device(facts.device))
+    ops = select_ops(torch.device(facts.device), num_threads=facts.num_threads)
     return {
         "device": f"{facts.device} ({facts.name})",
         "dtype": facts.best_dtype,
         "dtype_reason": facts.dtype_reason or "the GPU's fast type",
-        "kernels": type(ops).__name__,
+        "kernels": ops.describe(),
         "threads": facts.num_threads,
     }
+
+
+def cpu_kernels_built() -> bool:
+    from slipstream.kernels.ops import has_cpu_kernels
+
+    return has_cpu_kernels()
 
 
 def find_missing(
@@ -167,6 +174,7 @@ def find_missing(
     packages: dict[str, str | None],
     *,
     has_model: bool,
+    has_cpu_kernels: bool = True,
 ) -> list[Missing]:
     """What would make more work, most needed first. Pure."""
     found = []
@@ -186,6 +194,8 @@ def find_missing(
         )
     if cards and packages.get("triton") is None:
         found.append(Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'"))
+    if torch is not None and not has_cpu_kernels:
+        found.append(Missing(what="the C++ kernels for the CPU (torch's are several times slower)", command="pip install ."))
     if packages.get("huggingface-hub") is None:
         found.append(Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'"))
     if not has_model:

@@ -15,7 +15,7 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.model.scheme import SCHEMES
+from slipstream.model.scheme import CPU_BLOCK_TYPES, SCHEMES
 from slipstream.model.spec import DenseSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 "checkpoint_dtype": description.dtype,
                 "dtype": dtype,
                 "quantization": scheme,
+                "stored_types": {t.name: t.num_bytes for t in description.stored},
                 "kv_cache_dtype": config.cache.dtype,
                 "num_parameters": spec.num_parameters,
                 "bytes_by_part": parts,
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         ("vocabulary", f"{spec.vocab_size:,}{tied}"),
         ("hidden size", f"{spec.hidden_size:,}"),
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.layers).items()),
+        *([("stored as", stored_as(description))] if description.stored else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"),
     ]
     print_facts(settings.model, rows)
@@ -82,6 +84,13 @@ def run(args: argparse.Namespace) -> int:
     print("\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)")
     print("\n".join(ledger.describe()))
     return 0
+
+
+def stored_as(description: ModelDescription) -> str:
+    """A GGUF file's types, and which of them are not blown up on a CPU."""
+    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_TYPES)
+    types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
+    return types + (f"; on a CPU {kept} used as is" if kept else "")
 
 
 def describe(layer: LayerSpec) -> str:
@@ -133,8 +142,10 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     one_block = block_bytes(spec, block_size, element)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
     weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
-    if not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
-        # The CPU's kernels hold a tied head a second time, in the order in which its product reads it.
+    if not facts.is_cuda and config.device.kernels in ("auto", "cpu") and scheme is None:
+        weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights
+    elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
+        # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
         weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]
     total, free = facts.memory_bytes, facts.free_bytes
     # What a host has free changes by the minute: there a model is described also where it would not fit just now.

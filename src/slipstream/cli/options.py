@@ -48,7 +48,7 @@ ENGINE_HELP = {
     "scheduling_policy": "inflight, or the baselines dynamic and static",
     "batch_window_s": "dynamic: seconds to wait for a batch to fill",
     "max_queue": "most requests that wait; beyond it they are refused",
-    "kernels": "auto, reference, cpu or triton",
+    "kernels": "auto, reference, cpu, torch or triton",
     "tile_table": "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file",
     "num_threads": "CPU threads",
 }

@@ -1,157 +1,111 @@
-"""The torch ops that are fast on a CPU, in bfloat16 and float32. What is not here gains nothing over the reference.
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
 
-What was measured (benchmarks/cpu_ops.py): oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
-`scaled_dot_product_attention` over gathered blocks, with the query heads of a kv head packed as rows, keeps scores in
-float32 and is as fast as products of our own that do so (`enable_gqa` expands the cache: never). Products with bfloat16
-scores were up to 1.6 × as fast at 32 long sequences, for a fifth more error on SmolLM2's own queries and keys.
-Argmax, top-k and the draw over a vocabulary go chunk by chunk, and nothing is sorted that need not be.
+A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
+the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
 
-A packed weight replaces the dense one. Of a tied embedding the table stays for the look-up and a packed copy serves as
-the head: V · E elements more, for a head 2 × as fast.
-
-Temporaries of some megabytes are the rule here, and giving their pages back to the system each time costs more than
-filling them (5 × in sampling and attention): see `keep_freed_memory`.
-
-Everything gathered is masked, but a masked value still meets a weight of 0: the cache must be finite (made with zeros).
+Weights are packed once, and the packed form replaces the dense one. `int8`: a scale a row; activations are rounded to 8 bits
+with a scale for every 32 of a token. GGUF's Q8_0, Q4_0 and Q4_1 blocks are taken as they are.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, SamplingTensors
-from slipstream.kernels.reference import (
-    ReferenceOps,
-    activate,
-    apply_bias_and_penalties,
-    attend,
-    first_beyond,
-    gather_sequence,
-    nucleus,
-    rms,
-    route,
-    scaled_probs,
-    uniform,
+from slipstream.kernels import native
+from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.native import ACTIVATIONS, Arena, Engine, Packed, Program
+from slipstream.kernels.ops import (
+    Activations,
+    AttentionMetadata,
+    BlockLinear,
+    LayerKV,
+    Linear,
+    SamplingTensors,
+    ScaledLinear,
 )
-from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
-
-MAX_TEMPORARY_BYTES = 4 * 2**20
-"""Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
-
-PACK_BATCH = 32
-"""The number of tokens that oneDNN lays weights out for; the layout serves other numbers as well."""
-
-NUCLEUS_STEPS = (64, 1024)
-"""How many of the likeliest tokens top-p looks at before it sorts the vocabulary."""
-
-Made = TypeVar("Made")
+from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
+from slipstream.model.spec import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedLinear(Linear):
-    """`packed` is the weight in oneDNN's order; `weight` only tells its shape and type (on the meta device)."""
+class NativeLinear(Linear):
+    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type (on
+    the meta device). `bias` is float32."""
 
-    packed: Tensor
+    parts: tuple[Packed, ...]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeGroup:
-    """Decodes of like length, computed together and padded to the longest: N sequences of n gathered blocks each."""
-
-    rows: Tensor | None  # int64 [N]: which sequences; None for all of the step
-    lens: Tensor  # int [N, 1]
-    num_blocks: int
-    blocks: Tensor  # int64 [N · K · n]: rows of a cache seen as [B · K, block_size · D]
-    at: Tensor  # int64 [N, n · block_size]: the position of each gathered key
-    mask: Tensor  # [N, 1, 1, n · block_size] of the queries' type, added to the scores
-    any_empty: bool  # some sequence is padding
+    @property
+    def form(self) -> int:
+        """What every part reads."""
+        return self.parts[0].form
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's torch has oneDNN for the type; without, weights stay dense and go through `F.linear`."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc to reuse freed memory of this process instead of giving it back: blocks under 32 MiB come from the
-    heap, and up to 256 MiB stay at its end. False where the C library has no such setting (it changes speed only)."""
-    trim_threshold, mmap_threshold = -1, -3  # names in malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(trim_threshold, 256 * 2**20) and mallopt(mmap_threshold, 32 * 2**20))
-
-
-class CpuOps(ReferenceOps):
-    """Holds one thing: what was derived from the last step's metadata, which every layer needs again. It is told by the
-    identity of the metadata object, whose tensors must therefore never be written to."""
+class NativeOps(CpuOps):
+    """`isa` forces an instruction set (tests); by default the machine's best."""
 
     name = "cpu"
+    block_types = CPU_BLOCK_TYPES
 
-    def __init__(self) -> None:
-        self._meta: AttentionMetadata | None = None
-        self._derived: dict[object, Any] = {}
-        keep_freed_memory()
+    def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
+        super().__init__()
+        self.engine = Engine(num_threads, isa)
+        self._arena = Arena()
+        self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
-    def _once_a_step(self, meta: AttentionMetadata, key: object, make: Callable[[], Made]) -> Made:
-        if self._meta is not meta:
-            self._meta, self._derived = meta, {}
-        if key not in self._derived:
-            self._derived[key] = make()
-        made: Made = self._derived[key]
-        return made
+    def describe(self) -> str:
+        return f"cpu (C++, {self.engine.isa})"
+
+    # --- Weights ----------------------------------------------------------------------------------------------------
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
+        if scheme is not None and scheme.name != "int8":
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8'", field="quantization")
+        kind = native.I8 if scheme is not None else native.BF16 if weight.dtype == torch.bfloat16 else native.F32
+        packed = Packed.empty(kind, weight.shape[0], weight.shape[1], self._arena)
+        packed.put_dense(weight)
+        return _native(weight, bias, (packed,))
+
+    def adopt_linear(self, w: Linear) -> NativeLinear:
+        if isinstance(w, BlockLinear):
+            return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
+        if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
+            packed = Packed.empty(native.I8, w.weight.shape[0], w.weight.shape[1], self._arena)
+            packed.put_codes(w.weight, w.scales)
+            return _native(torch.empty_like(w.weight, device="meta", dtype=w.out_dtype), w.bias, (packed,))
+        raise ConfigError(
+            "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
+        )
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        if scheme is not None:
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product of experts; leave it out", field="quantization")
+        return super().prepare_experts(weight)
+
+    def adopt_experts(self, w: Linear) -> Linear:
+        raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
+
+    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
+        if isinstance(tied, NativeLinear) and all(p.kind != native.I8 for p in tied.parts):
+            return tied  # the head's rows are the table's, exactly
+        return self.adopt_linear(table) if isinstance(table, Linear) else table
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
+        if isinstance(table, Tensor):
+            return super().embed(token_ids, table, scale)
+        assert isinstance(table, NativeLinear)
+        assert len(table.parts) == 1
+        rows = table.parts[0].rows_of(token_ids).to(table.weight.dtype)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
-        if scheme is not None:
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use kernels='reference'", field="kernels")
-        if not can_pack(weight.dtype):
-            return Linear(weight=weight, bias=bias)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
-        return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
-
-    def adopt_linear(self, w: Linear) -> Linear:
-        raise ConfigError("the CPU's kernels have no product with rounded weights; use kernels='reference'", field="kernels")
-
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return Linear(weight=weight) if scheme is None else self.prepare_linear(weight, None, scheme)
-
-    def adopt_experts(self, w: Linear) -> Linear:
-        return self.adopt_linear(w)
-
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
-        """Rows are put in the order of their experts, so that each product is one call over all of them."""
-        weights, chosen = route(router_logits, spec)
-        order = chosen.flatten().argsort(stable=True)
-        ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
-        per_expert = (spec.num_experts, -1, x.shape[1])
-        h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
-        act = self.gated_activation if spec.expert.gated else self.activation
-        rows = act(h, spec.expert.activation)
-        assert isinstance(rows, Tensor)
-        y = F.grouped_mm(rows, down.weight.view(spec.num_experts, x.shape[1], -1).transpose(1, 2), offs=ends)
-        back = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
-        return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
-
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
-        if isinstance(w, PackedLinear):
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.packed, w.bias, "none", [], "")
-            return y
-        return F.linear(x, w.weight, w.bias)
+        return Product(self.engine, w)(_wide(x)).to(x.dtype) if isinstance(w, NativeLinear) else super().linear(x, w)
 
     def rms_norm(
         self,
@@ -163,10 +117,8 @@ class CpuOps(ReferenceOps):
         weight_offset: float = 0.0,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        if weight_offset or inputs is not None:
-            return super().rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset, inputs=inputs)
-        total = x if residual is None else x + residual
-        return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+        assert inputs is None
+        return self._norm(x, residual, False, weight, None, eps, weight_offset)
 
     def layer_norm(
         self,
@@ -178,21 +130,44 @@ class CpuOps(ReferenceOps):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        if inputs is not None:
-            return super().layer_norm(x, weight, bias, eps, residual=residual, inputs=inputs)
-        total = x if residual is None else x + residual
-        return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
+        assert inputs is None
+        return self._norm(x, residual, True, weight, bias, eps, 0.0)
+
+    def _norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        layer: bool,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[Tensor, Tensor]:
+        total = None if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
+        out = torch.empty(x.shape, dtype=torch.float32)
+        p = Program(self.engine)
+        into = -1 if total is None else p.bound(total)
+        b = None if bias is None else bias.float()
+        p.add("norm", p.bound(_wide(x)), into, p.bound(out), 0, layer, x.shape[1], weight.float(), b, eps, offset)
+        self._run(p, len(x))
+        return out.to(x.dtype), x if total is None else total.to(x.dtype)
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
-        if inputs is not None:
-            return super().gated_activation(gate_up, activation, inputs=inputs)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activate(gate.float(), activation).mul_(up).to(gate_up.dtype)
+        assert inputs is None
+        return self._activate(gate_up, activation, gate_up.shape[1] // 2, True)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        return super().activation(x, activation, inputs=inputs) if inputs is not None else activate(x, activation)
+        assert inputs is None
+        return self._activate(x, activation, x.shape[1], False)
+
+    def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
+        out = torch.empty(len(x), size)
+        p = Program(self.engine)
+        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, ACTIVATIONS[activation], gated, size)
+        self._run(p, len(x))
+        return out.to(x.dtype)
 
     def rope_and_cache(
         self,
@@ -210,28 +185,16 @@ class CpuOps(ReferenceOps):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        v = heads[:, num_heads + num_kv_heads :]
-        qk = heads[:, : num_heads + num_kv_heads]
-        if q_norm is not None and k_norm is not None:
-            q, k = qk[:, :num_heads], qk[:, num_heads:]
-            qk = torch.cat((rms(q, q_norm, norm_eps, norm_offset), rms(k, k_norm, norm_eps, norm_offset)), dim=1)
-        if cos_sin is not None:
-            # The tensor stands in the value too, so that its id is not used again within the step.
-            _, cos, sin = self._once_a_step(
-                meta, (id(cos_sin), interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], interleaved))
-            )
-            qk = _rotate(qk.float(), cos, sin, interleaved)
-        qk = qk.to(qkv.dtype)
-        size = kv.block_size
-        slots = self._once_a_step(
-            meta, ("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size)
-        )
-        for cache, new in ((kv.k, qk[:, num_heads:]), (kv.v, v)):
-            cache.view(-1, head_dim).index_copy_(0, slots, new.reshape(-1, head_dim).to(cache.dtype))
-        return qk[:, :num_heads]
-
-    # --- Attention --------------------------------------------------------------------------------------------------
+        rows = qkv.float().clone(memory_format=torch.contiguous_format)
+        p = Program(self.engine)
+        norms = [None if t is None else t.float() for t in (q_norm, k_norm)]
+        rotary = 0 if cos_sin is None else cos_sin.shape[1]
+        sizes = (num_heads, num_kv_heads, head_dim)
+        p.add("rope_and_cache", p.bound(rows), 0, *sizes, cos_sin, rotary, interleaved, *norms, norm_eps, norm_offset)
+        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
+        p.run(inputs)
+        del kept
+        return rows[:, : num_heads * head_dim].reshape(-1, num_heads, head_dim).to(qkv.dtype)
 
     def attention(
         self,
@@ -244,270 +207,93 @@ class CpuOps(ReferenceOps):
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        lens = self._once_a_step(meta, "lens", meta.seq_lens.tolist)
-        groups = self._once_a_step(
-            meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
-        )
-        if len(groups) == 1 and groups[0].rows is None:
-            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes)
-        out = q.new_empty(q.shape)
-        for group in groups:
-            assert group.rows is not None
-            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes)
-        starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
-        for i in range(meta.num_decodes, len(lens)):
-            begin, end, length = starts[i], starts[i + 1], lens[i]
-            if length == 0:
-                out[begin:end] = 0
-                continue
-            keys, values = gather_sequence(kv, meta.block_table[i], length)
-            if softcap is None and alibi_slopes is None:
-                _prefill(out[begin:end], q[begin:end], keys, values, scale, window)
-            else:
-                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
-        return out
+        _, num_heads, head_dim = q.shape
+        out = torch.empty(len(q), num_heads * head_dim)
+        p = Program(self.engine)
+        slopes = None if alibi_slopes is None else alibi_slopes.float()
+        sizes = (num_heads, kv.k.shape[1], head_dim)
+        rows = p.bound(_wide(q.flatten(1)))
+        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, slopes)
+        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
+        p.run(inputs)
+        del kept
+        return out.view(q.shape).to(q.dtype)
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        if params.all_greedy and params.bias_rows is None and params.history is None:
-            return argmax(logits)
-        logits = apply_bias_and_penalties(logits.float(), params)
-        greedy = argmax(logits)
-        if params.all_greedy:
-            return greedy
-        probs = scaled_probs(logits, params)
-        if params.any_min_p:
-            probs = probs.where(probs >= params.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
-        if params.any_top_k:
-            probs = probs.where(logits >= _least_of_top_k(logits, params.top_k), 0.0)
-        if params.any_top_p:
-            probs = probs.where(probs >= _least_of_top_p(probs, params.top_p), 0.0)
-        return torch.where(params.temperature > 0, draw(probs, uniform(params.seeds, params.history_lens)), greedy)
+        if not params.all_greedy or params.bias_rows is not None or params.history is not None:
+            return super().sample(logits, params)
+        wide, tokens = _wide(logits), torch.empty(len(logits), 1, dtype=torch.int64)
+        size = wide.shape[1]
+        if size not in self._greedy:
+            p = Program(self.engine)
+            self._greedy[size] = p, p.bound(), p.bound()
+            p.add("argmax", *self._greedy[size][1:], size)
+        p, x, out = self._greedy[size]
+        p.bind(x, wide)
+        p.bind(out, tokens)
+        self._run(p, len(wide))
+        return tokens[:, 0]
+
+    def _run(self, program: Program, num_tokens: int) -> None:
+        program.run(native.StepInputs(num_tokens=num_tokens))
 
 
-# --- Rotation -------------------------------------------------------------------------------------------------------
+class Product:
+    """One product as a program of its own: float32 [T, in] → [T, out]."""
+
+    def __init__(self, engine: Engine, w: NativeLinear) -> None:
+        self._w, self._program = w, Program(engine)
+        self._x, self._y = self._program.bound(), self._program.bound()
+        size, x = w.weight.shape[1], self._x
+        if w.form != native.FORM_F32:
+            x = self._program.buffer(w.form, size)
+            self._program.add("convert", self._x, x, w.form, size)
+        add_linear(self._program, x, self._y, w)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert (x.dtype, x.shape[1]) == (torch.float32, self._w.weight.shape[1])
+        y = torch.empty(len(x), self._w.out_features)
+        self._program.bind(self._x, x)
+        self._program.bind(self._y, y)
+        self._program.run(native.StepInputs(num_tokens=len(x)))
+        return y
 
 
-def _turning(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """From [T, rotary_dim] (cos, then sin) the factors of x and of its swapped partner, [T, 1, rotary_dim] each."""
-    cos, sin = table[:, None].chunk(2, dim=-1)
-    if interleaved:
-        return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False) -> None:
+    """A product, part by part: x in the weight's form, y float32."""
+    row = 0
+    for part in w.parts:
+        bias = None if w.bias is None else w.bias[row : row + part.rows]
+        reads = part.data.numel()
+        program.add("linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, reads=reads)
+        row += part.rows
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    rotary = cos.shape[-1]
-    turned = x[..., :rotary]
-    if interleaved:
-        partner = turned.reshape(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
-    else:
-        partner = turned.roll(rotary // 2, dims=-1)
-    turned = (turned * cos).addcmul_(partner, sin)
-    return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
+def _native(weight: Tensor, bias: Tensor | None, parts: tuple[Packed, ...]) -> NativeLinear:
+    stand_in = weight if weight.device.type == "meta" else torch.empty_like(weight, device="meta")
+    return NativeLinear(weight=stand_in, bias=None if bias is None else bias.float(), parts=parts)
 
 
-def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
-    """[T] slots → [T · K] rows of a cache seen as [B · K · block_size, D]."""
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    return ((block[:, None] * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset[:, None]).flatten()
+def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
+    """One part if all rows have one type, else a part for each run of rows that a tensor of the checkpoint fills."""
+    rows, inner = w.weight.shape
+    if len({piece.type for piece in w.pieces}) == 1:
+        packed = Packed.empty(native.BLOCK_KINDS[w.pieces[0].type], rows, inner, arena)
+        for piece in w.pieces:
+            to = None if piece.order is None else piece.order + piece.start
+            packed.put_blocks(piece.blocks.ctypes.data, piece.rows, piece.start, to)
+        return (packed,)
+    parts = []
+    for piece in sorted(w.pieces, key=lambda piece: piece.start):
+        packed = Packed.empty(native.BLOCK_KINDS[piece.type], piece.rows, inner, arena)
+        packed.put_blocks(piece.blocks.ctypes.data, piece.rows, 0, piece.order)
+        parts.append(packed)
+    return tuple(parts)
 
 
-# --- Decodes --------------------------------------------------------------------------------------------------------
-
-
-def decode_groups(
-    meta: AttentionMetadata, lens: list[int], kv: LayerKV, window: int | None, dtype: torch.dtype
-) -> list[DecodeGroup]:
-    """The step's decodes, in groups that padding makes little dearer. Blocks before the window are not gathered."""
-    _, num_kv_heads, block_size, _ = kv.k.shape
-    count, block_bytes = meta.num_decodes, kv.k[0].nbytes
-    firsts = [0 if window is None else max(0, length - window) // block_size for length in lens[:count]]
-    needed = [max(1, -(-length // block_size) - first) for length, first in zip(lens, firsts, strict=False)]
-    groups = []
-    for rows in _alike(needed, MAX_TEMPORARY_BYTES // block_bytes):
-        n = max(needed[i] for i in rows)
-        index = torch.tensor(rows)
-        group_lens = meta.seq_lens[index][:, None]
-        first = torch.tensor([firsts[i] for i in rows])[:, None]
-        # What a shorter sequence has beyond its end is masked, so any block will do there.
-        columns = (first + torch.arange(n)).clamp(max=meta.block_table.shape[1] - 1)
-        blocks = meta.block_table[index].gather(1, columns).long()
-        at = first * block_size + torch.arange(n * block_size)
-        seen = at < group_lens
-        if window is not None:
-            seen &= at >= group_lens - window
-        groups.append(
-            DecodeGroup(
-                rows=None if len(rows) == len(lens) else index,
-                lens=group_lens,
-                num_blocks=n,
-                blocks=(blocks[:, None] * num_kv_heads + torch.arange(num_kv_heads)[None, :, None]).flatten(),
-                at=at,
-                mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)[:, None, None],
-                any_empty=any(lens[i] == 0 for i in rows),
-            )
-        )
-    return groups
-
-
-def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
-    """Sequences grouped by the blocks they need: all together if padding them to the longest costs little, else so that
-    none is padded to more than twice its own; and no group of several with more than `max_blocks`."""
-    groups: dict[int, list[int]] = {}
-    even = max(needed, default=0) * len(needed) <= 1.5 * sum(needed) + 8 * len(needed)
-    for i, count in enumerate(needed):
-        groups.setdefault(0 if even else (count - 1).bit_length(), []).append(i)
-    cut = []
-    for rows in groups.values():
-        size = max(1, max_blocks // max(needed[i] for i in rows))
-        cut += [rows[i : i + size] for i in range(0, len(rows), size)]
-    return cut
-
-
-def _decode(
-    q: Tensor, kv: LayerKV, group: DecodeGroup, scale: float, softcap: float | None, alibi_slopes: Tensor | None
-) -> Tensor:
-    """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads, size = kv.k.shape[1:3]
-    # One gather lays a head's blocks end to end; the query heads of a kv head are rows of one product.
-    shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
-    keys, values = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in (kv.k, kv.v))
-    rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
-    if softcap is None and alibi_slopes is None:
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
-    else:
-        scores = rows.float() @ keys.float().transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if alibi_slopes is not None:
-            distance = (group.lens - 1 - group.at)[:, None, None]
-            scores = scores - alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
-        out = ((scores + group.mask).softmax(dim=-1) @ values.float()).to(q.dtype)
-    out = out.reshape(num_seqs, num_heads, head_dim)
-    return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
-
-
-# --- Prefill --------------------------------------------------------------------------------------------------------
-
-
-def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> None:
-    """q [n, H, D] at the end of keys, values [K, L, D]; writes into `out`."""
-    num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, length, _ = keys.shape
-    group = num_heads // num_kv_heads
-    if num_queries == length and (window is None or window >= length):
-        if group > 1:
-            keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=scale
-        )
-        out.copy_(mixed[0].transpose(0, 1))
-        return
-    step = max(1, MAX_TEMPORARY_BYTES // (length * group * q.element_size()))
-    if window is not None:  # longer pieces would read far more than the window
-        step = min(step, max(window, 64))
-    for begin in range(0, num_queries, step):
-        end = min(begin + step, num_queries)
-        first, last = length - num_queries + begin, length - num_queries + end  # positions of these queries
-        low = 0 if window is None else max(0, first - window + 1)
-        at, key_at = torch.arange(first, last)[:, None], torch.arange(low, last)[None, :]
-        hidden = key_at > at
-        if window is not None:
-            hidden |= key_at <= at - window
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf).repeat(group, 1)
-        # The query heads of a kv head are rows of one problem: [K, group · n, D].
-        rows = q[begin:end].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-        mixed = F.scaled_dot_product_attention(
-            rows[None], keys[None, :, low:last], values[None, :, low:last], attn_mask=mask, scale=scale
-        )[0]
-        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _tiled(
-    out: Tensor,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-) -> None:
-    """The reference's attention, a few queries at a time, so that the scores stay small."""
-    num_queries, num_heads, _ = q.shape
-    length = keys.shape[1]
-    step = max(1, MAX_TEMPORARY_BYTES // (length * num_heads * 4))
-    for begin in range(0, num_queries, step):
-        end = min(begin + step, num_queries)
-        last = length - num_queries + end
-        out[begin:end] = attend(q[begin:end], keys[:, :last], values[:, :last], scale, window, softcap, alibi_slopes)
-
-
-# --- Sampling -------------------------------------------------------------------------------------------------------
-
-
-def argmax(x: Tensor) -> Tensor:
-    """The first largest of each row [S, V]. torch's maximum is fast, its argmax is not: find the chunk, then look."""
-    chunks = _chunks(x, 256)
-    at = chunks.amax(dim=-1).argmax(dim=-1)
-    return at * chunks.shape[-1] + _pick(chunks, at).argmax(dim=-1)
-
-
-def largest(x: Tensor, k: int) -> Tensor:
-    """The k largest of each row [S, V], descending. They are in the k chunks with the largest maxima."""
-    chunks = _chunks(x, math.isqrt(x.shape[-1] // k))
-    if chunks.shape[-1] < 4:
-        return x.topk(k, dim=-1).values
-    found = chunks.amax(dim=-1).topk(k, dim=-1).indices
-    return chunks.gather(1, found[:, :, None].expand(-1, -1, chunks.shape[-1])).flatten(1).topk(k, dim=-1).values
-
-
-def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """`reference.draw`: first the chunk in which the running sum exceeds u · total, then the token."""
-    chunks = _chunks(weights, 256)
-    running = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = u.double()[:, None] * running[:, -1:]
-    at = torch.searchsorted(running, target, right=True).clamp(max=chunks.shape[1] - 1)
-    before = torch.where(at > 0, running.gather(1, (at - 1).clamp(min=0)), 0.0)
-    return at[:, 0] * chunks.shape[-1] + first_beyond(_pick(chunks, at[:, 0]), target - before)
-
-
-def _least_of_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """The k-th largest logit of each row [S, 1]; −inf for rows without top_k."""
-    limited = (top_k > 0) & (top_k < logits.shape[-1])
-    if not bool(limited.any()):
-        return logits.new_full((len(logits), 1), -math.inf)
-    k = torch.where(limited, top_k, 1).long()
-    least = largest(logits, int(k.max())).gather(1, k[:, None] - 1)
-    return torch.where(limited[:, None], least, -math.inf)
-
-
-def _least_of_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """`reference.nucleus`, looking at more of a row's tokens only while they do not make up top_p."""
-    vocab = probs.shape[-1]
-    least = probs.new_zeros(len(probs), 1)
-    pending = (top_p < 1.0).nonzero()[:, 0]
-    for count in (*(c for c in NUCLEUS_STEPS if c < vocab), vocab):
-        if not len(pending):
-            break
-        rows, wanted = probs[pending], top_p[pending]
-        ordered = largest(rows, count)
-        done = ordered.sum(-1, dtype=torch.float64) >= wanted * rows.sum(-1, dtype=torch.float64)
-        done |= torch.tensor(count == vocab)
-        least[pending[done]] = nucleus(ordered[done], rows[done], wanted[done])
-        pending = pending[~done]
-    return least
-
-
-def _chunks(x: Tensor, at_most: int) -> Tensor:
-    """[S, V] → [S, V / width, width] with the largest width up to `at_most` that divides V."""
-    width = next(w for w in range(max(1, at_most), 0, -1) if x.shape[-1] % w == 0)
-    return x.reshape(len(x), -1, width)
-
-
-def _pick(chunks: Tensor, at: Tensor) -> Tensor:
-    """Chunk at[s] of each row: [S, width]."""
-    return chunks[torch.arange(len(chunks)), at]
+def _wide(x: Tensor) -> Tensor:
+    """Float32 with rows that lie together."""
+    x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,8 +1,9 @@
 """The op set: what a model is computed with, and the one place that chooses an implementation.
 
-`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the torch ops that are fast
-on a CPU, `triton/` the GPU's. The decoder is handed an `OpSet` and never asks which. Shapes: T tokens in the step,
-S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F feed-forward size.
+`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the C++ kernels of a CPU,
+`cpu_torch.py` the torch ops that are fast there where those are not built, `triton/` the GPU's. The decoder is handed an
+`OpSet` and never asks which. Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V
+vocabulary, E hidden size, F feed-forward size.
 
 A step is *ragged*: the tokens of all sequences stand one after another, sequence i at
 query_start_loc[i] : query_start_loc[i + 1]. Its keys and values are written to the cache first, then attention reads
@@ -15,6 +16,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -132,6 +135,28 @@ class GroupedLinear(Linear):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i,
+    or start + order[i]."""
+
+    type: str
+    blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
+    start: int
+    order: Tensor | None = None  # int32 [rows]
+
+    @property
+    def rows(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLinear(Linear):
+    """A weight in GGUF's own precision, for op sets that say so (`block_types`). `weight` is on the meta device."""
+
+    pieces: tuple[BlockRows, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTensors:
     """How to sample S rows of logits. Flags let an op skip what no row asks for.
 
@@ -163,6 +188,12 @@ class OpSet(ABC):
     """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
 
     name: str
+    block_types: frozenset[str] = frozenset()
+    """GGUF's types that `adopt_linear` takes as they are."""
+
+    def describe(self) -> str:
+        """For a person."""
+        return self.name
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         """Whether values of a cache of that type are best kept `by_dim`; otherwise as the keys are."""
@@ -176,6 +207,11 @@ class OpSet(ABC):
     def adopt_linear(self, w: Linear) -> Linear:
         """A weight that a checkpoint holds rounded already, for this op set's `linear`."""
         return w
+
+    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
+        """The table that `embed` reads, or that a compiled step does. With `tied`, the output head that was made of it, that
+        may be the head itself."""
+        return table
 
     def adopt_experts(self, w: Linear) -> Linear:
         """`adopt_linear` for the weights of all experts."""
@@ -309,16 +345,18 @@ def select_ops(
     implementation: str = "auto",
     tiles: TileTable = NO_TILES,
     *,
+    num_threads: int = 1,
     deterministic: bool = False,
     dense_copies: bool = False,
 ) -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu or triton; one that can't run there raises. `tiles`
-    are for triton, and so are `deterministic` (the result for a token depends on nothing but the tokens before it) and
-    `dense_copies` (4-bit weights are kept dense as well)."""
+    """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
+    CPU auto is cpu, the C++ kernels with `num_threads`, or torch where they are not built (`slipstream doctor` says so).
+    `tiles` are for triton, and so are `deterministic` (the result for a token depends on nothing but the tokens before it)
+    and `dense_copies` (4-bit weights are kept dense as well)."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu"
+        implementation = "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
     if deterministic and implementation != "triton":
         raise ConfigError("deterministic=True needs a GPU and its kernels ('triton'); leave it out", field="deterministic")
     if implementation == "reference":
@@ -326,7 +364,11 @@ def select_ops(
 
         return ReferenceOps()
     if implementation == "cpu" and device.type == "cpu":
-        from slipstream.kernels.cpu import CpuOps
+        from slipstream.kernels.cpu import NativeOps
+
+        return NativeOps(num_threads)
+    if implementation == "torch" and device.type == "cpu":
+        from slipstream.kernels.cpu_torch import CpuOps
 
         return CpuOps()
     if implementation == "triton" and device.type == "cuda":
@@ -336,3 +378,10 @@ def select_ops(
     raise ConfigError(
         f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
     )
+
+
+def has_cpu_kernels() -> bool:
+    """Whether the C++ kernels are built."""
+    from slipstream.kernels.native import library_path
+
+    return library_path() is not None

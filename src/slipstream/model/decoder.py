@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
+from slipstream.model.compiled import compile_step
 from slipstream.model.positions import alibi_slopes, rope_table
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import (
@@ -212,7 +214,8 @@ class Decoder:
         rounded = rounded or {}
         self.spec = spec
         self.ops = ops
-        self.embed = parameters.pop("embed.weight")
+        held = rounded.get("embed.weight")
+        table: Tensor | Linear = parameters.pop("embed.weight") if held is None else held
         self.positions = parameters.pop("positions.weight", None)
         self.embed_in, self.embed_out = (
             None if spec.embed_size is None else _linear(name, parameters, ops, None, rounded)
@@ -220,10 +223,13 @@ class Decoder:
         )
         self.embed_norm = None if spec.embed_norm is None else _norm(spec.embed_norm, "embed_norm", parameters)
         self.final_norm = None if spec.final_norm is None else _norm(spec.final_norm, "final_norm", parameters)
-        if spec.tied_embeddings:
-            parameters["head.weight"] = self.embed
+        if spec.tied_embeddings and isinstance(table, Linear):
+            rounded = {**rounded, "head.weight": table}
+        elif spec.tied_embeddings:
+            parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
-        device = self.embed.device
+        self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
+        device = torch.device("cpu") if isinstance(table, Linear) else table.device
         tables: dict[RopeSpec, Tensor] = {}
 
         def attention(s: AttentionSpec, name: str) -> Attention:
@@ -267,9 +273,12 @@ class Decoder:
 
         self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
         assert not parameters, f"unused: {list(parameters)}"
+        self._compiled = compile_step(self)
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
+        if self._compiled is not None:
+            return self._compiled(token_ids, kv, meta)
         h = self.embedded(token_ids, meta)
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
@@ -290,10 +299,13 @@ class Decoder:
         return _sum(h, residual) if self.final_norm is None else self.final_norm(self.ops, h, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V], in the model's type."""
-        if self.embed_out is not None:
-            hidden = self.ops.linear(hidden, self.embed_out)
-        logits = _scaled(self.ops.linear(hidden, self.head), self.spec.logit_scale)
+        """[N, E] → [N, V], in the model's type, or in float32 if the step is compiled."""
+        if self._compiled is not None:
+            logits = _scaled(self._compiled.head(hidden), self.spec.logit_scale)
+        else:
+            if self.embed_out is not None:
+                hidden = self.ops.linear(hidden, self.embed_out)
+            logits = _scaled(self.ops.linear(hidden, self.head), self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
 

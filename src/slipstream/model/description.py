@@ -11,9 +11,19 @@ from typing import Any, Literal
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
+from slipstream.model.gguf import GGUFFile
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
-from slipstream.model.scheme import InputFormat
+from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
 from slipstream.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """One of a GGUF file's types: how many values it holds there, in how many bytes."""
+
+    name: str
+    num_values: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
+    stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
 
     @property
     def scheme(self) -> str | None:
@@ -39,6 +50,12 @@ class ModelDescription:
     def kv_cache(self) -> InputFormat | None:
         """The checkpoint has scales for a cache of this form."""
         return self.quantization.kv_cache if self.quantization is not None else None
+
+    def bytes_on_cpu(self, dtype_bytes: int) -> int | None:
+        """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
+        if not self.stored:
+            return None
+        return sum(t.num_bytes if t.name in CPU_BLOCK_TYPES else t.num_values * dtype_bytes for t in self.stored)
 
 
 def read_spec(path: Path) -> ModelDescription:
@@ -90,8 +107,6 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _read_gguf(path: Path) -> ModelDescription:
-    from slipstream.model.gguf import GGUFFile
-
     file = GGUFFile(path)
     architecture = file.metadata.get("general.architecture")
     family = find_gguf_family(architecture)
@@ -117,7 +132,17 @@ def _read_gguf(path: Path) -> ModelDescription:
         dtype="bfloat16",
         eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        stored=_stored(file),
     )
+
+
+def _stored(file: GGUFFile) -> tuple[StoredType, ...]:
+    found: dict[str, list[int]] = {}
+    for tensor in file.tensors.values():
+        counts = found.setdefault(tensor.type, [0, 0])
+        counts[0] += tensor.numel
+        counts[1] += tensor.nbytes
+    return tuple(sorted((StoredType(name, *counts) for name, counts in found.items()), key=lambda t: -t.num_bytes))
 
 
 def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:

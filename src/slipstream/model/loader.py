@@ -13,6 +13,8 @@ from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
+from slipstream.model.gguf import GGUFFile
+from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES, Scheme
 from slipstream.model.spec import ModelSpec
@@ -46,7 +48,8 @@ def load_model(
     scheme: Scheme | None = None,
 ) -> LoadedModel:
     """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
-    products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded."""
+    products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded. A GGUF file's
+    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first."""
     description = read_spec(path)
     if description.scheme is not None:
         scheme = SCHEMES[description.scheme]
@@ -58,14 +61,18 @@ def load_model(
         check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
-            rounded = cache_scales = None
+            rounded: RoundedWeights | BlockWeights | None = None
+            cache_scales = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                stored = description.quantization
+                stored, shapes = description.quantization, parameters(description.spec)
                 if stored is not None and stored.scheme is not None:
-                    held, shapes = SCHEMES[stored.scheme], parameters(description.spec)
+                    held = SCHEMES[stored.scheme]
                     rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                elif description.family.gguf is not None and description.format == "gguf" and scheme is None:
+                    names = description.family.gguf.names(description.spec)
+                    rounded = BlockWeights(GGUFFile(description.path), names, shapes, ops.block_types, dtype)
                 if stored is not None and stored.kv_cache is not None:
                     cache_scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
                 values = load_parameters(

@@ -53,3 +53,6 @@ SCHEMES: dict[str, Scheme] = {
     "int4-g32": Scheme("int4", 4, None, group_size=32),
 }
 """What `quantization=` takes."""
+
+CPU_BLOCK_TYPES = frozenset(("Q8_0", "Q4_0", "Q4_1"))
+"""GGUF's types that a CPU's kernels use as they are; others are dequantised to the model's type."""

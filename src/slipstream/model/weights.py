@@ -18,6 +18,7 @@ from slipstream.errors import CheckpointError
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
+from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
@@ -29,7 +30,7 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rounded: RoundedWeights | None = None,
+    rounded: RoundedWeights | BlockWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> dict[str, Tensor]:
     """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.

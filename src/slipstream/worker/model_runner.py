@@ -97,6 +97,7 @@ class ModelRunner:
             self.device,
             config.device.kernels,
             tiles,
+            num_threads=config.device.num_threads,
             deterministic=config.device.deterministic,
             dense_copies=config.device.dense_copies,
         )

@@ -1,0 +1,83 @@
+// The C interface's remaining functions: instruction sets, weights, buffers, running. (Operators are added in program.cpp.)
+#include "pack.h"
+#include "program.h"
+
+namespace {
+
+struct Set {
+    const Kernels* (*kernels)();
+    bool (*usable)();
+};
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avxvnni();
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+const Set sets[] = {
+    {kernels_portable, always},
+#if defined(__x86_64__)
+    {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni}, {kernels_avx512, has_avx512},
+    {kernels_avx512vnni, has_vnni}, {kernels_avx512bf16, has_bf16},
+#endif
+};
+
+}  // namespace
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+namespace {
+bool has_avxvnni() {
+    unsigned a = 0, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+}  // namespace
+#endif
+
+int32_t ss_abi(void) { return SS_ABI; }
+int32_t ss_num_isas(void) { return (int32_t)(sizeof sets / sizeof *sets); }
+const char* ss_isa_name(int32_t isa) { return sets[isa].kernels()->name; }
+int32_t ss_isa_usable(int32_t isa) { return sets[isa].usable(); }
+
+ss_engine* ss_engine_create(int32_t num_threads, int32_t isa) { return (ss_engine*)new Engine(num_threads, sets[isa].kernels()); }
+void ss_engine_destroy(ss_engine* engine) { delete (Engine*)engine; }
+
+int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner) { return Layout(kind, rows, inner).bytes; }
+void ss_pack_dense(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16, int64_t stride,
+                   int64_t count, int64_t row0, const int32_t* to) {
+    pack_dense(kind, rows, inner, (uint8_t*)packed, values, bf16, stride, count, row0, to);
+}
+void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_t* codes, const float* scales, int64_t count, int64_t row0,
+                   const int32_t* to) {
+    pack_codes(rows, inner, (uint8_t*)packed, codes, scales, count, row0, to);
+}
+void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
+                    const int32_t* to) {
+    pack_blocks(kind, rows, inner, (uint8_t*)packed, (const uint8_t*)blocks, count, row0, to);
+}
+void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i++) unpack_row(kind, rows, inner, (const uint8_t*)packed, which[i], out + i * inner);
+}
+
+int64_t ss_form_bytes(int32_t form, int64_t size) { return form_bytes(form, size); }
+
+ss_program* ss_program_create(ss_engine* engine) { return (ss_program*)new Program(*(Engine*)engine); }
+void ss_program_destroy(ss_program* program) { delete (Program*)program; }
+int32_t ss_buffer(ss_program* program, int64_t row_bytes) { return ((Program*)program)->add_buffer(row_bytes); }
+void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes) {
+    ((Program*)program)->bind(buffer, data, row_bytes);
+}
+void ss_run(ss_program* program, const ss_step* step) {
+    if (step->num_tokens > 0) ((Program*)program)->run_step(*step);
+}
+int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity) {
+    return ((Program*)program)->profile(clock, ns, capacity);
+}

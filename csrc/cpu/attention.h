@@ -1,0 +1,400 @@
+// Attention over the paged cache, read in place. Two shapes: `decode` is one token of one sequence over a range of its keys, for
+// the query heads of one kv head; `prefill` is a tile of tokens over all that they see. Keys pass in tiles of 64 with a running
+// softmax (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
+//
+// An 8-bit cache's scales never touch its numbers: the keys' goes into the scores' scale, the values' into the result.
+#pragma once
+#include <string.h>
+
+#include "emit.h"
+#include "kernels.h"
+
+namespace ISA {
+
+constexpr int64_t KT = KEY_TILE;
+
+static inline int64_t element_bytes(int32_t cache) { return cache == CACHE_F32 ? 4 : cache == CACHE_BF16 ? 2 : 1; }
+
+template <int CACHE>
+static inline F load_kv(const uint8_t* p, int64_t i) {
+    return CACHE == CACHE_F32 ? load((const float*)p + i) : CACHE == CACHE_BF16 ? load_bf16((const uint16_t*)p + i) : load_i8((const int8_t*)p + i);
+}
+
+static inline float scalar_kv(int32_t cache, const uint8_t* p, int64_t i) {
+    if (cache == CACHE_F32) return ((const float*)p)[i];
+    if (cache == CACHE_I8) return ((const int8_t*)p)[i];
+    const uint32_t bits = (uint32_t)((const uint16_t*)p)[i] << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Where keys key0 … key0 + n of a sequence stand, as offsets in bytes of the cache.
+static inline void find_keys(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t key0, int64_t n, int64_t* at) {
+    const int64_t bytes = a.head_dim * element_bytes(a.cache), size = a.block_size;
+    int64_t block = key0 / size, offset = key0 - block * size;
+    const int32_t* table = a.block_table + seq * a.table_stride;
+    for (int64_t j = 0; j < n; block++, offset = 0) {
+        const int64_t first = (table[block] * a.num_kv_heads + kv_head) * size;
+        for (; offset < size && j < n; offset++, j++) at[j] = (first + offset) * bytes;
+    }
+}
+
+struct Running {  // softmax so far: the sum stays in lanes until the end
+    float top;
+    F sum;
+};
+
+// scores[0 … 63] of keys key0 … for a query at `position`: cap, slope, mask, then the running softmax. What is left in `scores`
+// are weights relative to the new maximum. Returns what the values mixed before are worth now.
+static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, float slope, Running* p) {
+    int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = position + 1 - key0;
+    low = low < 0 ? 0 : low;
+    high = high > n ? n : high;
+    if (low >= high) {
+        memset(scores, 0, KT * 4);
+        return 1.0f;
+    }
+    if (a.softcap > 0.0f)
+        for (int64_t j = 0; j < KT; j += 16)
+            store(scores + j, vtanh(load(scores + j) * set1(1.0f / a.softcap)) * set1(a.softcap));
+    if (a.slopes)
+        for (int64_t j = 0; j < KT; j++) scores[j] += slope * (float)(key0 + j - position);
+    const bool masked = low > 0 || high < KT;
+    if (masked) {
+        for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
+        for (int64_t j = high; j < KT; j++) scores[j] = -INFINITY;
+    }
+    F x[KT / 16];
+    for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
+    const float most = top(vmax(vmax(x[0], x[1]), vmax(x[2], x[3]))), before = p->top;
+    const float now = most > before ? most : before;
+    float scale = 1.0f;
+    if (now > before) {
+        float t[16];
+        store(t, vexp(set1(before - now)));
+        scale = before == -INFINITY ? 0.0f : t[0];
+        p->top = now;
+        p->sum = p->sum * set1(scale);
+    }
+    for (int64_t j = 0; j < KT / 16; j++) x[j] = vexp(x[j] - set1(now));
+    for (int64_t j = 0; j < KT / 16; j++) store(scores + 16 * j, x[j]);
+    if (masked) {  // exp of what is hidden is small, not 0: it is cut off at e⁻⁸⁷
+        for (int64_t j = 0; j < low; j++) scores[j] = 0.0f;
+        for (int64_t j = high; j < KT; j++) scores[j] = 0.0f;
+        for (int64_t j = 0; j < KT / 16; j++) x[j] = load(scores + 16 * j);
+    }
+    p->sum = p->sum + ((x[0] + x[1]) + (x[2] + x[3]));
+    return scale;
+}
+
+// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile's keys
+// are read, its values are asked for, and while those are, the next keys, one at a time: all at once they would fill the queue that
+// the reads need.
+struct Ahead {
+    const int64_t* at;
+    int64_t n, bytes;
+    inline void fetch(const uint8_t* cache, int64_t j) const {
+        if (j < n)
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(cache + at[j] + i);
+    }
+};
+
+// --- One token --------------------------------------------------------------------------------------------------------
+
+template <int CACHE, int ND>  // ND vectors a head, or any number if 0
+static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t heads, const int64_t* at, int64_t n, Ahead ahead,
+                                 float* scores) {
+    const int64_t nd = ND ? ND : a.head_dim / 16;
+    F part[16];
+    for (int64_t h = 0; h < heads; h++) {
+        const float* qh = q + h * a.head_dim;
+        for (int64_t j0 = 0; j0 < n; j0 += 16) {
+            const int64_t m = n - j0 < 16 ? n - j0 : 16;
+            for (int64_t j = 0; j < m; j++) {
+                const uint8_t* key = a.k + at[j0 + j];
+                if (h == 0) ahead.fetch(a.v, j0 + j);
+                F s = load(qh) * load_kv<CACHE>(key, 0);
+                for (int64_t d = 1; d < nd; d++) s = fma(load(qh + 16 * d), load_kv<CACHE>(key, 16 * d), s);
+                part[j] = s;
+            }
+            for (int64_t j = m; j < 16; j++) part[j] = zero();
+            store(scores + h * KT + j0, sums16(part));
+        }
+    }
+}
+
+// The same with bfloat16 pairs: queries are rounded, nothing else.
+template <int ND>
+static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q, int64_t heads, const int64_t* at, int64_t n,
+                                       Ahead ahead, float* scores) {
+    const int64_t nd = ND ? ND / 2 : a.head_dim / 32;
+    F part[16];
+    for (int64_t h = 0; h < heads; h++) {
+        const uint8_t* qh = (const uint8_t*)(q + h * a.head_dim);
+        B own[ND ? ND / 2 : 1];
+        for (int64_t d = 0; d < ND / 2; d++) own[d] = load_b(qh + 64 * d);
+        for (int64_t j0 = 0; j0 < n; j0 += 16) {
+            const int64_t m = n - j0 < 16 ? n - j0 : 16;
+            for (int64_t j = 0; j < m; j++) {
+                const uint8_t* key = a.k + at[j0 + j];
+                if (h == 0) ahead.fetch(a.v, j0 + j);
+                F s = zero();
+                for (int64_t d = 0; d < nd; d++) s = dot_pairs(s, load_b(key + 64 * d), ND ? own[d] : load_b(qh + 64 * d));
+                part[j] = s;
+            }
+            for (int64_t j = m; j < 16; j++) part[j] = zero();
+            store(scores + h * KT + j0, sums16(part));
+        }
+    }
+}
+
+template <int CACHE, int NH, int NV>
+static inline void decode_mix(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
+                              Ahead ahead, int64_t d0, float* mixed) {
+    F acc[NH][NV];
+    for (int h = 0; h < NH; h++)
+        for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
+    for (int64_t j = 0; j < n; j++) {
+        const uint8_t* value = a.v + at[j];
+        ahead.fetch(a.k, j);
+        F x[NV];
+        for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
+        for (int h = 0; h < NH; h++) {
+            const F w = set1(weights[h * KT + j]);
+            for (int v = 0; v < NV; v++) acc[h][v] = fma(w, x[v], acc[h][v]);
+        }
+    }
+    for (int h = 0; h < NH; h++)
+        for (int v = 0; v < NV; v++) store(mixed + h * a.head_dim + d0 + 16 * v, acc[h][v]);
+}
+
+template <int CACHE, int NH>
+static inline void decode_mix_heads(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
+                                    Ahead ahead, float* mixed) {
+    int64_t d = 0;
+    for (; d + 64 <= a.head_dim; d += 64, ahead.n = 0) decode_mix<CACHE, NH, 4>(a, weights, scales, at, n, ahead, d, mixed);
+    for (; d < a.head_dim; d += 16, ahead.n = 0) decode_mix<CACHE, NH, 1>(a, weights, scales, at, n, ahead, d, mixed);
+}
+
+template <int CACHE>
+static void decode_cache(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
+                         float* scratch) {
+    const int64_t seq = range.seq, kv_head = range.kv_head, key0 = range.begin, key1 = range.end;
+    const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, position = a.seq_lens[seq] - 1;
+    const float* q0 = a.qkv + a.query_start_loc[seq] * a.qkv_stride + kv_head * heads * d;
+    const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
+    float *q = scratch, *scores = q + heads * d, *scales = scores + heads * KT;
+    uint16_t* pairs = (uint16_t*)(scales + round_up(heads, 16));
+    const bool use_pairs = CACHE == CACHE_BF16 && kHasBf16 && d % 32 == 0;
+    Running* running = (Running*)((char*)scratch + round_up((char*)(pairs + heads * d) - (char*)scratch, 64));
+    int64_t places[2][KT], *at = places[0], *next = places[1];
+    for (int64_t i = 0; i < heads * d; i += 16) {
+        store(q + i, load(q0 + i) * set1(scale));
+        if (use_pairs) store_bf16(pairs + i, load(q + i));
+        store(mixed + i, zero());
+    }
+    for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
+    find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
+    for (int64_t key = key0; key < key1; key += KT) {
+        const int64_t n = key1 - key < KT ? key1 - key : KT, after = key1 - key - n < KT ? key1 - key - n : KT;
+        int64_t* known = next;
+        next = at, at = known;
+        Ahead values{at, n, d * element_bytes(CACHE)}, ahead{next, after, values.bytes};
+        if (after > 0) {
+            find_keys(a, seq, kv_head, key + n, after, next);
+        } else if (then) {  // what this thread does next
+            ahead.n = then->end - then->begin < KT ? then->end - then->begin : KT;
+            find_keys(a, then->seq, then->kv_head, then->begin, ahead.n, next);
+        }
+        if (use_pairs) {
+            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, values, scores);
+            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, values, scores);
+            else decode_scores_pairs<0>(a, pairs, heads, at, n, values, scores);
+        } else {
+            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, values, scores);
+            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, values, scores);
+            else decode_scores<CACHE, 0>(a, q, heads, at, n, values, scores);
+        }
+        for (int64_t h = 0; h < heads; h++) {
+            const float slope = a.slopes ? a.slopes[kv_head * heads + h] : 0.0f;
+            scales[h] = soften(a, scores + h * KT, key, n, position, slope, running + h);
+        }
+        for (int64_t h = 0; h < heads; ahead.n = 0) {
+            float *w = scores + h * KT, *to = mixed + h * d;
+            if (heads - h >= 4) decode_mix_heads<CACHE, 4>(a, w, scales + h, at, n, ahead, to), h += 4;
+            else if (heads - h == 3) decode_mix_heads<CACHE, 3>(a, w, scales + h, at, n, ahead, to), h += 3;
+            else if (heads - h == 2) decode_mix_heads<CACHE, 2>(a, w, scales + h, at, n, ahead, to), h += 2;
+            else decode_mix_heads<CACHE, 1>(a, w, scales + h, at, n, ahead, to), h += 1;
+        }
+    }
+    for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
+    if (a.v_scale)
+        for (int64_t i = 0; i < heads * d; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
+}
+
+// mixed [heads of this kv head, D] is a sum of values times weights, to be divided by part[h].sum. head_dim: a multiple of 16.
+static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
+                   float* scratch) {
+    if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
+    else if (a.cache == CACHE_BF16) decode_cache<CACHE_BF16>(a, range, then, part, mixed, scratch);
+    else decode_cache<CACHE_I8>(a, range, then, part, mixed, scratch);
+}
+
+static int64_t decode_scratch(const AttentionArgs& a) {
+    const int64_t heads = a.num_heads / a.num_kv_heads;
+    return heads * (2 * a.head_dim + KT + (int64_t)sizeof(Running) / 4) + round_up(heads, 16) + 64;
+}
+
+// --- Many tokens ------------------------------------------------------------------------------------------------------
+
+// A tile of keys as rows of dimensions, [D][64], and of values as rows of keys, [64][D]. PAIRS: in bfloat16, two dimensions
+// (two keys) side by side in 32 bits.
+template <bool PAIRS>
+static inline void pack_keys(const AttentionArgs& a, const int64_t* at, int64_t n, int64_t dp, float* keys, float* values) {
+    const int64_t d = a.head_dim;
+    if (!PAIRS) {
+        for (int64_t j = 0; j < KT; j++) {
+            for (int64_t i = 0; i < dp; i++) keys[i * KT + j] = j < n && i < d ? scalar_kv(a.cache, a.k + at[j], i) : 0.0f;
+            for (int64_t i = 0; i < dp; i++) values[j * dp + i] = j < n && i < d ? scalar_kv(a.cache, a.v + at[j], i) : 0.0f;
+        }
+        return;
+    }
+    uint32_t *k = (uint32_t*)keys, *v = (uint32_t*)values;
+    alignas(64) uint16_t rows[2][512];
+    for (int64_t j = 0; j < KT; j += 2) {
+        for (int which = 0; which < 2; which++) {
+            const uint8_t* cache = which ? a.v : a.k;
+            for (int64_t r = 0; r < 2; r++) {
+                if (j + r >= n) memset(rows[r], 0, 2 * dp);
+                else if (a.cache == CACHE_BF16) {
+                    memcpy(rows[r], cache + at[j + r], 2 * d);
+                    memset(rows[r] + d, 0, 2 * (dp - d));
+                } else {
+                    float t[512];
+                    for (int64_t i = 0; i < dp; i++) t[i] = i < d ? scalar_kv(a.cache, cache + at[j + r], i) : 0.0f;
+                    for (int64_t i = 0; i < dp; i += 16) store_bf16(rows[r] + i, load(t + i));
+                }
+            }
+            if (which) {
+                for (int64_t i = 0; i < dp; i++) v[j / 2 * dp + i] = rows[0][i] | (uint32_t)rows[1][i] << 16;
+            } else {
+                for (int64_t i = 0; i < dp / 2; i++) {
+                    k[i * KT + j] = rows[0][2 * i] | (uint32_t)rows[0][2 * i + 1] << 16;
+                    k[i * KT + j + 1] = rows[1][2 * i] | (uint32_t)rows[1][2 * i + 1] << 16;
+                }
+            }
+        }
+    }
+}
+
+// out[r][0 … NV · 16) (+)= Σ_i x[r][i] · m[i][…], for R rows. With PAIRS i counts pairs.
+template <bool PAIRS, int R, int NV>
+static inline void small_product(const float* x, int64_t x_stride, const float* m, int64_t m_stride, int64_t steps,
+                                 const float* scales, float* out, int64_t out_stride) {
+    F acc[R][NV];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < NV; v++) acc[r][v] = scales ? load(out + r * out_stride + 16 * v) * set1(scales[r]) : zero();
+    for (int64_t i = 0; i < steps; i++) {
+        if (PAIRS) {
+            B w[NV];
+            for (int v = 0; v < NV; v++) w[v] = load_b((const uint8_t*)(m + i * m_stride + 16 * v));
+            for (int r = 0; r < R; r++) {
+                uint32_t pair;
+                memcpy(&pair, x + r * x_stride + i, 4);
+                for (int v = 0; v < NV; v++) acc[r][v] = dot_bf16(acc[r][v], w[v], pair);
+            }
+        } else {
+            F w[NV];
+            for (int v = 0; v < NV; v++) w[v] = load(m + i * m_stride + 16 * v);
+            for (int r = 0; r < R; r++) {
+                const F s = set1(x[r * x_stride + i]);
+                for (int v = 0; v < NV; v++) acc[r][v] = fma(s, w[v], acc[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < NV; v++) store(out + r * out_stride + 16 * v, acc[r][v]);
+}
+
+template <bool PAIRS, int R>
+static inline void product_rows(const float* x, int64_t xs, const float* m, int64_t ms, int64_t steps, const float* scales,
+                                float* out, int64_t os, int64_t columns) {
+    constexpr int NV = kFullTiles ? 4 : 2;
+    int64_t c = 0;
+    for (; c + 16 * NV <= columns; c += 16 * NV)
+        small_product<PAIRS, R, NV>(x, xs, m + c, ms, steps, scales, out + c, os);
+    for (; c < columns; c += 16) small_product<PAIRS, R, 1>(x, xs, m + c, ms, steps, scales, out + c, os);
+}
+
+constexpr int64_t ROWS = kFullTiles ? 6 : 2;
+
+template <bool PAIRS>
+static inline void product(const float* x, int64_t xs, const float* m, int64_t ms, int64_t steps, const float* scales, float* out,
+                           int64_t os, int64_t columns, int64_t rows) {
+    if (rows == ROWS) return product_rows<PAIRS, ROWS>(x, xs, m, ms, steps, scales, out, os, columns);
+    for (int64_t r = 0; r < rows; r++)
+        product_rows<PAIRS, 1>(x + r * xs, xs, m, ms, steps, scales ? scales + r : scales, out + r * os, os, columns);
+}
+
+template <bool PAIRS>
+static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
+    const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, dp = round_up(d, 16);
+    const int64_t rows = (token1 - token0) * heads;
+    const int64_t first = a.seq_lens[seq] - a.query_start_loc[seq + 1];  // position of token t: first + t
+    const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
+    const int64_t qs = PAIRS ? dp / 2 : dp;  // floats a row
+    float *q = scratch, *mixed = q + rows * dp, *keys = mixed + rows * dp, *values = keys + KT * dp;
+    float *scores = values + KT * dp, *weights = scores + ROWS * KT;
+    Running* running = (Running*)((char*)scratch + round_up((char*)(weights + ROWS * KT) - (char*)scratch, 64));
+    int64_t at[KT];
+    for (int64_t r = 0; r < rows; r++) {
+        const float* from = a.qkv + (token0 + r / heads) * a.qkv_stride + (kv_head * heads + r % heads) * d;
+        for (int64_t i = 0; i < dp; i += 16) {
+            const F v = load_n(from + i, (int)(d - i < 16 ? d - i : 16)) * set1(scale);
+            if (PAIRS) store_bf16((uint16_t*)(q + r * qs) + i, v);
+            else store(q + r * qs + i, v);
+            store(mixed + r * dp + i, zero());
+        }
+        running[r] = {-INFINITY, zero()};
+    }
+    const int64_t last = first + token1;  // one beyond the last position
+    int64_t low = a.window ? first + token0 - a.window + 1 : 0;
+    low = low < 0 ? 0 : low / KT * KT;
+    for (int64_t key = low; key < last; key += KT) {
+        const int64_t n = last - key < KT ? last - key : KT;
+        find_keys(a, seq, kv_head, key, n, at);
+        pack_keys<PAIRS>(a, at, n, dp, keys, values);
+        int64_t r0 = (key - (first + token0)) * heads;  // rows before this one see none of these keys
+        for (r0 = r0 < 0 ? 0 : r0; r0 < rows; r0 += ROWS) {
+            const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
+            float scales[ROWS];
+            product<PAIRS>(q + r0 * qs, qs, keys, KT, PAIRS ? dp / 2 : dp, nullptr, scores, KT, KT, count);
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t token = token0 + (r0 + r) / heads, head = kv_head * heads + (r0 + r) % heads;
+                float* s = scores + r * KT;
+                scales[r] = soften(a, s, key, n, first + token, a.slopes ? a.slopes[head] : 0.0f, running + r0 + r);
+                if (PAIRS)
+                    for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
+            }
+            product<PAIRS>(PAIRS ? weights : scores, KT, values, dp, PAIRS ? KT / 2 : KT, scales, mixed + r0 * dp, dp, dp, count);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float* to = a.out + (token0 + r / heads) * a.out_stride + (kv_head * heads + r % heads) * d;
+        const F factor = set1((a.v_scale ? a.v_scale[kv_head] : 1.0f) / sum(running[r].sum));
+        for (int64_t i = 0; i < dp; i += 16) store_n(to + i, load(mixed + r * dp + i) * factor, (int)(d - i < 16 ? d - i : 16));
+    }
+}
+
+static void prefill(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
+    if (kHasBf16 && a.cache != CACHE_F32 && a.head_dim <= 512) prefill_as<true>(a, seq, kv_head, token0, token1, scratch);
+    else prefill_as<false>(a, seq, kv_head, token0, token1, scratch);
+}
+
+static int64_t prefill_scratch(const AttentionArgs& a, int64_t tokens) {
+    const int64_t rows = tokens * (a.num_heads / a.num_kv_heads), dp = round_up(a.head_dim, 16);
+    return 2 * rows * dp + 2 * KT * dp + 2 * ROWS * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
+}
+
+}  // namespace ISA

@@ -1,0 +1,90 @@
+// Functions of sixteen lanes, and writing a row in the form that the next product reads.
+#pragma once
+#include <math.h>
+
+#include "formats.h"
+
+namespace ISA {
+
+// exp to 2 ulp; below −87 it is 0 to float32's precision, above 88 it stays e⁸⁸.
+static inline F vexp(F x) {
+    x = vmin(vmax(x, set1(-87.3f)), set1(88.0f));
+    const I n = nearest(x * set1(1.44269504f));
+    const F whole = to_float(n);
+    F r = fma(whole, set1(-0.693359375f), x);
+    r = fma(whole, set1(2.12194440e-4f), r);
+    F p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + set1(1.0f));
+    return p * pow2(n);
+}
+
+static inline F sigmoid(F x) { return inverse(set1(1.0f) + vexp(zero() - x)); }
+static inline F vtanh(F x) { return set1(1.0f) - set1(2.0f) * inverse(vexp(x + x) + set1(1.0f)); }
+
+static inline F activate(int32_t kind, F x) {
+    switch (kind) {
+        case ACT_SILU: return x * sigmoid(x);
+        case ACT_GELU_TANH: return x * sigmoid(x * fma(x * x, set1(2.0f * 0.7978845608f * 0.044715f), set1(2.0f * 0.7978845608f)));
+        case ACT_RELU: return vmax(x, zero());
+        case ACT_RELU2: { const F y = vmax(x, zero()); return y * y; }
+        default: {  // gelu: erf has no short form
+            float t[16];
+            store(t, x);
+            for (int i = 0; i < 16; i++) t[i] = 0.5f * t[i] * (1.0f + erff(t[i] * 0.70710678f));
+            return load(t);
+        }
+    }
+}
+
+// 32 values as group `g` of the row at `out` of `size` values.
+static inline void emit_group(int32_t form, uint8_t* out, int64_t size, int64_t g, const float* v) {
+    const F a = load(v), b = load(v + 16);
+    if (form == FORM_F32) {
+        store((float*)out + g * GROUP, a);
+        store((float*)out + g * GROUP + 16, b);
+    } else if (form == FORM_BF16) {
+        store_bf16((uint16_t*)out + g * GROUP, a);
+        store_bf16((uint16_t*)out + g * GROUP + 16, b);
+    } else {
+        const float most = top(vmax(vabs(a), vabs(b)));
+        const F inverse = set1(most > 0.0f ? 127.0f / most : 0.0f);
+        const I p = nearest(a * inverse), q = nearest(b * inverse);
+        store_bytes((int8_t*)out + g * GROUP, p);
+        store_bytes((int8_t*)out + g * GROUP + 16, q);
+        const float total = sum(to_float(p) + to_float(q));
+        QGroup* meta = (QGroup*)(out + padded(size)) + g;
+        meta->scale = most / 127.0f;
+        meta->sum = total * meta->scale;
+        meta->minus8 = (int32_t)(-8.0f * total);
+        meta->minus128 = (int32_t)(-128.0f * total);
+    }
+}
+
+// A whole row; v may be written up to the next multiple of 32.
+static inline void emit_row(int32_t form, uint8_t* out, int64_t size, float* v) {
+    if (form == FORM_F32) {
+        for (int64_t i = 0; i < size; i++) ((float*)out)[i] = v[i];
+        return;
+    }
+    for (int64_t i = size; i < padded(size); i++) v[i] = 0.0f;
+    for (int64_t g = 0; g < padded(size) / GROUP; g++) emit_group(form, out, size, g, v + g * GROUP);
+}
+
+static void convert(const float* x, int64_t size, int32_t form, uint8_t* out) {
+    const int64_t whole = form == FORM_F32 ? 0 : size / GROUP;
+    for (int64_t g = 0; g < whole; g++) emit_group(form, out, size, g, x + g * GROUP);
+    if (form == FORM_F32) {
+        for (int64_t i = 0; i < size; i++) ((float*)out)[i] = x[i];
+    } else if (whole * GROUP < size) {
+        float t[GROUP] = {};
+        for (int64_t i = whole * GROUP; i < size; i++) t[i - whole * GROUP] = x[i];
+        emit_group(form, out, size, whole, t);
+    }
+}
+
+}  // namespace ISA

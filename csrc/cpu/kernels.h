@@ -1,0 +1,101 @@
+// What one instruction set offers: functions over a part of an operator's work, to be called from several threads at once.
+#pragma once
+#include <stdint.h>
+
+#include "formats.h"
+
+struct LinearArgs {
+    int32_t kind;
+    int64_t rows, inner;
+    const uint8_t* packed;
+    const float* bias;  // may be null
+    const uint8_t* x;   // in form_of(kind)
+    int64_t x_stride;   // bytes
+    float* y;
+    int64_t y_stride;  // floats
+    bool accumulate;   // y += instead of y =
+};
+
+struct GatedArgs {  // rows: gate, then up; both rows / 2, a multiple of 32
+    LinearArgs linear;
+    int32_t activation, form;
+    uint8_t* out;
+    int64_t out_stride;
+};
+
+struct NormArgs {
+    bool layer;  // else rms
+    int64_t size;
+    const float *x, *weight, *bias;
+    int64_t x_stride;
+    float* residual;  // may be null: x is normed; else residual += x is
+    int64_t residual_stride;
+    float eps, offset;
+    int32_t form;
+    uint8_t* out;
+    int64_t out_stride;
+};
+
+struct ActivationArgs {
+    int32_t activation, form;
+    bool gated;
+    int64_t size;  // of a row of the result
+    const float* x;
+    int64_t x_stride;
+    uint8_t* out;
+    int64_t out_stride;
+};
+
+struct AttentionArgs {
+    int64_t num_heads, num_kv_heads, head_dim, block_size;
+    float *qkv, *out;  // out may be a row's place in a wider buffer
+    int64_t qkv_stride, out_stride;
+    uint8_t *k, *v;  // [B, K, block_size, D] of `cache`
+    const float *k_scale, *v_scale;
+    int32_t cache;
+    const int32_t *block_table, *query_start_loc, *seq_lens;
+    int64_t table_stride;
+    float scale, softcap;  // softcap 0: none
+    int64_t window;        // 0: none
+    const float* slopes;
+    // rope_and_cache
+    const int64_t *positions, *slots;
+    const float *cos_sin, *q_norm, *k_norm;
+    int64_t rotary_dim;
+    bool interleaved;
+    float norm_eps, norm_offset;
+};
+
+struct Partial {  // of one head's attention: softmax's running maximum and sum; the mixed values stand elsewhere
+    float top, sum;
+};
+
+struct KeyRange {  // keys of one sequence's kv head, for its one new token
+    int64_t seq, kv_head, begin, end;
+};
+
+struct Kernels {
+    const char* name;
+    void (*linear)(const LinearArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1);
+    void (*gated)(const GatedArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1);
+    void (*norm)(const NormArgs&, int64_t row, float* scratch);
+    void (*activation)(const ActivationArgs&, int64_t row, float* scratch);
+    void (*convert)(const float* x, int64_t size, int32_t form, uint8_t* out);
+    void (*rope_and_cache)(const AttentionArgs&, int64_t token, float* scratch);
+    void (*decode)(const AttentionArgs&, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed, float* scratch);
+    void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
+    int64_t (*argmax)(const float* x, int64_t size);
+    int64_t (*decode_scratch)(const AttentionArgs&);  // floats
+    int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
+};
+
+constexpr int64_t KEY_TILE = 64;
+
+const Kernels* kernels_portable();
+#if defined(__x86_64__)
+const Kernels* kernels_avx2();
+const Kernels* kernels_avxvnni();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512vnni();
+const Kernels* kernels_avx512bf16();
+#endif

@@ -1,0 +1,18 @@
+// Laying weights out in the kernels' order, and reading a row back. Plain C++: it runs once, at load.
+#pragma once
+#include <cstdint>
+
+#include "formats.h"
+
+// Rows [0, count) of `values` (float32 or bfloat16, `stride` elements apart) become rows to[0 … count) (row0 + i without `to`) of
+// the weight `packed`. I8 is rounded here: the largest magnitude of a row falls on 127.
+void pack_dense(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const void* values, bool bf16, int64_t stride,
+                int64_t count, int64_t row0, const int32_t* to);
+// int8 codes as they are, with a scale a row.
+void pack_codes(int64_t rows, int64_t inner, uint8_t* packed, const int8_t* codes, const float* scales, int64_t count, int64_t row0,
+                const int32_t* to);
+// GGUF's blocks of 32, Q8_0, Q4_0 and Q4_1 for the kinds Q8, Q4 and Q4M; nothing is rounded.
+void pack_blocks(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* blocks, int64_t count, int64_t row0,
+                 const int32_t* to);
+// Row `row` of a packed weight or a table, as the numbers it stands for.
+void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out);

@@ -1,0 +1,376 @@
+#include "program.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include "pack.h"
+
+namespace {
+
+constexpr int CHUNKS_PER_THREAD = 4;  // so that a thread that is held up leaves its share to others
+constexpr int64_t MAX_CHUNKS = 4096;
+constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill
+constexpr int64_t SPLIT_KEYS = 128;   // of a decode make a task; not fewer with few sequences: a result must not depend on others
+
+int64_t now_ns(int32_t clock) {
+    timespec t;
+    clock_gettime(clock == 2 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+// Rows of the step, some at a time.
+struct RowOp : Op {
+    int64_t per_chunk = 1;
+    int chunks(Program& p) override {
+        const int64_t n = p.step().num_tokens, most = (int64_t)p.threads() * CHUNKS_PER_THREAD;
+        per_chunk = n <= p.threads() ? 1 : (n + most - 1) / most;
+        return (int)((n + per_chunk - 1) / per_chunk);
+    }
+    void run(Program& p, int chunk, int thread) override {
+        const int64_t first = chunk * per_chunk, end = std::min(first + per_chunk, p.step().num_tokens);
+        for (int64_t t = first; t < end; t++) row(p, t, p.scratch(thread));
+    }
+    virtual void row(Program&, int64_t, float*) {}
+};
+
+struct Embed : RowOp {
+    int32_t out, by_position, kind, accumulate;
+    int64_t offset, rows, inner;
+    const uint8_t* packed;
+    float scale;
+    int64_t scratch_floats(Program&) override { return inner; }
+    void row(Program& p, int64_t t, float* scratch) override {
+        const int64_t id = by_position ? p.step().positions[t] + offset : p.step().token_ids[t];
+        float* to = (float*)p.row(out, t);
+        unpack_row(kind, rows, inner, packed, id, accumulate ? scratch : to);
+        if (accumulate)
+            for (int64_t i = 0; i < inner; i++) to[i] += scratch[i] * scale;
+        else if (scale != 1.0f)
+            for (int64_t i = 0; i < inner; i++) to[i] *= scale;
+    }
+};
+
+struct Norm : RowOp {
+    int32_t x, residual, out;
+    NormArgs args;
+    int64_t scratch_floats(Program&) override { return padded(args.size); }
+    int chunks(Program& p) override {
+        args.x = (float*)p.row(x, 0), args.x_stride = p.stride(x) / 4;
+        args.residual = residual < 0 ? nullptr : (float*)p.row(residual, 0);
+        args.residual_stride = residual < 0 ? 0 : p.stride(residual) / 4;
+        args.out = p.row(out, 0), args.out_stride = p.stride(out);
+        return RowOp::chunks(p);
+    }
+    void row(Program& p, int64_t t, float* scratch) override { p.kernels().norm(args, t, scratch); }
+};
+
+struct Convert : RowOp {
+    int32_t x, out, form;
+    int64_t size;
+    void row(Program& p, int64_t t, float*) override { p.kernels().convert((float*)p.row(x, t), size, form, p.row(out, t)); }
+};
+
+struct Activate : RowOp {
+    int32_t x, out;
+    ActivationArgs args;
+    int64_t scratch_floats(Program&) override { return padded(args.size); }
+    int chunks(Program& p) override {
+        args.x = (float*)p.row(x, 0), args.x_stride = p.stride(x) / 4;
+        args.out = p.row(out, 0), args.out_stride = p.stride(out);
+        return RowOp::chunks(p);
+    }
+    void row(Program& p, int64_t t, float* scratch) override { p.kernels().activation(args, t, scratch); }
+};
+
+struct Argmax : RowOp {
+    int32_t x, out;
+    int64_t size;
+    void row(Program& p, int64_t t, float*) override { *(int64_t*)p.row(out, t) = p.kernels().argmax((float*)p.row(x, t), size); }
+};
+
+// A product: chunks of panels, and of tokens where there are few panels for many threads.
+struct Linear : Op {
+    int32_t x, out;
+    int64_t column = 0;
+    bool gated = false;
+    GatedArgs args;
+    int64_t pairs = 0, pairs_per_chunk = 0, tokens_per_chunk = 0, pair_chunks = 0;
+
+    int chunks(Program& p) override {
+        LinearArgs& a = args.linear;
+        const int64_t tokens = p.step().num_tokens, wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
+        a.x = p.row(x, 0), a.x_stride = p.stride(x);
+        if (gated) args.out = p.row(out, 0), args.out_stride = p.stride(out);
+        else a.y = (float*)p.row(out, 0) + column, a.y_stride = p.stride(out) / 4;
+        pairs = ((gated ? a.rows / 2 : a.rows) + 2 * PANEL - 1) / (2 * PANEL);
+        pairs_per_chunk = std::max<int64_t>(1, pairs / wanted);
+        pair_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
+        const int64_t cuts = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
+        tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
+        return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
+    }
+    void run(Program& p, int chunk, int) override {
+        const int64_t pair0 = chunk % pair_chunks * pairs_per_chunk, token0 = chunk / pair_chunks * tokens_per_chunk;
+        const int64_t pair1 = std::min(pairs, pair0 + pairs_per_chunk);
+        const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
+        if (gated) p.kernels().gated(args, pair0, pair1, token0, token1);
+        else p.kernels().linear(args.linear, pair0, pair1, token0, token1);
+    }
+};
+
+struct WithCache : RowOp {
+    int32_t q, layer;
+    AttentionArgs args;
+    void look_up(Program& p) {
+        const ss_step& s = p.step();
+        const ss_layer_kv& kv = s.layers[layer];
+        args.qkv = (float*)p.row(q, 0), args.qkv_stride = p.stride(q) / 4;
+        args.k = (uint8_t*)kv.k, args.v = (uint8_t*)kv.v, args.k_scale = kv.k_scale, args.v_scale = kv.v_scale;
+        args.cache = s.cache, args.block_size = s.block_size, args.block_table = s.block_table, args.table_stride = s.table_stride;
+        args.query_start_loc = s.query_start_loc, args.seq_lens = s.seq_lens, args.positions = s.positions, args.slots = s.slots;
+    }
+};
+
+struct Rope : WithCache {
+    int64_t scratch_floats(Program&) override { return args.head_dim; }
+    int chunks(Program& p) override {
+        look_up(p);
+        return RowOp::chunks(p);
+    }
+    void row(Program& p, int64_t t, float* scratch) override { p.kernels().rope_and_cache(args, t, scratch); }
+};
+
+// A step's attention as tasks: tiles of prefill's tokens, the latest (which see most) first; then decodes, in ranges of keys. The
+// ranges of one sequence meet in the task that ends last.
+struct Attention : WithCache {
+    int32_t out;
+
+    struct Task {
+        int32_t seq, head;
+        int64_t begin, end;  // tokens, or keys of a decode
+        int32_t split, num_splits, first_partial;  // num_splits 0: tokens
+    };
+    std::vector<Task> tasks;
+    int64_t per_chunk = 1;
+    std::vector<Partial> partials;
+    std::vector<float> mixed;
+    std::unique_ptr<std::atomic<int>[]> arrived;
+    size_t num_arrived = 0;
+
+    int64_t heads() const { return args.num_heads / args.num_kv_heads; }
+    int64_t tile_tokens() const { return std::max<int64_t>(1, QUERY_ROWS / heads()); }
+
+    int64_t scratch_floats(Program& p) override {
+        const int64_t most = std::min(tile_tokens(), p.step().num_tokens);
+        return std::max(p.kernels().prefill_scratch(args, most), p.kernels().decode_scratch(args));
+    }
+
+    int chunks(Program& p) override {
+        look_up(p);
+        args.out = (float*)p.row(out, 0), args.out_stride = p.stride(out) / 4;
+        tasks.clear();
+        const ss_step& s = p.step();
+        const int64_t kv_heads = args.num_kv_heads;
+        const bool one_by_one = args.head_dim % 16 == 0;  // else `prefill`, which pads heads, takes decodes too
+        const int64_t num_decodes = one_by_one ? s.num_decodes : 0;
+        for (int64_t i = num_decodes; i < s.num_seqs; i++) {
+            const int64_t begin = s.query_start_loc[i], end = s.query_start_loc[i + 1];
+            for (int64_t t = end; t > begin; t -= tile_tokens())
+                for (int64_t h = 0; h < kv_heads; h++)
+                    tasks.push_back({(int32_t)i, (int32_t)h, std::max(begin, t - tile_tokens()), t, 0, 0, 0});
+        }
+        int32_t num_partials = 0;
+        const int64_t wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
+        for (int64_t i = 0; i < num_decodes; i++) {
+            const int64_t length = s.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
+            const int64_t splits = std::max<int64_t>(1, (length - low + SPLIT_KEYS - 1) / SPLIT_KEYS);
+            // The heads of a range in turn: their keys lie side by side in each block.
+            for (int64_t j = 0; j < splits; j++)
+                for (int64_t h = 0; h < kv_heads; h++)
+                    tasks.push_back({(int32_t)i, (int32_t)h, low + j * SPLIT_KEYS, std::min(length, low + (j + 1) * SPLIT_KEYS),
+                                     (int32_t)j, (int32_t)splits, num_partials + (int32_t)(h * splits)});
+            num_partials += (int32_t)(kv_heads * splits);
+        }
+        partials.resize(num_partials * heads());
+        mixed.resize(num_partials * heads() * args.head_dim);
+        if (num_arrived < (size_t)num_partials) {
+            num_arrived = (size_t)num_partials;
+            arrived.reset(new std::atomic<int>[num_arrived]);
+        }
+        for (int32_t i = 0; i < num_partials; i++) arrived[i].store(0, std::memory_order_relaxed);
+        const int64_t n = (int64_t)tasks.size(), most = std::min<int64_t>(MAX_CHUNKS, 8 * wanted);
+        per_chunk = std::max<int64_t>(1, (n + most - 1) / most);
+        if (n >= wanted * kv_heads) per_chunk = round_up(per_chunk, kv_heads);
+        return std::max(1, (int)((n + per_chunk - 1) / per_chunk));
+    }
+
+    void run(Program& p, int chunk, int thread) override {
+        const int64_t end = std::min<int64_t>((int64_t)tasks.size(), (chunk + 1) * per_chunk);
+        for (int64_t i = chunk * per_chunk; i < end; i++) {
+            const Task& t = tasks[i];
+            if (args.seq_lens[t.seq] == 0) clear(t);
+            else if (t.num_splits == 0) p.kernels().prefill(args, t.seq, t.head, t.begin, t.end, p.scratch(thread));
+            else decode(p, t, i + 1 < end && tasks[i + 1].num_splits ? &tasks[i + 1] : nullptr, p.scratch(thread));
+        }
+    }
+
+    void clear(const Task& t) {  // padding: any finite numbers will do
+        const int64_t first = t.num_splits ? args.query_start_loc[t.seq] : t.begin, end = t.num_splits ? first + 1 : t.end;
+        for (int64_t token = first; token < end; token++)
+            memset(args.out + token * args.out_stride + t.head * heads() * args.head_dim, 0, heads() * args.head_dim * 4);
+    }
+
+    static KeyRange range(const Task& t) { return {t.seq, t.head, t.begin, t.end}; }
+
+    void decode(Program& p, const Task& t, const Task* next, float* scratch) {
+        const int64_t n = heads(), d = args.head_dim;
+        Partial* parts = partials.data() + t.first_partial * n;
+        float* sums = mixed.data() + t.first_partial * n * d;
+        const KeyRange then = next ? range(*next) : KeyRange{};
+        p.kernels().decode(args, range(t), next ? &then : nullptr, parts + t.split * n, sums + t.split * n * d, scratch);
+        if (arrived[t.first_partial].fetch_add(1, std::memory_order_acq_rel) + 1 < t.num_splits) return;
+        float* to = args.out + args.query_start_loc[t.seq] * args.out_stride + t.head * n * d;
+        for (int64_t h = 0; h < n; h++) {
+            float top = -INFINITY, sum = 0.0f;
+            for (int32_t j = 0; j < t.num_splits; j++) top = std::max(top, parts[j * n + h].top);
+            for (int32_t j = 0; j < t.num_splits; j++) sum += parts[j * n + h].sum * std::exp(parts[j * n + h].top - top);
+            for (int32_t j = 0; j < t.num_splits; j++) {
+                const float weight = std::exp(parts[j * n + h].top - top) / sum;
+                const float* from = sums + (j * n + h) * d;
+                for (int64_t i = 0; i < d; i++) to[h * d + i] = (j ? to[h * d + i] : 0.0f) + from[i] * weight;
+            }
+        }
+    }
+};
+
+template <class T>
+T* add(ss_program* program) {
+    auto op = std::make_unique<T>();
+    T* kept = op.get();
+    ((Program*)program)->ops.push_back(std::move(op));
+    return kept;
+}
+
+LinearArgs linear_args(int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias, bool accumulate) {
+    LinearArgs a{};
+    a.kind = kind, a.rows = rows, a.inner = inner, a.packed = (const uint8_t*)packed, a.bias = bias, a.accumulate = accumulate;
+    return a;
+}
+
+}  // namespace
+
+Program::Program(Engine& engine) : engine_(engine), scratch_(engine.pool.num_threads()) {}
+
+int32_t Program::add_buffer(int64_t row_bytes) {
+    buffers_.push_back({});
+    buffers_.back().stride = row_bytes;
+    return (int32_t)buffers_.size() - 1;
+}
+
+void Program::bind(int32_t buffer, void* data, int64_t row_bytes) {
+    buffers_[buffer].data = (uint8_t*)data;
+    buffers_[buffer].stride = row_bytes;
+    buffers_[buffer].bound = true;
+}
+
+void Program::run_step(const ss_step& step) {
+    step_ = step;
+    if (step.num_tokens > capacity_) {
+        capacity_ = step.num_tokens;
+        for (Buffer& b : buffers_) {
+            if (b.bound || b.stride == 0) continue;
+            b.own.reset((uint8_t*)std::aligned_alloc(64, round_up(b.stride * capacity_, 64)));
+            b.data = b.own.get();
+        }
+    }
+    int64_t floats = 0;
+    for (auto& op : ops) floats = std::max(floats, op->scratch_floats(*this));
+    if (floats > scratch_floats_) {
+        scratch_floats_ = floats;
+        for (auto& s : scratch_) s.reset((uint8_t*)std::aligned_alloc(64, round_up(floats * 4, 64)));
+    }
+    ns_.resize(ops.size());
+    started_ = profile_ ? now_ns(profile_) : 0;
+    engine_.pool.run(*this);
+}
+
+void Program::ended(int op) {
+    if (!profile_) return;
+    const int64_t now = now_ns(profile_);
+    ns_[op] += now - started_;
+    started_ = now;
+}
+
+int32_t Program::profile(int32_t clock, int64_t* ns, int32_t capacity) {
+    for (int32_t i = 0; i < capacity && i < (int32_t)ns_.size(); i++) ns[i] = ns_[i];
+    std::fill(ns_.begin(), ns_.end(), 0);
+    profile_ = clock;
+    return (int32_t)ops.size();
+}
+
+void ss_add_embed(ss_program* p, int32_t out, int32_t by_position, int64_t offset, int32_t kind, int64_t rows, int64_t inner,
+                  const void* packed, float scale, int32_t accumulate) {
+    auto* op = add<Embed>(p);
+    op->out = out, op->by_position = by_position, op->offset = offset, op->kind = kind, op->rows = rows, op->inner = inner;
+    op->packed = (const uint8_t*)packed, op->scale = scale, op->accumulate = accumulate;
+}
+
+void ss_add_norm(ss_program* p, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
+                 const float* weight, const float* bias, float eps, float offset) {
+    auto* op = add<Norm>(p);
+    op->x = x, op->residual = residual, op->out = out, op->args = {};
+    op->args.layer = layer, op->args.size = size, op->args.weight = weight, op->args.bias = bias;
+    op->args.eps = eps, op->args.offset = offset, op->args.form = form;
+}
+
+void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size) {
+    auto* op = add<Convert>(p);
+    op->x = x, op->out = out, op->form = form, op->size = size;
+}
+
+void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
+                   const void* packed, const float* bias, int32_t accumulate) {
+    auto* op = add<Linear>(p);
+    op->x = x, op->out = out, op->column = column, op->args = {};
+    op->args.linear = linear_args(kind, rows, inner, packed, bias, accumulate);
+}
+
+void ss_add_gated_linear(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t kind, int64_t rows,
+                         int64_t inner, const void* packed, const float* bias) {
+    auto* op = add<Linear>(p);
+    op->x = x, op->out = out, op->gated = true, op->args = {};
+    op->args.linear = linear_args(kind, rows, inner, packed, bias, false);
+    op->args.activation = activation, op->args.form = form;
+}
+
+void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t gated, int64_t size) {
+    auto* op = add<Activate>(p);
+    op->x = x, op->out = out, op->args = {};
+    op->args.activation = activation, op->args.form = form, op->args.gated = gated, op->args.size = size;
+}
+
+void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                           const float* cos_sin, int64_t rotary_dim, int32_t interleaved, const float* q_norm,
+                           const float* k_norm, float eps, float offset) {
+    auto* op = add<Rope>(p);
+    op->q = qkv, op->layer = layer, op->args = {};
+    AttentionArgs& a = op->args;
+    a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.cos_sin = cos_sin, a.rotary_dim = rotary_dim;
+    a.interleaved = interleaved, a.q_norm = q_norm, a.k_norm = k_norm, a.norm_eps = eps, a.norm_offset = offset;
+}
+
+void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
+                      int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes) {
+    auto* op = add<Attention>(p);
+    op->q = q, op->out = out, op->layer = layer, op->args = {};
+    AttentionArgs& a = op->args;
+    a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.scale = scale, a.window = window;
+    a.softcap = softcap, a.slopes = slopes;
+}
+
+void ss_add_argmax(ss_program* p, int32_t x, int32_t out, int64_t size) {
+    auto* op = add<Argmax>(p);
+    op->x = x, op->out = out, op->size = size;
+}

@@ -1,0 +1,68 @@
+// A step as a list of operators, run by the pool without coming back to the caller in between.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "slipstream_cpu.h"
+
+struct Engine {
+    Engine(int num_threads, const Kernels* kernels) : kernels(kernels), pool(num_threads) {}
+    const Kernels* kernels;
+    Pool pool;
+};
+
+class Program;
+
+struct Op {
+    virtual ~Op() = default;
+    virtual int64_t scratch_floats(Program&) { return 0; }  // that each thread needs
+    virtual int chunks(Program&) = 0;                       // just before the operator runs
+    virtual void run(Program&, int chunk, int thread) = 0;
+};
+
+class Program final : public Job {
+public:
+    explicit Program(Engine& engine);
+    int32_t add_buffer(int64_t row_bytes);
+    void bind(int32_t buffer, void* data, int64_t row_bytes);
+    void run_step(const ss_step& step);
+    int32_t profile(int32_t clock, int64_t* ns, int32_t capacity);
+
+    const ss_step& step() const { return step_; }
+    const Kernels& kernels() const { return *engine_.kernels; }
+    int threads() const { return engine_.pool.num_threads(); }
+    uint8_t* row(int32_t buffer, int64_t t) const { return buffers_[buffer].data + t * buffers_[buffer].stride; }
+    int64_t stride(int32_t buffer) const { return buffers_[buffer].stride; }
+    float* scratch(int thread) { return (float*)scratch_[thread].get(); }
+
+    int num_ops() const override { return (int)ops.size(); }
+    int begin(int op) override { return ops[op]->chunks(*this); }
+    void run(int op, int chunk, int thread) override { ops[op]->run(*this, chunk, thread); }
+    void ended(int op) override;
+
+    std::vector<std::unique_ptr<Op>> ops;
+
+private:
+    struct Free {
+        void operator()(uint8_t* p) const { std::free(p); }
+    };
+    struct Buffer {
+        uint8_t* data = nullptr;
+        int64_t stride = 0;
+        bool bound = false;
+        std::unique_ptr<uint8_t, Free> own;
+    };
+    Engine& engine_;
+    ss_step step_{};
+    std::vector<Buffer> buffers_;
+    int64_t capacity_ = 0;  // tokens that the program's own buffers have room for
+    std::vector<std::unique_ptr<uint8_t, Free>> scratch_;  // one a thread
+    int64_t scratch_floats_ = 0;
+    int32_t profile_ = 0;  // which clock: see ss_profile
+    int64_t started_ = 0;
+    std::vector<int64_t> ns_;
+};

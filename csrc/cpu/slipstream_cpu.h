@@ -1,0 +1,89 @@
+// The C interface of libslipstream_cpu: plain pointers and numbers, so that one binary serves every Python and every torch.
+//
+// An engine is a pool of threads and an instruction set. A program is a list of operators over buffers, made once for a model
+// and run for every step. Buffers hold a row a token; they are the program's own, or the caller's (`ss_bind`). Nothing here
+// checks shapes: the bindings (slipstream/kernels/native.py) do. Pointers that operators are given must outlive the program.
+#pragma once
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define SS_API __attribute__((visibility("default")))
+#else
+#define SS_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ss_engine ss_engine;
+typedef struct ss_program ss_program;
+
+#define SS_ABI 1  // changes with anything in this file
+SS_API int32_t ss_abi(void);
+
+// Instruction sets by number, from the plainest; which of them this machine can run.
+SS_API int32_t ss_num_isas(void);
+SS_API const char* ss_isa_name(int32_t isa);
+SS_API int32_t ss_isa_usable(int32_t isa);
+
+SS_API ss_engine* ss_engine_create(int32_t num_threads, int32_t isa);
+SS_API void ss_engine_destroy(ss_engine* engine);
+
+// Weights: see formats.h for the kinds and pack.h for the functions.
+SS_API int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner);
+SS_API void ss_pack_dense(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16, int64_t stride,
+                          int64_t count, int64_t row0, const int32_t* to);
+SS_API void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_t* codes, const float* scales, int64_t count,
+                          int64_t row0, const int32_t* to);
+SS_API void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
+                           const int32_t* to);
+SS_API void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count,
+                           float* out);
+
+SS_API ss_program* ss_program_create(ss_engine* engine);
+SS_API void ss_program_destroy(ss_program* program);
+SS_API int32_t ss_buffer(ss_program* program, int64_t row_bytes);  // row_bytes 0: to be bound
+SS_API void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes);
+SS_API int64_t ss_form_bytes(int32_t form, int64_t size);
+
+// Operators, in the order of their running. x, out …: buffers. A negative buffer or null pointer: without.
+SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t offset, int32_t kind, int64_t rows, int64_t inner,
+                         const void* packed, float scale, int32_t accumulate);
+SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
+                        const float* weight, const float* bias, float eps, float offset);
+SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size);
+SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
+                          const void* packed, const float* bias, int32_t accumulate);
+SS_API void ss_add_gated_linear(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t kind, int64_t rows,
+                                int64_t inner, const void* packed, const float* bias);
+SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t gated, int64_t size);
+SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
+                                  int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
+                                  const float* q_norm, const float* k_norm, float eps, float offset);
+SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
+                             int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes);
+SS_API void ss_add_argmax(ss_program*, int32_t x, int32_t out, int64_t size);
+
+typedef struct {
+    void *k, *v;  // [B, K, block_size, D]
+    const float *k_scale, *v_scale;
+} ss_layer_kv;
+
+typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/ops.py
+    int64_t num_tokens, num_seqs, num_decodes;
+    int64_t block_size, table_stride;
+    int32_t cache;  // the cache's type: 0 float32, 1 bfloat16, 2 int8
+    const int32_t *token_ids, *query_start_loc, *seq_lens, *block_table;
+    const int64_t *positions, *slots;
+    const ss_layer_kv* layers;
+} ss_step;
+
+SS_API void ss_run(ss_program* program, const ss_step* step);
+// Nanoseconds that each operator took in all runs since the last call, which started a clock: 1 the wall's, 2 the processor time of
+// all threads (which a busy neighbour leaves alone), 0 none. Returns how many operators there are.
+SS_API int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity);
+
+#ifdef __cplusplus
+}
+#endif

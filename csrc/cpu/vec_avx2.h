@@ -1,0 +1,135 @@
+// Sixteen lanes in two AVX2 registers; see vec_avx512.h for the words.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace ISA {
+
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+struct B { __m256i a, b; };
+constexpr bool kFullTiles = false;
+constexpr bool kHasBf16 = false;
+
+static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F set1(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
+static inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, F x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+static inline F load_n(const float* p, int n) {
+    if (n >= 16) return load(p);
+    float t[16] = {};
+    for (int i = 0; i < n; i++) t[i] = p[i];
+    return load(t);
+}
+static inline void store_n(float* p, F x, int n) {
+    if (n >= 16) { store(p, x); return; }
+    float t[16];
+    store(t, x);
+    for (int i = 0; i < n; i++) p[i] = t[i];
+}
+static inline F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline F operator-(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline F inverse(F x) { return set1(1.0f) / x; }
+static inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline F vmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline F vmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline F vabs(F x) {
+    const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    return {_mm256_and_ps(x.a, m), _mm256_and_ps(x.b, m)};
+}
+static inline float sum(F x) {
+    __m256 v = _mm256_add_ps(x.a, x.b);
+    __m128 w = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    w = _mm_add_ps(w, _mm_movehl_ps(w, w));
+    return _mm_cvtss_f32(_mm_add_ss(w, _mm_shuffle_ps(w, w, 1)));
+}
+static inline float top(F x) {
+    __m256 v = _mm256_max_ps(x.a, x.b);
+    __m128 w = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    w = _mm_max_ps(w, _mm_movehl_ps(w, w));
+    return _mm_cvtss_f32(_mm_max_ss(w, _mm_shuffle_ps(w, w, 1)));
+}
+
+static inline I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline I iset1(int32_t x) { __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+static inline __m256 pow2_half(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+static inline F pow2(I n) { return {pow2_half(n.a), pow2_half(n.b)}; }
+static inline __m128i narrow16(__m256i x) {  // 8 int32 → 8 int16, saturated
+    return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+static inline void store_bytes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(narrow16(x.a), narrow16(x.b))); }
+static inline F load_i8(const int8_t* p) {
+    __m128i v = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))};
+}
+static inline F load_f16(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline __m256 widen_bf16(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
+static inline F load_bf16(const uint16_t* p) {
+    return {widen_bf16(_mm_loadu_si128((const __m128i*)p)), widen_bf16(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline __m128i round_bf16(__m256 v) {
+    __m256i x = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
+    x = _mm256_srli_epi32(_mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+static inline void store_bf16(uint16_t* p, F x) {
+    _mm_storeu_si128((__m128i*)p, round_bf16(x.a));
+    _mm_storeu_si128((__m128i*)(p + 8), round_bf16(x.b));
+}
+
+static inline B load_b(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+static inline B low4(B x) {
+    const __m256i m = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+static inline B high4(B x) { return low4({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+#if defined(__AVXVNNI__)
+static inline I dot8(I s, B w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    return {_mm256_dpbusd_avx_epi32(s.a, w.a, v), _mm256_dpbusd_avx_epi32(s.b, w.b, v)};
+}
+static inline I dot4(I s, B w, int32_t x) { return dot8(s, w, x); }
+#else
+static inline __m256i dot8_half(__m256i s, __m256i w, __m256i v) {  // maddubs would saturate: even and odd bytes apart
+    const __m256i low = _mm256_set1_epi16(255);
+    __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low), _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(v, 8));
+    return _mm256_add_epi32(s, _mm256_add_epi32(even, odd));
+}
+static inline I dot8(I s, B w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    return {dot8_half(s.a, w.a, v), dot8_half(s.b, w.b, v)};
+}
+static inline I dot4(I s, B w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(s.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), one)),
+            _mm256_add_epi32(s.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), one))};
+}
+#endif
+static inline __m256 pairs_half(__m256 s, __m256i w, __m256i x) {
+    const __m256i high = _mm256_set1_epi32((int32_t)0xffff0000);
+    s = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), s);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, high)), _mm256_castsi256_ps(_mm256_and_si256(x, high)), s);
+}
+static inline F dot_pairs(F s, B w, B x) { return {pairs_half(s.a, w.a, x.a), pairs_half(s.b, w.b, x.b)}; }
+static inline F dot_bf16(F s, B w, uint32_t x) {
+    const __m256i v = _mm256_set1_epi32((int32_t)x);
+    return dot_pairs(s, w, B{v, v});
+}
+__attribute__((always_inline)) static inline F sums16(const F* x) {
+    float t[16];
+    for (int i = 0; i < 16; i++) t[i] = sum(x[i]);
+    return load(t);
+}
+
+}  // namespace ISA

@@ -1,0 +1,121 @@
+// Sixteen lanes in one AVX-512 register. The same names stand in vec_avx2.h and vec_portable.h: the kernels are written
+// once, in terms of
+//   F  16 float32      I  16 int32      B  64 bytes: 16 rows of 4 values, or 16 rows of 2 bfloat16
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace ISA {
+
+struct F { __m512 v; };
+struct I { __m512i v; };
+struct B { __m512i v; };
+constexpr bool kFullTiles = true;  // 32 registers: tiles of 24 accumulators
+
+static inline F zero() { return {_mm512_setzero_ps()}; }
+static inline F set1(float x) { return {_mm512_set1_ps(x)}; }
+static inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+static inline __mmask16 first(int n) { return (__mmask16)((1u << n) - 1); }  // n in 0 … 15
+static inline F load_n(const float* p, int n) { return n >= 16 ? load(p) : F{_mm512_maskz_loadu_ps(first(n), p)}; }
+static inline void store_n(float* p, F a, int n) {
+    if (n >= 16) store(p, a);
+    else _mm512_mask_storeu_ps(p, first(n), a.v);
+}
+static inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline F inverse(F a) {  // of numbers in the normal range: 14 bits and one step of Newton's
+    const __m512 r = _mm512_rcp14_ps(a.v);
+    return {_mm512_mul_ps(r, _mm512_fnmadd_ps(a.v, r, _mm512_set1_ps(2.0f)))};
+}
+static inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline F vmax(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline F vmin(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline F vabs(F a) { return {_mm512_abs_ps(a.v)}; }
+static inline float sum(F a) { return _mm512_reduce_add_ps(a.v); }
+static inline float top(F a) { return _mm512_reduce_max_ps(a.v); }
+
+static inline I izero() { return {_mm512_setzero_si512()}; }
+static inline I iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline I nearest(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
+static inline F pow2(I n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
+static inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
+static inline F load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+
+static inline F load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline F load_bf16(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+#if defined(__AVX512BF16__)
+static inline void store_bf16(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+#else
+static inline void store_bf16(uint16_t* p, F a) {
+    __m512i x = _mm512_castps_si512(a.v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+    x = _mm512_srli_epi32(_mm512_add_epi32(x, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x));
+}
+#endif
+
+static inline B load_b(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline B low4(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+static inline B high4(B a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+// a + the sum over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot4: w is below 16.
+#if defined(__AVX512VNNI__)
+// In assembly, since gcc 12 copies the accumulator before and after each of its own intrinsics (half the speed of a tile).
+static inline I dot8(I a, B w, int32_t x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(a.v) : "v"(w.v), "v"(_mm512_set1_epi32(x)));
+    return a;
+}
+static inline I dot4(I a, B w, int32_t x) { return dot8(a, w, x); }
+#else
+static inline I dot8(I a, B w, int32_t x) {
+    const __m512i low = _mm512_set1_epi16(255), v = _mm512_set1_epi32(x);
+    __m512i even = _mm512_madd_epi16(_mm512_and_si512(w.v, low), _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8));
+    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(v, 8));
+    return {_mm512_add_epi32(a.v, _mm512_add_epi32(even, odd))};
+}
+static inline I dot4(I a, B w, int32_t x) {
+    __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x));
+    return {_mm512_add_epi32(a.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+}
+#endif
+// a + the sum over each row's 2 bfloat16 of w times the 2 in x.
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16 = true;
+static inline F dot_pairs(F a, B w, B x) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(a.v) : "v"(w.v), "v"(x.v));
+    return a;
+}
+static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
+#else
+constexpr bool kHasBf16 = false;
+static inline F dot_pairs(F a, B w, B x) {
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000);
+    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16)), odd = _mm512_castsi512_ps(_mm512_and_si512(w.v, high));
+    __m512 xe = _mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16)), xo = _mm512_castsi512_ps(_mm512_and_si512(x.v, high));
+    return {_mm512_fmadd_ps(odd, xo, _mm512_fmadd_ps(even, xe, a.v))};
+}
+static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
+#endif
+
+// Lane i of the result is the sum of a[i]'s lanes.
+__attribute__((always_inline)) static inline F sums16(const F* a) {
+    __m512 t[8], u[4];
+    for (int i = 0; i < 8; i++) {
+        __m512 x = a[2 * i].v, y = a[2 * i + 1].v;
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));  // x02 y02 x13 y13 of each quarter
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
+        u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x44), _mm512_shuffle_f32x4(u[0], u[1], 0xee));
+    __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x44), _mm512_shuffle_f32x4(u[2], u[3], 0xee));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd))};
+}
+
+}  // namespace ISA

@@ -1,0 +1,127 @@
+// Sixteen lanes in plain C++, for any machine; see vec_avx512.h for the words. The compiler makes of it what it can (SSE2,
+// NEON). On ARM with the dot product instructions the integer products use those (compiled, never run by us: untested).
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+#define EACH for (int i = 0; i < 16; i++)
+
+namespace ISA {
+
+struct F { float v[16]; };
+struct I { int32_t v[16]; };
+struct B { uint8_t v[64]; };
+constexpr bool kFullTiles = false;
+constexpr bool kHasBf16 = false;
+
+static inline F set1(float x) { F r; EACH r.v[i] = x; return r; }
+static inline F zero() { return set1(0.0f); }
+static inline F load(const float* p) { F r; memcpy(r.v, p, 64); return r; }
+static inline void store(float* p, F a) { memcpy(p, a.v, 64); }
+static inline F load_n(const float* p, int n) { F r; EACH r.v[i] = i < n ? p[i] : 0.0f; return r; }
+static inline void store_n(float* p, F a, int n) { EACH if (i < n) p[i] = a.v[i]; }
+static inline F operator+(F a, F b) { EACH a.v[i] += b.v[i]; return a; }
+static inline F operator-(F a, F b) { EACH a.v[i] -= b.v[i]; return a; }
+static inline F operator*(F a, F b) { EACH a.v[i] *= b.v[i]; return a; }
+static inline F operator/(F a, F b) { EACH a.v[i] /= b.v[i]; return a; }
+static inline F inverse(F x) { return set1(1.0f) / x; }
+static inline F fma(F a, F b, F c) { EACH c.v[i] += a.v[i] * b.v[i]; return c; }
+static inline F vmax(F a, F b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline F vmin(F a, F b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline F vabs(F a) { EACH a.v[i] = a.v[i] < 0 ? -a.v[i] : a.v[i]; return a; }
+static inline float sum(F a) { float s = 0; EACH s += a.v[i]; return s; }
+static inline float top(F a) { float s = a.v[0]; EACH s = s > a.v[i] ? s : a.v[i]; return s; }
+
+static inline I iset1(int32_t x) { I r; EACH r.v[i] = x; return r; }
+static inline I izero() { return iset1(0); }
+static inline F to_float(I a) { F r; EACH r.v[i] = (float)a.v[i]; return r; }
+static inline I nearest(F a) {  // adding 1.5 · 2²³ rounds to the nearest whole number, ties to even (|a| < 2²²)
+    I r;
+    EACH {
+        volatile float t = a.v[i] + 12582912.0f;
+        r.v[i] = (int32_t)(t - 12582912.0f);
+    }
+    return r;
+}
+static inline F pow2(I n) {
+    F r;
+    EACH {
+        uint32_t bits = (uint32_t)(n.v[i] + 127) << 23;
+        memcpy(&r.v[i], &bits, 4);
+    }
+    return r;
+}
+static inline void store_bytes(int8_t* p, I a) { EACH p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
+static inline F load_i8(const int8_t* p) { F r; EACH r.v[i] = p[i]; return r; }
+static inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13, bits;
+    float f;
+    if (rest >= 0x0f800000) bits = rest + 0x70000000;  // infinity and NaN
+    else if (rest >= 0x00800000) bits = rest + 0x38000000;
+    else {  // subnormal: a multiple of 2⁻²⁴
+        f = (float)(h & 0x7fff) * 5.9604644775390625e-08f;
+        memcpy(&bits, &f, 4);
+    }
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+static inline F load_f16(const uint16_t* p) { F r; EACH r.v[i] = half_to_float(p[i]); return r; }
+static inline float widen_bf16(uint16_t h) {
+    uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+static inline F load_bf16(const uint16_t* p) { F r; EACH r.v[i] = widen_bf16(p[i]); return r; }
+static inline void store_bf16(uint16_t* p, F a) {
+    EACH {
+        uint32_t x;
+        memcpy(&x, &a.v[i], 4);
+        p[i] = (uint16_t)((x + ((x >> 16) & 1) + 0x7fff) >> 16);
+    }
+}
+
+static inline B load_b(const uint8_t* p) { B r; memcpy(r.v, p, 64); return r; }
+static inline B low4(B a) { for (int i = 0; i < 64; i++) a.v[i] &= 15; return a; }
+static inline B high4(B a) { for (int i = 0; i < 64; i++) a.v[i] >>= 4; return a; }
+static inline I dot8(I a, B w, int32_t x) {
+    int8_t v[4];
+    memcpy(v, &x, 4);
+    EACH a.v[i] += w.v[4 * i] * v[0] + w.v[4 * i + 1] * v[1] + w.v[4 * i + 2] * v[2] + w.v[4 * i + 3] * v[3];
+    return a;
+}
+#if defined(__ARM_FEATURE_DOTPROD)
+static inline I dot4(I a, B w, int32_t x) {  // below 16 a byte is the same signed and unsigned
+    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
+    for (int i = 0; i < 4; i++)
+        vst1q_s32(a.v + 4 * i, vdotq_s32(vld1q_s32(a.v + 4 * i), vreinterpretq_s8_u8(vld1q_u8(w.v + 16 * i)), v));
+    return a;
+}
+#else
+static inline I dot4(I a, B w, int32_t x) { return dot8(a, w, x); }
+#endif
+static inline F dot_pairs(F a, B w, B x) {
+    EACH {
+        uint16_t p[2], q[2];
+        memcpy(p, w.v + 4 * i, 4);
+        memcpy(q, x.v + 4 * i, 4);
+        a.v[i] += widen_bf16(p[0]) * widen_bf16(q[0]);
+        a.v[i] += widen_bf16(p[1]) * widen_bf16(q[1]);
+    }
+    return a;
+}
+static inline F dot_bf16(F a, B w, uint32_t x) {
+    B v;
+    EACH memcpy(v.v + 4 * i, &x, 4);
+    return dot_pairs(a, w, v);
+}
+__attribute__((always_inline)) static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
+
+}  // namespace ISA
+
+#undef EACH

@@ -1,0 +1,528 @@
+"""The torch ops that are fast on a CPU, in bfloat16 and float32: what runs where the C++ kernels (`cpu.py`) are not built,
+and the rest of the op set where they are. What is not here gains nothing over the reference.
+
+What was measured (benchmarks/cpu_ops.py): oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
+`scaled_dot_product_attention` over gathered blocks, with the query heads of a kv head packed as rows, keeps scores in
+float32 and is as fast as products of our own that do so (`enable_gqa` expands the cache: never). Products with bfloat16
+scores were up to 1.6 × as fast at 32 long sequences, for a fifth more error on SmolLM2's own queries and keys.
+Argmax, top-k and the draw over a vocabulary go chunk by chunk, and nothing is sorted that need not be.
+
+A packed weight replaces the dense one. Of a tied embedding the table stays for the look-up and a packed copy serves as
+the head: V · E elements more, for a head 2 × as fast.
+
+Temporaries of some megabytes are the rule here, and giving their pages back to the system each time costs more than
+filling them (5 × in sampling and attention): see `keep_freed_memory`.
+
+Everything gathered is masked, but a masked value still meets a weight of 0: the cache must be finite (made with zeros).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.errors import ConfigError
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, SamplingTensors
+from slipstream.kernels.reference import (
+    ReferenceOps,
+    activate,
+    apply_bias_and_penalties,
+    attend,
+    first_beyond,
+    gather_sequence,
+    nucleus,
+    rms,
+    route,
+    scaled_probs,
+    uniform,
+)
+from slipstream.model.scheme import InputFormat, Scheme
+from slipstream.model.spec import Activation, MoESpec
+
+MAX_TEMPORARY_BYTES = 4 * 2**20
+"""Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
+
+PACK_BATCH = 32
+"""The number of tokens that oneDNN lays weights out for; the layout serves other numbers as well."""
+
+NUCLEUS_STEPS = (64, 1024)
+"""How many of the likeliest tokens top-p looks at before it sorts the vocabulary."""
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear(Linear):
+    """`packed` is the weight in oneDNN's order; `weight` only tells its shape and type (on the meta device)."""
+
+    packed: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """Decodes of like length, computed together and padded to the longest: N sequences of n gathered blocks each."""
+
+    rows: Tensor | None  # int64 [N]: which sequences; None for all of the step
+    lens: Tensor  # int [N, 1]
+    num_blocks: int
+    blocks: Tensor  # int64 [N · K · n]: rows of a cache seen as [B · K, block_size · D]
+    at: Tensor  # int64 [N, n · block_size]: the position of each gathered key
+    mask: Tensor  # [N, 1, 1, n · block_size] of the queries' type, added to the scores
+    any_empty: bool  # some sequence is padding
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this machine's torch has oneDNN for the type; without, weights stay dense and go through `F.linear`."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to reuse freed memory of this process instead of giving it back: blocks under 32 MiB come from the
+    heap, and up to 256 MiB stay at its end. False where the C library has no such setting (it changes speed only)."""
+    trim_threshold, mmap_threshold = -1, -3  # names in malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(trim_threshold, 256 * 2**20) and mallopt(mmap_threshold, 32 * 2**20))
+
+
+class CpuOps(ReferenceOps):
+    """Holds one thing: what was derived from the last step's metadata, which every layer needs again. It is told by the
+    identity of the metadata object, whose tensors must therefore never be written to."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._meta: AttentionMetadata | None = None
+        self._derived: dict[object, Any] = {}
+        keep_freed_memory()
+
+    def _once_a_step(self, meta: AttentionMetadata, key: object, make: Callable[[], Made]) -> Made:
+        if self._meta is not meta:
+            self._meta, self._derived = meta, {}
+        if key not in self._derived:
+            self._derived[key] = make()
+        made: Made = self._derived[key]
+        return made
+
+    # --- Layers -----------------------------------------------------------------------------------------------------
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+        if scheme is not None:
+            raise ConfigError(
+                f"the torch kernels have no {scheme.name} product: build the C++ ones (`python -m slipstream.kernels.build`) or"
+                " use kernels='reference'",
+                field="kernels",
+            )
+        if not can_pack(weight.dtype):
+            return Linear(weight=weight, bias=bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
+        return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
+
+    def adopt_linear(self, w: Linear) -> Linear:
+        raise ConfigError(
+            "the torch kernels have no product with rounded weights: build the C++ ones (`python -m slipstream.kernels.build`) "
+            "or use kernels='reference'",
+            field="kernels",
+        )
+
+    def adopt_experts(self, w: Linear) -> Linear:
+        return self.adopt_linear(w)
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
+        return Linear(weight=weight) if scheme is None else self.prepare_linear(weight, None, scheme)
+
+    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+        """Rows are put in the order of their experts, so that each product is one call over all of them."""
+        weights, chosen = route(router_logits, spec)
+        order = chosen.flatten().argsort(stable=True)
+        ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
+        per_expert = (spec.num_experts, -1, x.shape[1])
+        h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
+        act = self.gated_activation if spec.expert.gated else self.activation
+        rows = act(h, spec.expert.activation)
+        assert isinstance(rows, Tensor)
+        y = F.grouped_mm(rows, down.weight.view(spec.num_experts, x.shape[1], -1).transpose(1, 2), offs=ends)
+        back = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
+        return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        if isinstance(w, PackedLinear):
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.packed, w.bias, "none", [], "")
+            return y
+        return F.linear(x, w.weight, w.bias)
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        weight_offset: float = 0.0,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        if weight_offset or inputs is not None:
+            return super().rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset, inputs=inputs)
+        total = x if residual is None else x + residual
+        return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        if inputs is not None:
+            return super().layer_norm(x, weight, bias, eps, residual=residual, inputs=inputs)
+        total = x if residual is None else x + residual
+        return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
+
+    def gated_activation(
+        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    ) -> Activations:
+        if inputs is not None:
+            return super().gated_activation(gate_up, activation, inputs=inputs)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activate(gate.float(), activation).mul_(up).to(gate_up.dtype)
+
+    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
+        return super().activation(x, activation, inputs=inputs) if inputs is not None else activate(x, activation)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cos_sin: Tensor | None,
+        interleaved: bool = False,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
+    ) -> Tensor:
+        if kv.k_scale is not None:
+            raise ConfigError(
+                "the torch kernels have no 8-bit cache; build the C++ ones (`python -m slipstream.kernels.build`), or use "
+                "kv_cache_dtype='auto'",
+                field="kv_cache_dtype",
+            )
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        v = heads[:, num_heads + num_kv_heads :]
+        qk = heads[:, : num_heads + num_kv_heads]
+        if q_norm is not None and k_norm is not None:
+            q, k = qk[:, :num_heads], qk[:, num_heads:]
+            qk = torch.cat((rms(q, q_norm, norm_eps, norm_offset), rms(k, k_norm, norm_eps, norm_offset)), dim=1)
+        if cos_sin is not None:
+            # The tensor stands in the value too, so that its id is not used again within the step.
+            _, cos, sin = self._once_a_step(
+                meta, (id(cos_sin), interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], interleaved))
+            )
+            qk = _rotate(qk.float(), cos, sin, interleaved)
+        qk = qk.to(qkv.dtype)
+        size = kv.block_size
+        slots = self._once_a_step(
+            meta, ("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size)
+        )
+        for cache, new in ((kv.k, qk[:, num_heads:]), (kv.v, v)):
+            cache.view(-1, head_dim).index_copy_(0, slots, new.reshape(-1, head_dim).to(cache.dtype))
+        return qk[:, :num_heads]
+
+    # --- Attention --------------------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        lens = self._once_a_step(meta, "lens", meta.seq_lens.tolist)
+        groups = self._once_a_step(
+            meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
+        )
+        if len(groups) == 1 and groups[0].rows is None:
+            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes)
+        out = q.new_empty(q.shape)
+        for group in groups:
+            assert group.rows is not None
+            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes)
+        starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
+        for i in range(meta.num_decodes, len(lens)):
+            begin, end, length = starts[i], starts[i + 1], lens[i]
+            if length == 0:
+                out[begin:end] = 0
+                continue
+            keys, values = gather_sequence(kv, meta.block_table[i], length)
+            if softcap is None and alibi_slopes is None:
+                _prefill(out[begin:end], q[begin:end], keys, values, scale, window)
+            else:
+                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+        return out
+
+    # --- Sampling ---------------------------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        if params.all_greedy and params.bias_rows is None and params.history is None:
+            return argmax(logits)
+        logits = apply_bias_and_penalties(logits.float(), params)
+        greedy = argmax(logits)
+        if params.all_greedy:
+            return greedy
+        probs = scaled_probs(logits, params)
+        if params.any_min_p:
+            probs = probs.where(probs >= params.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
+        if params.any_top_k:
+            probs = probs.where(logits >= _least_of_top_k(logits, params.top_k), 0.0)
+        if params.any_top_p:
+            probs = probs.where(probs >= _least_of_top_p(probs, params.top_p), 0.0)
+        return torch.where(params.temperature > 0, draw(probs, uniform(params.seeds, params.history_lens)), greedy)
+
+
+# --- Rotation -------------------------------------------------------------------------------------------------------
+
+
+def _turning(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """From [T, rotary_dim] (cos, then sin) the factors of x and of its swapped partner, [T, 1, rotary_dim] each."""
+    cos, sin = table[:, None].chunk(2, dim=-1)
+    if interleaved:
+        return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    rotary = cos.shape[-1]
+    turned = x[..., :rotary]
+    if interleaved:
+        partner = turned.reshape(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        partner = turned.roll(rotary // 2, dims=-1)
+    turned = (turned * cos).addcmul_(partner, sin)
+    return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
+
+
+def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+    """[T] slots → [T · K] rows of a cache seen as [B · K · block_size, D]."""
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    return ((block[:, None] * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset[:, None]).flatten()
+
+
+# --- Decodes --------------------------------------------------------------------------------------------------------
+
+
+def decode_groups(
+    meta: AttentionMetadata, lens: list[int], kv: LayerKV, window: int | None, dtype: torch.dtype
+) -> list[DecodeGroup]:
+    """The step's decodes, in groups that padding makes little dearer. Blocks before the window are not gathered."""
+    _, num_kv_heads, block_size, _ = kv.k.shape
+    count, block_bytes = meta.num_decodes, kv.k[0].nbytes
+    firsts = [0 if window is None else max(0, length - window) // block_size for length in lens[:count]]
+    needed = [max(1, -(-length // block_size) - first) for length, first in zip(lens, firsts, strict=False)]
+    groups = []
+    for rows in _alike(needed, MAX_TEMPORARY_BYTES // block_bytes):
+        n = max(needed[i] for i in rows)
+        index = torch.tensor(rows)
+        group_lens = meta.seq_lens[index][:, None]
+        first = torch.tensor([firsts[i] for i in rows])[:, None]
+        # What a shorter sequence has beyond its end is masked, so any block will do there.
+        columns = (first + torch.arange(n)).clamp(max=meta.block_table.shape[1] - 1)
+        blocks = meta.block_table[index].gather(1, columns).long()
+        at = first * block_size + torch.arange(n * block_size)
+        seen = at < group_lens
+        if window is not None:
+            seen &= at >= group_lens - window
+        groups.append(
+            DecodeGroup(
+                rows=None if len(rows) == len(lens) else index,
+                lens=group_lens,
+                num_blocks=n,
+                blocks=(blocks[:, None] * num_kv_heads + torch.arange(num_kv_heads)[None, :, None]).flatten(),
+                at=at,
+                mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)[:, None, None],
+                any_empty=any(lens[i] == 0 for i in rows),
+            )
+        )
+    return groups
+
+
+def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
+    """Sequences grouped by the blocks they need: all together if padding them to the longest costs little, else so that
+    none is padded to more than twice its own; and no group of several with more than `max_blocks`."""
+    groups: dict[int, list[int]] = {}
+    even = max(needed, default=0) * len(needed) <= 1.5 * sum(needed) + 8 * len(needed)
+    for i, count in enumerate(needed):
+        groups.setdefault(0 if even else (count - 1).bit_length(), []).append(i)
+    cut = []
+    for rows in groups.values():
+        size = max(1, max_blocks // max(needed[i] for i in rows))
+        cut += [rows[i : i + size] for i in range(0, len(rows), size)]
+    return cut
+
+
+def _decode(
+    q: Tensor, kv: LayerKV, group: DecodeGroup, scale: float, softcap: float | None, alibi_slopes: Tensor | None
+) -> Tensor:
+    """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, size = kv.k.shape[1:3]
+    # One gather lays a head's blocks end to end; the query heads of a kv head are rows of one product.
+    shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
+    keys, values = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in (kv.k, kv.v))
+    rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
+    if softcap is None and alibi_slopes is None:
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
+    else:
+        scores = rows.float() @ keys.float().transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            distance = (group.lens - 1 - group.at)[:, None, None]
+            scores = scores - alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
+        out = ((scores + group.mask).softmax(dim=-1) @ values.float()).to(q.dtype)
+    out = out.reshape(num_seqs, num_heads, head_dim)
+    return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
+
+
+# --- Prefill --------------------------------------------------------------------------------------------------------
+
+
+def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> None:
+    """q [n, H, D] at the end of keys, values [K, L, D]; writes into `out`."""
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, length, _ = keys.shape
+    group = num_heads // num_kv_heads
+    if num_queries == length and (window is None or window >= length):
+        if group > 1:
+            keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=scale
+        )
+        out.copy_(mixed[0].transpose(0, 1))
+        return
+    step = max(1, MAX_TEMPORARY_BYTES // (length * group * q.element_size()))
+    if window is not None:  # longer pieces would read far more than the window
+        step = min(step, max(window, 64))
+    for begin in range(0, num_queries, step):
+        end = min(begin + step, num_queries)
+        first, last = length - num_queries + begin, length - num_queries + end  # positions of these queries
+        low = 0 if window is None else max(0, first - window + 1)
+        at, key_at = torch.arange(first, last)[:, None], torch.arange(low, last)[None, :]
+        hidden = key_at > at
+        if window is not None:
+            hidden |= key_at <= at - window
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf).repeat(group, 1)
+        # The query heads of a kv head are rows of one problem: [K, group · n, D].
+        rows = q[begin:end].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        mixed = F.scaled_dot_product_attention(
+            rows[None], keys[None, :, low:last], values[None, :, low:last], attn_mask=mask, scale=scale
+        )[0]
+        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _tiled(
+    out: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+) -> None:
+    """The reference's attention, a few queries at a time, so that the scores stay small."""
+    num_queries, num_heads, _ = q.shape
+    length = keys.shape[1]
+    step = max(1, MAX_TEMPORARY_BYTES // (length * num_heads * 4))
+    for begin in range(0, num_queries, step):
+        end = min(begin + step, num_queries)
+        last = length - num_queries + end
+        out[begin:end] = attend(q[begin:end], keys[:, :last], values[:, :last], scale, window, softcap, alibi_slopes)
+
+
+# --- Sampling -------------------------------------------------------------------------------------------------------
+
+
+def argmax(x: Tensor) -> Tensor:
+    """The first largest of each row [S, V]. torch's maximum is fast, its argmax is not: find the chunk, then look."""
+    chunks = _chunks(x, 256)
+    at = chunks.amax(dim=-1).argmax(dim=-1)
+    return at * chunks.shape[-1] + _pick(chunks, at).argmax(dim=-1)
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """The k largest of each row [S, V], descending. They are in the k chunks with the largest maxima."""
+    chunks = _chunks(x, math.isqrt(x.shape[-1] // k))
+    if chunks.shape[-1] < 4:
+        return x.topk(k, dim=-1).values
+    found = chunks.amax(dim=-1).topk(k, dim=-1).indices
+    return chunks.gather(1, found[:, :, None].expand(-1, -1, chunks.shape[-1])).flatten(1).topk(k, dim=-1).values
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """`reference.draw`: first the chunk in which the running sum exceeds u · total, then the token."""
+    chunks = _chunks(weights, 256)
+    running = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = u.double()[:, None] * running[:, -1:]
+    at = torch.searchsorted(running, target, right=True).clamp(max=chunks.shape[1] - 1)
+    before = torch.where(at > 0, running.gather(1, (at - 1).clamp(min=0)), 0.0)
+    return at[:, 0] * chunks.shape[-1] + first_beyond(_pick(chunks, at[:, 0]), target - before)
+
+
+def _least_of_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """The k-th largest logit of each row [S, 1]; −inf for rows without top_k."""
+    limited = (top_k > 0) & (top_k < logits.shape[-1])
+    if not bool(limited.any()):
+        return logits.new_full((len(logits), 1), -math.inf)
+    k = torch.where(limited, top_k, 1).long()
+    least = largest(logits, int(k.max())).gather(1, k[:, None] - 1)
+    return torch.where(limited[:, None], least, -math.inf)
+
+
+def _least_of_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """`reference.nucleus`, looking at more of a row's tokens only while they do not make up top_p."""
+    vocab = probs.shape[-1]
+    least = probs.new_zeros(len(probs), 1)
+    pending = (top_p < 1.0).nonzero()[:, 0]
+    for count in (*(c for c in NUCLEUS_STEPS if c < vocab), vocab):
+        if not len(pending):
+            break
+        rows, wanted = probs[pending], top_p[pending]
+        ordered = largest(rows, count)
+        done = ordered.sum(-1, dtype=torch.float64) >= wanted * rows.sum(-1, dtype=torch.float64)
+        done |= torch.tensor(count == vocab)
+        least[pending[done]] = nucleus(ordered[done], rows[done], wanted[done])
+        pending = pending[~done]
+    return least
+
+
+def _chunks(x: Tensor, at_most: int) -> Tensor:
+    """[S, V] → [S, V / width, width] with the largest width up to `at_most` that divides V."""
+    width = next(w for w in range(max(1, at_most), 0, -1) if x.shape[-1] % w == 0)
+    return x.reshape(len(x), -1, width)
+
+
+def _pick(chunks: Tensor, at: Tensor) -> Tensor:
+    """Chunk at[s] of each row: [S, width]."""
+    return chunks[torch.arange(len(chunks)), at]

@@ -1,0 +1,333 @@
+"""Bindings of libslipstream_cpu (csrc/cpu): plain ctypes over its C interface, so that one binary serves every Python and
+torch.
+
+The library lies in this package (`pip install .` builds it; `python -m slipstream.kernels.build` does in a source tree). What
+is handed to it are addresses of tensors: `Program` keeps those tensors alive, and every shape is checked here or by its
+callers, since nothing is on the other side. """
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.model.spec import Activation
+
+ABI = 1
+LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
+BUILD = "python -m slipstream.kernels.build"
+
+F32, BF16, I8, Q8, Q4, Q4M = range(6)
+"""Kinds of weights: csrc/cpu/formats.h."""
+
+ROWS_F32, ROWS_BF16 = -1, -2
+"""Tables that only `embed` reads, row by row as torch keeps them."""
+
+FORM_F32, FORM_BF16, FORM_Q = range(3)
+"""Forms of activations that products read."""
+
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+BLOCK_KINDS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M}
+"""GGUF's types that are used as they are."""
+
+
+class LayerPointers(ctypes.Structure):
+    _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p))
+
+
+class StepInputs(ctypes.Structure):
+    """`ss_step`"""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size", "table_stride")),
+        ("cache", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "query_start_loc", "seq_lens", "block_table", "positions", "slots")
+        ),
+        ("layers", ctypes.POINTER(LayerPointers)),
+    )
+
+
+_I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "abi": (_I, []),
+    "num_isas": (_I, []),
+    "isa_name": (c_char_p, [_I]),
+    "isa_usable": (_I, [_I]),
+    "engine_create": (_P, [_I, _I]),
+    "engine_destroy": (None, [_P]),
+    "packed_bytes": (_L, [_I, _L, _L]),
+    "pack_dense": (None, [_I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
+    "pack_codes": (None, [_L, _L, _P, _P, _P, _L, _L, _P]),
+    "pack_blocks": (None, [_I, _L, _L, _P, _P, _L, _L, _P]),
+    "unpack_rows": (None, [_I, _L, _L, _P, _P, _L, _P]),
+    "program_create": (_P, [_P]),
+    "program_destroy": (None, [_P]),
+    "buffer": (_I, [_P, _L]),
+    "bind": (None, [_P, _I, _P, _L]),
+    "form_bytes": (_L, [_I, _L]),
+    "add_embed": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _F, _I]),
+    "add_norm": (None, [_P, _I, _I, _I, _I, _I, _L, _P, _P, _F, _F]),
+    "add_convert": (None, [_P, _I, _I, _I, _L]),
+    "add_linear": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _P, _I]),
+    "add_gated_linear": (None, [_P, _I, _I, _I, _I, _I, _L, _L, _P, _P]),
+    "add_activation": (None, [_P, _I, _I, _I, _I, _I, _L]),
+    "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
+    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P]),
+    "add_argmax": (None, [_P, _I, _I, _L]),
+    "run": (None, [_P, ctypes.POINTER(StepInputs)]),
+    "profile": (_I, [_P, _I, _P, _I]),
+}
+
+
+def library_path() -> Path | None:
+    """Where the library lies: beside this file, or where an editable install keeps what it built."""
+    import slipstream.kernels
+
+    folders = [str(Path(__file__).parent), *slipstream.kernels.__path__]
+    return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library. ConfigError says what to do without one, or with one of another version."""
+    path = library_path()
+    if path is None:
+        raise ConfigError(
+            f"the C++ kernels are not built ({LIBRARY} is missing): run `{BUILD}`, or use kernels='torch'",
+            field="kernels",
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be loaded: {error}; run `{BUILD}`", field="kernels") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, "ss_" + name, None)
+        if function is None:
+            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): run `{BUILD}`", field="kernels")
+        function.restype, function.argtypes = result, arguments
+    if library.ss_abi() != ABI:
+        raise ConfigError(f"{path} is of another version: run `{BUILD}`", field="kernels")
+    return library
+
+
+def instruction_sets() -> list[str]:
+    """Those that the library was built for and this machine runs, the fastest last."""
+    library = load()
+    return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
+
+
+class Engine:
+    """A pool of `num_threads` threads (the caller's is one) and an instruction set, the fastest unless one is named."""
+
+    def __init__(self, num_threads: int, isa: str | None = None) -> None:
+        library = load()
+        names = [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas())]
+        usable = instruction_sets()
+        if isa is not None and isa not in usable:
+            raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
+        self.isa = usable[-1] if isa is None else isa
+        self.num_threads = num_threads
+        self.pointer = library.ss_engine_create(num_threads, names.index(self.isa))
+
+    def __del__(self) -> None:
+        if hasattr(self, "pointer"):
+            load().ss_engine_destroy(self.pointer)
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+
+
+class Arena:
+    """Memory for weights, in stretches large enough for the system's huge pages: reading through small ones, a thread waits for
+    their table as long as for the weights. Pages are the process's only once they are written."""
+
+    SIZE = 64 * 2**20
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Zeros, from an address that is a multiple of 64."""
+        if num_bytes > self._rest.numel():
+            fresh = torch.from_numpy(np.zeros(max(self.SIZE, num_bytes) + 64, dtype=np.uint8))
+            self._rest = fresh[-fresh.data_ptr() % 64 :]
+        taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [rows, inner] in the kernels' order."""
+
+    kind: int
+    rows: int
+    inner: int
+    data: Tensor  # uint8
+
+    @staticmethod
+    def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
+        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)))
+
+    @property
+    def form(self) -> int:
+        return {F32: FORM_F32, BF16: FORM_BF16}.get(self.kind, FORM_Q)
+
+    def put_dense(self, values: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
+        """Rows of float32 or bfloat16 [n, inner] become rows row0 … (or `to` int32 [n])."""
+        values = values if values.dtype in (torch.float32, torch.bfloat16) else values.float()
+        values = values if values.stride(1) == 1 else values.contiguous()
+        self._check(values.shape[0], values.shape[1], row0, to)
+        bf16, stride = values.dtype == torch.bfloat16, values.stride(0)
+        load().ss_pack_dense(
+            self.kind,
+            self.rows,
+            self.inner,
+            self.data.data_ptr(),
+            values.data_ptr(),
+            bf16,
+            stride,
+            len(values),
+            row0,
+            _at(to),
+        )
+
+    def put_codes(self, codes: Tensor, scales: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
+        """int8 [n, inner] and float32 [n]."""
+        codes, scales = codes.contiguous(), scales.float().contiguous()
+        self._check(codes.shape[0], codes.shape[1], row0, to)
+        load().ss_pack_codes(
+            self.rows, self.inner, self.data.data_ptr(), codes.data_ptr(), scales.data_ptr(), len(codes), row0, _at(to)
+        )
+
+    def put_blocks(self, blocks: int, count: int, row0: int = 0, to: Tensor | None = None) -> None:
+        """`count` rows of GGUF's blocks at the address `blocks`."""
+        self._check(count, self.inner, row0, to)
+        load().ss_pack_blocks(self.kind, self.rows, self.inner, self.data.data_ptr(), blocks, count, row0, _at(to))
+
+    def rows_of(self, which: Tensor) -> Tensor:
+        """float32 [n, inner] of int64 [n]."""
+        which = which.long().contiguous()
+        if len(which) and not (int(which.min()) >= 0 and int(which.max()) < self.rows):
+            raise IndexError(f"rows {int(which.min())} to {int(which.max())} of {self.rows}")
+        out = torch.empty(len(which), self.inner)
+        load().ss_unpack_rows(
+            self.kind, self.rows, self.inner, self.data.data_ptr(), which.data_ptr(), len(which), out.data_ptr()
+        )
+        return out
+
+    def _check(self, count: int, inner: int, row0: int, to: Tensor | None) -> None:
+        assert inner == self.inner
+        if to is None:
+            assert 0 <= row0 <= row0 + count <= self.rows
+        else:
+            assert (to.dtype, len(to)) == (torch.int32, count)
+            assert 0 <= int(to.min()) <= int(to.max()) < self.rows
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+# --- Programs ---------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """A list of operators over buffers. `add` passes tensors as addresses and keeps them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._library, self._engine, self._kept = load(), engine, list[Tensor]()
+        self._pointer = self._library.ss_program_create(engine.pointer)
+        self.operators: list[tuple[str, int]] = []  # name, and bytes of weights that it reads
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pointer"):
+            self._library.ss_program_destroy(self._pointer)
+
+    def buffer(self, form: int, size: int) -> int:
+        """A row of `size` values a token, in `form`."""
+        return int(self._library.ss_buffer(self._pointer, self._library.ss_form_bytes(form, size)))
+
+    def bound(self, tensor: Tensor | None = None) -> int:
+        """A buffer of the caller's: `tensor` [T, n], or what `bind` gives later."""
+        buffer = int(self._library.ss_buffer(self._pointer, 0))
+        if tensor is not None:
+            self.bind(buffer, tensor)
+            self._kept.append(tensor)
+        return buffer
+
+    def bind(self, buffer: int, tensor: Tensor) -> None:
+        assert tensor.dim() == 2
+        assert tensor.stride(1) == 1
+        self._library.ss_bind(self._pointer, buffer, tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
+
+    def add(self, name: str, *arguments: Any, reads: int = 0) -> None:
+        self._kept += [a for a in arguments if isinstance(a, Tensor)]
+        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        getattr(self._library, "ss_add_" + name)(self._pointer, *plain)
+        self.operators.append((name, reads))
+
+    def run(self, step: StepInputs) -> None:
+        self._library.ss_run(self._pointer, ctypes.byref(step))
+
+    def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
+        """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all
+        threads, which a busy neighbour leaves alone."""
+        ns = (c_int64 * len(self.operators))()
+        self._library.ss_profile(self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators))
+        return list(ns)
+
+
+def layer_pointers(kv: Sequence[LayerKV]) -> Any:
+    """An array of the layers' caches. The tensors must live as long as it is used."""
+    array = (LayerPointers * len(kv))()
+    for pointers, layer in zip(array, kv, strict=True):
+        assert layer.k.is_contiguous()
+        assert layer.v.is_contiguous()
+        assert layer.k.dtype == layer.v.dtype
+        pointers.k, pointers.v = layer.k.data_ptr(), layer.v.data_ptr()
+        pointers.k_scale, pointers.v_scale = _at(layer.k_scale), _at(layer.v_scale)
+    return array
+
+
+def step_inputs(
+    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Tensor | None = None
+) -> tuple[StepInputs, object]:
+    """The step as the library reads it, and what must live while it runs."""
+    if kv.k.dtype not in CACHES:
+        raise ConfigError(
+            f"the C++ kernels have no cache of {kv.k.dtype}; use bfloat16, float32 or int8", field="kv_cache_dtype"
+        )
+    ids = None if token_ids is None else token_ids.to(torch.int32).contiguous()
+    starts, lens, table = (t.to(torch.int32) for t in (meta.query_start_loc, meta.seq_lens, meta.block_table))
+    table = table if table.stride(1) == 1 else table.contiguous()
+    positions, slots = meta.positions.long().contiguous(), meta.slot_mapping.long().contiguous()
+    inputs = StepInputs(
+        num_tokens=len(positions),
+        num_seqs=len(lens),
+        num_decodes=meta.num_decodes,
+        block_size=kv.block_size,
+        table_stride=table.stride(0),
+        cache=CACHES[kv.k.dtype],
+        token_ids=_at(ids),
+        query_start_loc=starts.data_ptr(),
+        seq_lens=lens.data_ptr(),
+        block_table=table.data_ptr(),
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        layers=layers,
+    )
+    return inputs, (ids, starts, lens, table, positions, slots)

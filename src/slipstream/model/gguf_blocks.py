@@ -1,0 +1,78 @@
+"""A GGUF file's weights in the precision they are stored in, for op sets that have products with such blocks.
+
+A product is taken so if every tensor that fills it is of a type the op set knows; several types may stand in one product
+(mixtures keep some tensors in more bits). Nothing is read here: the blocks stay mapped until the op set lays them out. What
+is not taken (norms, other types, transposed weights) is dequantised by `weights.py` as before. """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.ops import BlockLinear, BlockRows, Linear
+from slipstream.model.gguf import GGUFFile
+from slipstream.model.parameters import Placement, Shape, Unpermute
+
+PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", "head.weight", "embed.weight")
+
+
+class BlockWeights:
+    """Takes what `load_parameters` would dequantise. `names` is the family's table for the file's tensors."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        names: Mapping[str, Placement],
+        shapes: Mapping[str, Shape],
+        types: frozenset[str],
+        dtype: torch.dtype,
+    ) -> None:
+        found: dict[str, list[BlockRows]] = {}
+        self._names: dict[str, str] = {}
+        for name, place in names.items():
+            tensor = file.tensors.get(name)
+            if tensor is None or tensor.type not in types or not place.target.endswith(PRODUCTS):
+                continue
+            if ".experts." in place.target or not isinstance(place.transform, Unpermute | None):
+                continue
+            out, inner = shapes[place.target]
+            rows = out - place.start if place.rows is None else place.rows
+            if tuple(tensor.shape) != (rows, inner):
+                raise CheckpointError(
+                    f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {[rows, inner]}",
+                    field=name,
+                )
+            order = None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
+            piece = BlockRows(type=tensor.type, blocks=file.raw(name).reshape(rows, -1), start=place.start, order=order)
+            found.setdefault(place.target, []).append(piece)
+            self._names[name] = place.target
+        # All rows or none: what another type fills in part is dequantised whole.
+        whole = {target for target, pieces in found.items() if sum(p.rows for p in pieces) == shapes[target][0]}
+        self._names = {name: target for name, target in self._names.items() if target in whole}
+        self._linears: dict[str, Linear] = {
+            target: BlockLinear(weight=torch.empty(shapes[target], dtype=dtype, device="meta"), pieces=tuple(pieces))
+            for target, pieces in found.items()
+            if target in whole
+        }
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._linears
+
+    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+        """Whether the tensor `name` is used as it is."""
+        return name in self._names
+
+    def missing(self, names: Mapping[str, Placement]) -> list[str]:
+        return []  # nothing is held in part
+
+    def linears(self) -> dict[str, Linear]:
+        return self._linears
+
+
+def _unpermuted(rows: int, num_heads: int) -> Tensor:
+    """Where the rows go that llama.cpp stored with the two halves of each rotary head interleaved: int32 [rows]."""
+    at = torch.arange(rows, dtype=torch.int32).view(num_heads, 2, rows // num_heads // 2)
+    return at.transpose(1, 2).flatten().contiguous()
