@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 WORKLOADS = ("fixed", "random", "sharegpt", "lengths", "shared-prefix")
 LENGTHS = ("fixed", "random", "shared-prefix")
 
+PEERS = {
+    "transformers": ("dtype", "device", "num_threads", "load_format", "download_dir", "seed"),
+    "llamacpp": ("num_threads", "max_model_len", "download_dir", "seed"),
+    "openvino": ("num_threads", "download_dir", "seed"),
+}
+"""Other engines, and the settings that they take."""
+
 CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
     "input_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
     "output_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
@@ -34,7 +41,7 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "prefix_len": ("--workload shared-prefix", 400, lambda args: args.workload == "shared-prefix"),
     "lengths_file": ("--workload lengths", None, lambda args: args.workload == "lengths"),
     "vocab_size": ("workloads of random token ids", None, lambda args: args.workload != "sharegpt"),
-    "batch_size": ("--engine transformers", 8, lambda args: args.engine == "transformers"),
+    "batch_size": ("--engine transformers, llamacpp and openvino", 8, lambda args: args.engine != "slipstream"),
     "served_model_name": ("--url", None, lambda args: args.url is not None),
     "api_key": ("--url", None, lambda args: args.url is not None),
     "ignore_eos": ("--url", True, lambda args: args.url is not None),
@@ -59,9 +66,9 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
     throughput = kinds.add_parser("throughput", help="all requests at once, offline")
     throughput.add_argument("model", help=MODEL_HELP)
-    throughput.add_argument("--engine", choices=("slipstream", "transformers"), default="slipstream")
+    throughput.add_argument("--engine", choices=("slipstream", *PEERS), default="slipstream")
     throughput.add_argument(
-        "--batch-size", type=int, default=argparse.SUPPRESS, metavar="X", help="of transformers (default: 8)"
+        "--batch-size", type=int, default=argparse.SUPPRESS, metavar="X", help="of the other engines (default: 8)"
     )
     throughput.add_argument(
         "--repeat", type=int, default=1, metavar="X", help="runs, of which the median counts (default: 1)"
@@ -280,8 +287,11 @@ def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Cal
         from slipstream.bench.adapters.slipstream import OfflineSlipstream
 
         return OfflineSlipstream(settings, progress=on_phase)
-    from slipstream.bench.adapters.transformers import OfflineTransformers
     from slipstream.hub import resolve_model
+
+    if args.engine in ("llamacpp", "openvino"):
+        return cpu_peer(args, settings, resolve_model(settings.model, download_dir=settings.download_dir), on_phase)
+    from slipstream.bench.adapters.transformers import OfflineTransformers
 
     if settings.dtype == "auto":
         raise ConfigError("with --engine transformers give --dtype, the one that it is compared in", field="dtype")
@@ -302,6 +312,21 @@ def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Cal
     )
 
 
+def cpu_peer(args: argparse.Namespace, settings: EngineArgs, path: Path, on_phase: Callable[[str], None]) -> Any:
+    from slipstream.plan.hardware import available_cores
+
+    threads = settings.num_threads or available_cores()
+    on_phase("weights")
+    if args.engine == "openvino":
+        from slipstream.bench.adapters.openvino import OfflineOpenVINO
+
+        return OfflineOpenVINO(path, batch_size=args.batch_size, num_threads=threads)
+    from slipstream.bench.adapters.llamacpp import OfflineLlamaCpp
+
+    length = settings.max_model_len or 2048
+    return OfflineLlamaCpp(path, batch_size=args.batch_size, max_model_len=length, num_threads=threads)
+
+
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -317,9 +342,8 @@ def settle(args: argparse.Namespace) -> None:
             raise ConfigError("with --url, --vocab-size takes the place of a model; leave one out", field="vocab_size")
         fetches = ("download_dir",) if text or args.model is not None else ()
         refuse_engine_options(args, text=text, only=("seed", *fetches), owner="an engine started here, without --url")
-    elif getattr(args, "engine", None) == "transformers":
-        used = ("dtype", "device", "num_threads", "load_format", "download_dir", "seed")
-        refuse_engine_options(args, text=text, only=used, owner="--engine slipstream")
+    elif (engine := getattr(args, "engine", None)) in PEERS:
+        refuse_engine_options(args, text=text, only=PEERS[engine], owner="--engine slipstream")
     else:
         refuse_engine_options(args, text=text)
 

@@ -1,0 +1,137 @@
+"""The CPU against its peers on one GGUF file, each in a process of its own, taking turns.
+
+    python benchmarks/cpu_peers.py [--model smollm2] [--llamacpp PYTHON] [--openvino PYTHON] [--rounds 3]
+
+PYTHON is the interpreter of an environment that has llama-cpp-python, or openvino-genai; without one the peer is left out. Of
+each engine and round: output tokens/s of one stream after its first token (128 in, 256 out), prompt tokens/s of a prompt
+of 512, output tokens/s of 16 and 64 requests of 128/128 with prefill in the time, peak memory of the process. Medians of the
+rounds; ratios within a round, since the machine's speed drifts. Slipstream runs the file as it is, and rounded to int8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.workload import BenchRequest
+
+LOADS = {"stream": (1, 128, 256), "prefill": (1, 512, 1), "16": (16, 128, 128), "64": (64, 128, 128)}
+
+
+def requests(count: int, n_in: int, n_out: int) -> list[BenchRequest]:
+    rng = random.Random(count + n_in)
+    return [
+        BenchRequest(prompt_token_ids=tuple(rng.randrange(100, 49_000) for _ in range(n_in)), output_tokens=n_out)
+        for _ in range(count)
+    ]
+
+
+def make(name: str, path: Path, threads: int) -> Any:
+    if name == "llamacpp":
+        from slipstream.bench.adapters.llamacpp import OfflineLlamaCpp
+
+        return OfflineLlamaCpp(path, batch_size=64, max_model_len=528, num_threads=threads)
+    if name == "openvino":
+        from slipstream.bench.adapters.openvino import OfflineOpenVINO
+
+        return OfflineOpenVINO(path, batch_size=64, num_threads=threads)
+    from slipstream.bench.adapters.slipstream import OfflineSlipstream
+    from slipstream.config import EngineArgs
+
+    quantization = "int8" if name == "slipstream int8" else None
+    settings = EngineArgs(
+        model=str(path),
+        num_threads=threads,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        quantization=quantization,
+        skip_tokenizer_init=True,
+    )
+    return OfflineSlipstream(settings)
+
+
+def child(name: str, path: Path, threads: int) -> None:
+    engine = make(name, path, threads)
+    engine.run(requests(2, 64, 16))
+    found: dict[str, float] = {}
+    for load, (count, n_in, n_out) in LOADS.items():
+        records = engine.run(requests(count, n_in, n_out))
+        sent = min(r.sent for r in records)
+        if load == "stream":
+            found[load] = (n_out - 1) / (records[0].last_token - records[0].first_token)
+        elif load == "prefill":
+            found[load] = n_in / (records[0].first_token - sent)
+        else:
+            found[load] = count * n_out / (max(r.last_token for r in records) - sent)
+        if load == "prefill":
+            found["peak_mib_one_stream"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"figures": found, "engine": str(engine.describe().get("config"))[:200]}))
+
+
+def measure(python: str, name: str, path: Path, threads: int) -> dict[str, float]:
+    command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])["figures"]
+
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    if "--child" in sys.argv:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--child")
+        parser.add_argument("--model", type=Path)
+        parser.add_argument("--threads", type=int)
+        args = parser.parse_args(arguments)
+        child(args.child, args.model, args.threads)
+        return
+    import common
+
+    from slipstream.bench.report import print_table
+    from slipstream.hub import resolve_model
+    from slipstream.plan.hardware import available_cores
+
+    parser = common.parser(__doc__, "cpu_peers")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--llamacpp", metavar="PYTHON")
+    parser.add_argument("--openvino", metavar="PYTHON")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(arguments)
+    path, threads = resolve_model(args.model), available_cores()
+    engines = {"slipstream": sys.executable, "slipstream int8": sys.executable}
+    engines |= {n: p for n, p in (("llamacpp", args.llamacpp), ("openvino", args.openvino)) if p}
+    rounds: list[dict[str, dict[str, float]]] = []
+    for _ in range(args.rounds):
+        rounds.append({})
+        for name, python in engines.items():
+            rounds[-1][name] = measure(python, name, path, threads)
+            print(name, {k: round(v, 1) for k, v in rounds[-1][name].items()}, flush=True)
+    columns = list(next(iter(rounds[0].values())))
+    medians = {n: {c: statistics.median(r[n][c] for r in rounds) for c in columns} for n in engines}
+    ratios = {
+        f"{ours} / {peer}": {c: statistics.median(r[ours][c] / r[peer][c] for r in rounds) for c in columns}
+        for ours in ("slipstream", "slipstream int8")
+        for peer in engines
+        if not peer.startswith("slipstream")
+    }
+    print_table("medians", ["", *columns], [[n, *(f"{v:,.1f}" for v in m.values())] for n, m in medians.items()])
+    print_table("ratios", ["", *columns], [[n, *(f"{v:.2f}" for v in m.values())] for n, m in ratios.items()])
+    common.save(args.output, "cpu_peers", medians=medians, ratios=ratios, rounds=rounds, threads=threads)
+
+
+if __name__ == "__main__":
+    main()

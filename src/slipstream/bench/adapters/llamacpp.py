@@ -1,0 +1,115 @@
+"""llama.cpp in this process, through llama-cpp-python's low-level interface: a batch of sequences, joined and left in flight.
+
+Honest to it: its own kernels and cache, prompts and decodes in one batch as its server has them, greedy, no end-of-sequence
+check. A token is timed when it is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.bench.metrics import RequestRecord
+from slipstream.bench.workload import BenchRequest
+from slipstream.errors import ConfigError
+
+BATCH_TOKENS = 2048
+
+
+class OfflineLlamaCpp:
+    """`batch_size` sequences at once, of at most `max_model_len` tokens each."""
+
+    def __init__(self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int) -> None:
+        try:
+            import llama_cpp
+        except ImportError:
+            raise ConfigError("engine='llamacpp' needs it: pip install llama-cpp-python", field="engine") from None
+        if batch_size < 1:
+            raise ConfigError("batch_size must be above 0", field="batch_size")
+        self.batch_size, self.num_threads = batch_size, num_threads
+        self._lib: Any = llama_cpp
+        begin = time.monotonic()
+        # Kept in self, since the library calls it as long as there is a model.
+        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise ConfigError(f"llama.cpp can't load {path}", field="model")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = batch_size * max_model_len, batch_size
+        params.n_batch, params.n_threads, params.n_threads_batch = BATCH_TOKENS, num_threads, num_threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self.load_s = time.monotonic() - begin
+
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+        """A record of each request; all are sent at the beginning."""
+        sent = time.monotonic()
+        waiting = deque(enumerate(requests))
+        free = list(range(self.batch_size))
+        running: dict[int, tuple[int, int, int]] = {}  # slot → (request, tokens so far, the last one)
+        times: list[list[float]] = [[] for _ in requests]
+        while waiting or running:
+            rows: list[tuple[int, int, int, bool]] = []  # (token, position, slot, whether its logits are wanted)
+            asked = []
+            for slot, (index, length, token) in running.items():
+                rows.append((token, length, slot, True))
+                asked.append((slot, index, length + 1, len(rows) - 1))
+            while waiting and free and len(rows) + len(waiting[0][1].prompt_token_ids) <= BATCH_TOKENS:
+                index, request = waiting.popleft()
+                slot, prompt = free.pop(), request.prompt_token_ids
+                rows += [(t, i, slot, i == len(prompt) - 1) for i, t in enumerate(prompt)]
+                asked.append((slot, index, len(prompt), len(rows) - 1))
+            self._decode(rows)
+            for slot, index, length, row in asked:
+                logits = self._lib.llama_get_logits_ith(self._context, row)
+                token = int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+                times[index].append(time.monotonic())
+                running[slot] = (index, length, token)
+                if len(times[index]) == requests[index].output_tokens:
+                    del running[slot]
+                    free.append(slot)
+                    self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), slot, -1, -1)
+        return [
+            RequestRecord(
+                input_tokens=len(r.prompt_token_ids),
+                output_tokens=r.output_tokens,
+                sent=sent,
+                first_token=t[0],
+                last_token=t[-1],
+                gaps_s=tuple(b - a for a, b in itertools.pairwise(t)),
+            )
+            for r, t in zip(requests, times, strict=True)
+        ]
+
+    def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, slot, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = slot
+        if self._lib.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("llama.cpp could not compute a batch")
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": "llamacpp",
+            "config": {"batch_size": self.batch_size, "num_threads": self.num_threads, "version": self._lib.__version__},
+            "system": self._lib.llama_print_system_info().decode(),
+            "start_phases_s": {"load": self.load_s},
+        }
+
+    def close(self) -> None:
+        self._lib.llama_batch_free(self._batch)
+        self._lib.llama_free(self._context)
+        self._lib.llama_model_free(self._model)

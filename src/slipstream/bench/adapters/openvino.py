@@ -1,0 +1,83 @@
+"""OpenVINO GenAI in this process, through its continuous batching, on a GGUF file or a folder that was exported for it.
+
+Honest to it: its own scheduler, kernels and precision hints, greedy, no end-of-sequence check. A token is timed when a step
+that brought it returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.bench.metrics import RequestRecord
+from slipstream.bench.workload import BenchRequest
+from slipstream.errors import ConfigError
+
+
+class OfflineOpenVINO:
+    """`batch_size` sequences at once."""
+
+    def __init__(self, path: Path, *, batch_size: int, num_threads: int) -> None:
+        try:
+            import openvino
+            import openvino_genai
+        except ImportError:
+            raise ConfigError("engine='openvino' needs it: pip install openvino-genai", field="engine") from None
+        self._openvino, self._genai = openvino, openvino_genai
+        self.batch_size, self.num_threads = batch_size, num_threads
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_seqs, scheduler.cache_size = batch_size, 2
+        scheduler.max_num_batched_tokens = 2048
+        begin = time.monotonic()
+        properties = {"INFERENCE_NUM_THREADS": num_threads}
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", properties)
+        self.load_s = time.monotonic() - begin
+
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+        """A record of each request; all are sent at the beginning."""
+        sent = time.monotonic()
+        handles, times = [], [[] for _ in requests]  # type: ignore[var-annotated]
+        for i, r in enumerate(requests):
+            config = self._genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = r.output_tokens, True, False
+            ids = self._openvino.Tensor(np.array([r.prompt_token_ids], dtype=np.int64))
+            handles.append(self._pipeline.add_request(i, ids, config))
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            now = time.monotonic()
+            for handle, seen in zip(handles, times, strict=True):
+                while handle.can_read():
+                    seen += [now] * sum(len(o.generated_ids) for o in handle.read().values())
+        for r, seen in zip(requests, times, strict=True):
+            if len(seen) != r.output_tokens:
+                raise RuntimeError(f"OpenVINO made {len(seen)} tokens instead of {r.output_tokens}")
+        return [
+            RequestRecord(
+                input_tokens=len(r.prompt_token_ids),
+                output_tokens=r.output_tokens,
+                sent=sent,
+                first_token=t[0],
+                last_token=t[-1],
+                gaps_s=tuple(b - a for a, b in itertools.pairwise(t)),
+            )
+            for r, t in zip(requests, times, strict=True)
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": "openvino",
+            "config": {
+                "batch_size": self.batch_size,
+                "num_threads": self.num_threads,
+                "version": self._genai.get_version(),
+            },
+            "start_phases_s": {"load": self.load_s},
+        }
+
+    def close(self) -> None:
+        del self._pipeline
