@@ -27,7 +27,7 @@ class Paged:
         ids = list(range(1, num_seqs * per_seq + 1))
         random.Random(0).shuffle(ids)
         self.tables = torch.tensor(ids, dtype=torch.int32).view(num_seqs, per_seq)
-        dtype = next(iter(model.decoder.layers[0].norms.values())).weight.dtype
+        dtype = model.decoder.dtype
         self.kv = [
             LayerKV(*(torch.randn(len(ids) + 1, a.num_kv_heads, block_size, a.head_dim).to(dtype) for _ in range(2)))
             for a in (layer.attention for layer in model.spec.layers)

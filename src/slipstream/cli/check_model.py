@@ -18,7 +18,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X", help="largest |ours − theirs| / largest |theirs| (default: 1e-4)"
     )
-    parser.add_argument("--kernels", default="auto", metavar="X", help="auto, reference, cpu or triton (default: auto)")
+    parser.add_argument("--kernels", default="auto", metavar="X", help="auto, reference, cpu, torch or triton (default: auto)")
     parser.add_argument("--device", default="cpu", metavar="X", help="cpu or cuda:N (default: cpu)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the tokens (default: 0)")
     parser.add_argument("--download-dir", default=None, metavar="X", help="where models are kept, instead of the user's cache")

@@ -72,25 +72,25 @@ def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tole
 
 def our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """(where, the residual there [T, E]), the logits [T, V] last."""
-    embed, count = decoder.embed, len(tokens)
+    device, count = decoder.device, len(tokens)
     num_blocks = -(-count // BLOCK_SIZE)
     meta = AttentionMetadata(
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=embed.device),
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=embed.device),
-        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=embed.device)[None],
-        positions=torch.arange(count, device=embed.device),
-        slot_mapping=torch.arange(BLOCK_SIZE, BLOCK_SIZE + count, device=embed.device),
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
+        positions=torch.arange(count, device=device),
+        slot_mapping=torch.arange(BLOCK_SIZE, BLOCK_SIZE + count, device=device),
         num_decodes=int(count == 1),
         max_query_len=count,
         max_seq_len=count,
     )
-    h = decoder.embedded(torch.tensor(tokens, dtype=torch.int32, device=embed.device), meta)
+    h = decoder.embedded(torch.tensor(tokens, dtype=torch.int32, device=device), meta)
     yield "embeddings", h.clone()
     residual: Tensor | None = None
     for i, layer in enumerate(decoder.layers):
         a = layer.attention.spec
         shape = (num_blocks + 1, a.num_kv_heads, BLOCK_SIZE, a.head_dim)
-        kv = LayerKV(*(torch.zeros(shape, dtype=embed.dtype, device=embed.device) for _ in range(2)))
+        kv = LayerKV(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
         h, residual = layer(decoder.ops, h, residual, kv, meta)
         yield f"layer {i}", h.clone() if residual is None else h + residual
     yield "logits", decoder.logits(decoder.finished(h, residual))

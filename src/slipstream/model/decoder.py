@@ -229,7 +229,9 @@ class Decoder:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
         self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
-        device = torch.device("cpu") if isinstance(table, Linear) else table.device
+        # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
+        self.device = device = torch.device("cpu") if isinstance(table, Linear) else table.device
+        self.dtype = table.weight.dtype if isinstance(table, Linear) else table.dtype
         tables: dict[RopeSpec, Tensor] = {}
 
         def attention(s: AttentionSpec, name: str) -> Attention:
