@@ -175,6 +175,8 @@ def test_tables(config_only, capsys):
         (["throughput", "M", "--warmup=-1"], "warmup"),
         (["throughput", "M", "--engine=transformers"], "dtype"),
         (["throughput", "M", "--engine=transformers", "--dtype=float32", "--load-format=gguf"], "load_format"),
+        (["throughput", "M", "--engine=llamacpp"], "engine"),  # its package is not there
+        (["throughput", "M", "--engine=openvino"], "engine"),
         (["serve", "M", "--vocab-size=9", URL], "vocab_size"),
         (["serve"], "model"),
         (["serve", "--url=http://127.0.0.1:1"], "vocab_size"),
@@ -199,6 +201,8 @@ def test_refuses(config_only, capsys, words, field):
         (["serve", "M", "--output-len=128", "--workload=lengths"], "the workloads fixed, random, shared-prefix"),
         (["throughput", "M", "--max-num-seqs=4", "--engine=transformers"], "--engine slipstream"),
         (["throughput", "M", "--kernels=cpu", "--engine=transformers"], "--engine slipstream"),
+        (["throughput", "M", "--dtype=bfloat16", "--engine=llamacpp"], "--engine slipstream"),
+        (["throughput", "M", "--max-model-len=64", "--engine=openvino"], "--engine slipstream"),
         (["throughput", "M", "--tokenizer=x"], "--workload sharegpt"),
         (["latency", "M", "--tokenizer=x"], "--workload sharegpt"),
         (["serve", "M", "--max-num-seqs=4", URL], "an engine started here"),
