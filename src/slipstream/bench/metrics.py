@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,6 +34,19 @@ class RequestRecord:
     gaps_s: tuple[float, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
+
+    @classmethod
+    def of(cls, input_tokens: int, sent: float, times: Sequence[float]) -> RequestRecord:
+        """Of a request each of whose tokens was timed."""
+        gaps = tuple(b - a for a, b in itertools.pairwise(times))
+        return cls(
+            input_tokens=input_tokens,
+            output_tokens=len(times),
+            sent=sent,
+            first_token=times[0],
+            last_token=times[-1],
+            gaps_s=gaps,
+        )
 
     @property
     def ok(self) -> bool:

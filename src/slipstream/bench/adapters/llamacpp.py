@@ -6,7 +6,6 @@ check. A token is timed when it is chosen.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -79,17 +78,7 @@ class OfflineLlamaCpp:
                     del running[slot]
                     free.append(slot)
                     self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), slot, -1, -1)
-        return [
-            RequestRecord(
-                input_tokens=len(r.prompt_token_ids),
-                output_tokens=r.output_tokens,
-                sent=sent,
-                first_token=t[0],
-                last_token=t[-1],
-                gaps_s=tuple(b - a for a, b in itertools.pairwise(t)),
-            )
-            for r, t in zip(requests, times, strict=True)
-        ]
+        return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         batch = self._batch

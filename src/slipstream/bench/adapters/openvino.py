@@ -6,7 +6,6 @@ that brought it returns.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +40,8 @@ class OfflineOpenVINO:
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
         """A record of each request; all are sent at the beginning."""
         sent = time.monotonic()
-        handles, times = [], [[] for _ in requests]  # type: ignore[var-annotated]
+        handles: list[Any] = []
+        times: list[list[float]] = [[] for _ in requests]
         for i, r in enumerate(requests):
             config = self._genai.GenerationConfig()
             config.max_new_tokens, config.ignore_eos, config.do_sample = r.output_tokens, True, False
@@ -56,17 +56,7 @@ class OfflineOpenVINO:
         for r, seen in zip(requests, times, strict=True):
             if len(seen) != r.output_tokens:
                 raise RuntimeError(f"OpenVINO made {len(seen)} tokens instead of {r.output_tokens}")
-        return [
-            RequestRecord(
-                input_tokens=len(r.prompt_token_ids),
-                output_tokens=r.output_tokens,
-                sent=sent,
-                first_token=t[0],
-                last_token=t[-1],
-                gaps_s=tuple(b - a for a, b in itertools.pairwise(t)),
-            )
-            for r, t in zip(requests, times, strict=True)
-        ]
+        return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
 
     def describe(self) -> dict[str, Any]:
         return {

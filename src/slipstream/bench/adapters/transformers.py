@@ -145,15 +145,7 @@ class OfflineTransformers:
         if len(clock.times) != steps:
             raise RuntimeError(f"transformers made {len(clock.times)} steps instead of {steps}")
         return [
-            RequestRecord(
-                input_tokens=len(r.prompt_token_ids),
-                output_tokens=r.output_tokens,
-                sent=sent,
-                first_token=clock.times[0],
-                last_token=clock.times[r.output_tokens - 1],
-                gaps_s=tuple(b - a for a, b in zip(clock.times, clock.times[1 : r.output_tokens], strict=False)),
-            )
-            for r in requests
+            RequestRecord.of(len(r.prompt_token_ids), sent, clock.times[: r.output_tokens]) for r in requests
         ]
 
     def describe(self) -> dict[str, Any]:

@@ -378,12 +378,12 @@ def paged_attention(
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     if num_seqs > num_decodes:
-        shared = (64, 32, 8, 2)
+        usual = (64, 32, 8, 2)
         if block_d <= 128:
-            shared = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
+            usual = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
-            shared = (32, 32, 4, 2)
-        block_m, block_n, warps, stages = prefill_tile or shared
+            usual = (32, 32, 4, 2)
+        block_m, block_n, warps, stages = prefill_tile or usual
         num_rows = meta.max_query_len * shape["G"]
         if num_rows <= 32 and not deterministic:
             block_m, warps = min(block_m, 32), min(warps, 4)
