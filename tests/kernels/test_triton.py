@@ -22,7 +22,9 @@ from slipstream.kernels.reference import (
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
 from slipstream.kernels.triton import TritonOps, linear, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
-from slipstream.kernels.triton.linear import Scratch, expand, gemv, grouped, grouped_gemv, skinny, tiled
+from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
+from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
+from slipstream.kernels.triton.parts import Scratch
 from slipstream.model.scheme import SCHEMES
 from tests.kernels import cases
 from tests.plan.specs import make_spec
@@ -180,6 +182,12 @@ def test_4_bit_products(size, inner):
         for splits in (1, 2, 3):
             ours = grouped(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
+        kept = TritonOps(dense_copies=True).adopt_linear(w)
+        many = torch.randn(GROUPED_FEW + 1, inner).half()
+        assert torch.equal(kept.dense, expand(w, torch.float16))
+        torch.testing.assert_close(
+            TritonOps(dense_copies=True).linear(many, kept), REFERENCE.linear(many, w), rtol=1e-2, atol=1e-2 * inner**0.5
+        )
         if inner % 64 == 0:  # one token
             ours = grouped_gemv(x[:1], w, 16, rows=5 if bias is None else 10)
             torch.testing.assert_close(ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5)

@@ -33,7 +33,7 @@ FORMAT = 1
 SHIPPED = Path(__file__).parent / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "int8", "int4", "int4-g32")
 NUM_COUNTERS = 4096
-"""Rows of tiles whose parts can be counted when a product is split (`linear.Scratch`)."""
+"""Rows of tiles whose parts can be counted when a product is split (`triton.parts`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton import linear, moe, pointwise, sampling
+from slipstream.kernels.triton import grouped, linear, moe, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
@@ -41,7 +41,7 @@ class TritonOps(OpSet):
         self.tiles = NO_TILES if deterministic else tiles
         self.deterministic = deterministic
         self.dense_copies = dense_copies
-        self._scratch: dict[torch.device, linear.Scratch] = {}
+        self._scratch: dict[torch.device, parts.Scratch] = {}
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1
@@ -60,9 +60,9 @@ class TritonOps(OpSet):
     def adopt_linear(self, w: Linear) -> Linear:
         device = w.weight.device
         if device not in self._scratch:
-            self._scratch[device] = linear.Scratch(device)
+            self._scratch[device] = parts.Scratch(device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
-            return dataclasses.replace(w, dense=linear.expand(w, w.scales.dtype))
+            return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
         return w
 
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
