@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# A gate gives the same verdict on the same code, so its examples are the same every time. New ones are looked for with
+# `./check --hypothesis-profile=explore`; what they find becomes a test of its own.
+settings.register_profile("gate", derandomize=True, database=None)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("gate")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.detokenizer import IncrementalDetokenizer
@@ -88,6 +88,8 @@ def test_the_space_between_prompt_and_answer_stays(small):
 @given(text=TEXTS, data=st.data())
 def test_what_is_given_out_is_never_half_a_character(small, kind, text, data):
     tokenizer = small[kind]
+    names = [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.special_ids]
+    assume(not any(name in text for name in names))  # a special token's name is that token, and special tokens are skipped
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
     given_out = ""
     for token in tokenizer.encode(text):
