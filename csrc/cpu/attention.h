@@ -45,10 +45,11 @@ struct Running {  // softmax so far: the sum stays in lanes until the end
     F sum;
 };
 
-// scores[0 … 63] of keys key0 … for a query at `position`: cap, slope, mask, then the running softmax. What is left in `scores`
+// scores[0 … 63] of keys key0 … for a query at `position`: cap, slope, bias, mask, then the running softmax. What is left in `scores`
 // are weights relative to the new maximum. Returns what the values mixed before are worth now.
-static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, float slope, Running* p) {
-    int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = position + 1 - key0;
+static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, int64_t head,
+                           Running* p) {
+    int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = a.causal ? position + 1 - key0 : n;
     low = low < 0 ? 0 : low;
     high = high > n ? n : high;
     if (low >= high) {
@@ -59,7 +60,14 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
         for (int64_t j = 0; j < KT; j += 16)
             store(scores + j, vtanh(load(scores + j) * set1(1.0f / a.softcap)) * set1(a.softcap));
     if (a.slopes)
-        for (int64_t j = 0; j < KT; j++) scores[j] += slope * (float)(key0 + j - position);
+        for (int64_t j = 0; j < KT; j++) scores[j] += a.slopes[head] * (float)(key0 + j - position);
+    if (a.distance_bias) {
+        const float* bias = a.distance_bias + head * (2 * a.bias_range + 1) + a.bias_range;
+        for (int64_t j = 0; j < KT; j++) {
+            const int64_t distance = key0 + j - position, least = distance < -a.bias_range ? -a.bias_range : distance;
+            scores[j] += bias[least > a.bias_range ? a.bias_range : least];
+        }
+    }
     const bool masked = low > 0 || high < KT;
     if (masked) {
         for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
@@ -216,10 +224,8 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, values, scores);
             else decode_scores<CACHE, 0>(a, q, heads, at, n, values, scores);
         }
-        for (int64_t h = 0; h < heads; h++) {
-            const float slope = a.slopes ? a.slopes[kv_head * heads + h] : 0.0f;
-            scales[h] = soften(a, scores + h * KT, key, n, position, slope, running + h);
-        }
+        for (int64_t h = 0; h < heads; h++)
+            scales[h] = soften(a, scores + h * KT, key, n, position, kv_head * heads + h, running + h);
         for (int64_t h = 0; h < heads; ahead.n = 0) {
             float *w = scores + h * KT, *to = mixed + h * d;
             if (heads - h >= 4) decode_mix_heads<CACHE, 4>(a, w, scales + h, at, n, ahead, to), h += 4;
@@ -358,14 +364,14 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
         }
         running[r] = {-INFINITY, zero()};
     }
-    const int64_t last = first + token1;  // one beyond the last position
+    const int64_t last = a.causal ? first + token1 : a.seq_lens[seq];  // one beyond the last key
     int64_t low = a.window ? first + token0 - a.window + 1 : 0;
     low = low < 0 ? 0 : low / KT * KT;
     for (int64_t key = low; key < last; key += KT) {
         const int64_t n = last - key < KT ? last - key : KT;
         find_keys(a, seq, kv_head, key, n, at);
         pack_keys<PAIRS>(a, at, n, dp, keys, values);
-        int64_t r0 = (key - (first + token0)) * heads;  // rows before this one see none of these keys
+        int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // rows before this one see none of these keys
         for (r0 = r0 < 0 ? 0 : r0; r0 < rows; r0 += ROWS) {
             const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
             float scales[ROWS];
@@ -373,7 +379,7 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             for (int64_t r = 0; r < count; r++) {
                 const int64_t token = token0 + (r0 + r) / heads, head = kv_head * heads + (r0 + r) % heads;
                 float* s = scores + r * KT;
-                scales[r] = soften(a, s, key, n, first + token, a.slopes ? a.slopes[head] : 0.0f, running + r0 + r);
+                scales[r] = soften(a, s, key, n, first + token, head, running + r0 + r);
                 if (PAIRS)
                     for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
             }

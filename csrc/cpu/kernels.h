@@ -58,6 +58,9 @@ struct AttentionArgs {
     float scale, softcap;  // softcap 0: none
     int64_t window;        // 0: none
     const float* slopes;
+    const float* distance_bias;  // [H, 2 · bias_range + 1], by key position − query position cut to ± bias_range
+    int64_t bias_range;
+    bool causal;  // else a token sees all of its sequence
     // rope_and_cache
     const int64_t *positions, *slots;
     const float *cos_sin, *q_norm, *k_norm;

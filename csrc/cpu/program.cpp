@@ -362,12 +362,13 @@ void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t nu
 }
 
 void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                      int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes) {
+                      int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes, const float* distance_bias,
+                      int64_t bias_range, int32_t causal) {
     auto* op = add<Attention>(p);
     op->q = q, op->out = out, op->layer = layer, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.scale = scale, a.window = window;
-    a.softcap = softcap, a.slopes = slopes;
+    a.softcap = softcap, a.slopes = slopes, a.distance_bias = distance_bias, a.bias_range = bias_range, a.causal = causal;
 }
 
 void ss_add_argmax(ss_program* p, int32_t x, int32_t out, int64_t size) {

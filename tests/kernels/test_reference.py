@@ -132,7 +132,7 @@ def test_copy_blocks() -> None:
 # --- Attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_by_loops(case, scale, window, softcap, alibi_slopes):  # type: ignore[no-untyped-def]
+def attention_by_loops(case, scale, window, softcap, alibi_slopes, distance_bias, causal):  # type: ignore[no-untyped-def]
     """Token by token, head by head, key by key, in float64."""
     meta, kv, size = case.meta, case.kv, case.kv.block_size
     out = torch.zeros_like(case.q, dtype=torch.float64)
@@ -144,14 +144,18 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes):  # type: ign
         for token, head in itertools.product(range(begin, end), range(case.q.shape[1])):
             p = length - end + token
             low = 0 if window is None else max(0, p - window + 1)
-            where = [(int(meta.block_table[i, at // size]), head // group, at % size) for at in range(low, p + 1)]
+            high = p + 1 if causal else length
+            where = [(int(meta.block_table[i, at // size]), head // group, at % size) for at in range(low, high)]
             keys = torch.stack([kv.k[w] for w in where]).double()
             values = torch.stack([kv.v[w] for w in where]).double()
             scores = keys @ case.q[token, head].double() * scale
             if softcap is not None:
                 scores = softcap * (scores / softcap).tanh()
             if alibi_slopes is not None:
-                scores += float(alibi_slopes[head]) * (torch.arange(low, p + 1) - p)
+                scores += float(alibi_slopes[head]) * (torch.arange(low, high) - p)
+            if distance_bias is not None:
+                reach = distance_bias.shape[1] // 2
+                scores += torch.stack([distance_bias[head, reach + max(-reach, min(reach, at - p))] for at in range(low, high)])
             out[token, head] = scores.softmax(0) @ values
     return out.float()
 

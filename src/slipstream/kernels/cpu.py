@@ -206,14 +206,18 @@ class NativeOps(CpuOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         _, num_heads, head_dim = q.shape
         out = torch.empty(len(q), num_heads * head_dim)
         p = Program(self.engine)
         slopes = None if alibi_slopes is None else alibi_slopes.float()
+        bias = None if distance_bias is None else distance_bias.float().contiguous()
+        reach = 0 if bias is None else bias.shape[1] // 2
         sizes = (num_heads, kv.k.shape[1], head_dim)
         rows = p.bound(_wide(q.flatten(1)))
-        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, slopes)
+        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, slopes, bias, reach, causal)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)
         del kept

@@ -35,6 +35,7 @@ from slipstream.kernels.reference import (
     activate,
     apply_bias_and_penalties,
     attend,
+    biases,
     first_beyond,
     gather_sequence,
     nucleus,
@@ -258,17 +259,19 @@ class CpuOps(ReferenceOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         lens = self._once_a_step(meta, "lens", meta.seq_lens.tolist)
         groups = self._once_a_step(
             meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
         )
         if len(groups) == 1 and groups[0].rows is None:
-            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes)
+            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes, distance_bias)
         out = q.new_empty(q.shape)
         for group in groups:
             assert group.rows is not None
-            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes)
+            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes, distance_bias)
         starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
         for i in range(meta.num_decodes, len(lens)):
             begin, end, length = starts[i], starts[i + 1], lens[i]
@@ -276,10 +279,11 @@ class CpuOps(ReferenceOps):
                 out[begin:end] = 0
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            if softcap is None and alibi_slopes is None:
-                _prefill(out[begin:end], q[begin:end], keys, values, scale, window)
+            if softcap is None and alibi_slopes is None and distance_bias is None:
+                _prefill(out[begin:end], q[begin:end], keys, values, scale, window, causal)
             else:
-                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+                biases = alibi_slopes, distance_bias
+                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, *biases, causal)
         return out
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
@@ -382,7 +386,13 @@ def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
 
 
 def _decode(
-    q: Tensor, kv: LayerKV, group: DecodeGroup, scale: float, softcap: float | None, alibi_slopes: Tensor | None
+    q: Tensor,
+    kv: LayerKV,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    distance_bias: Tensor | None,
 ) -> Tensor:
     """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
@@ -391,7 +401,7 @@ def _decode(
     shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
     keys, values = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in (kv.k, kv.v))
     rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
-    if softcap is None and alibi_slopes is None:
+    if softcap is None and alibi_slopes is None and distance_bias is None:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
     else:
         scores = rows.float() @ keys.float().transpose(-1, -2) * scale
@@ -400,6 +410,9 @@ def _decode(
         if alibi_slopes is not None:
             distance = (group.lens - 1 - group.at)[:, None, None]
             scores = scores - alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
+        if distance_bias is not None:
+            added = biases(distance_bias, group.at - (group.lens - 1))  # [H, N, L]
+            scores = scores + added.transpose(0, 1).unflatten(1, (num_kv_heads, -1))
         out = ((scores + group.mask).softmax(dim=-1) @ values.float()).to(q.dtype)
     out = out.reshape(num_seqs, num_heads, head_dim)
     return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
@@ -408,16 +421,18 @@ def _decode(
 # --- Prefill --------------------------------------------------------------------------------------------------------
 
 
-def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> None:
+def _prefill(
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, causal: bool
+) -> None:
     """q [n, H, D] at the end of keys, values [K, L, D]; writes into `out`."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
     group = num_heads // num_kv_heads
-    if num_queries == length and (window is None or window >= length):
+    if not causal or (num_queries == length and (window is None or window >= length)):
         if group > 1:
             keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
         mixed = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=scale
+            q.transpose(0, 1)[None], keys[None], values[None], is_causal=causal, scale=scale
         )
         out.copy_(mixed[0].transpose(0, 1))
         return
@@ -450,6 +465,8 @@ def _tiled(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    distance_bias: Tensor | None,
+    causal: bool,
 ) -> None:
     """The reference's attention, a few queries at a time, so that the scores stay small."""
     num_queries, num_heads, _ = q.shape
@@ -457,8 +474,12 @@ def _tiled(
     step = max(1, MAX_TEMPORARY_BYTES // (length * num_heads * 4))
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
-        last = length - num_queries + end
-        out[begin:end] = attend(q[begin:end], keys[:, :last], values[:, :last], scale, window, softcap, alibi_slopes)
+        first = length - num_queries + begin
+        last = length - num_queries + end if causal else length
+        seen = keys[:, :last], values[:, :last]
+        out[begin:end] = attend(
+            q[begin:end], *seen, scale, window, softcap, alibi_slopes, distance_bias, causal, first=first
+        )
 
 
 # --- Sampling -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation
 
-ABI = 1
+ABI = 2
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 BUILD = "python -m slipstream.kernels.build"
 
@@ -86,7 +86,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _I, _L, _L, _P, _P]),
     "add_activation": (None, [_P, _I, _I, _I, _I, _I, _L]),
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
-    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P]),
+    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _L, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "run": (None, [_P, ctypes.POINTER(StepInputs)]),
     "profile": (_I, [_P, _I, _P, _I]),

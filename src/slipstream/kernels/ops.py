@@ -300,12 +300,16 @@ class OpSet(ABC):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
-        """q [T, H, D] → [T, H, D]: causal attention of each token over its own sequence's cache.
+        """q [T, H, D] → [T, H, D]: attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
-        max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. Rows of padded
-        sequences (seq_len 0) are unspecified but finite. Softmax in float32.
+        max(0, p − window + 1) … p; without `causal` all L of them (in an encoder, or of one; then there is no window).
+        alibi_slopes float32 [H] add slope · (key position − p) to the scores, distance_bias float32 [H, 2R + 1] adds
+        distance_bias[h, R + (key position − p cut to −R … R)]. Rows of padded sequences (seq_len 0) are unspecified but
+        finite. Softmax in float32.
         """
 
     @abstractmethod

@@ -149,6 +149,8 @@ class ReferenceOps(OpSet):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         out = torch.zeros_like(q)
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
@@ -157,7 +159,8 @@ class ReferenceOps(OpSet):
             if length == 0 or begin == end:
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+            queries = q[begin:end]
+            out[begin:end] = attend(queries, keys, values, scale, window, softcap, alibi_slopes, distance_bias, causal)
         return out
 
     def gated_activation(
@@ -225,8 +228,12 @@ def attend(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    distance_bias: Tensor | None = None,
+    causal: bool = True,
+    *,
+    first: int | None = None,
 ) -> Tensor:
-    """q [n, H, D] at the last n positions of keys, values [K, L, D] → [n, H, D]; causal, in float32."""
+    """q [n, H, D] at positions first …, or the last n, of keys, values [K, L, D] → [n, H, D]; in float32."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -234,15 +241,24 @@ def attend(
     scores = torch.einsum("nhd,hld->hnl", q.float(), keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    at = torch.arange(length - num_queries, length, device=q.device)[:, None]
+    first = length - num_queries if first is None else first
+    at = torch.arange(first, first + num_queries, device=q.device)[:, None]
     distance = at - torch.arange(length, device=q.device)[None, :]
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.float()[:, None, None] * distance
-    hidden = distance < 0
+    if distance_bias is not None:
+        scores = scores + biases(distance_bias, -distance)
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
         hidden |= distance >= window
     weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
+
+
+def biases(distance_bias: Tensor, distance: Tensor) -> Tensor:
+    """[H, 2R + 1] read at key position − query position, a tensor of any shape: [H, *shape]"""
+    reach = distance_bias.shape[1] // 2
+    return distance_bias[:, distance.clamp(-reach, reach) + reach]
 
 
 def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:

@@ -161,7 +161,7 @@ class CompiledStep:
         interleaved = isinstance(s.position, RopeSpec) and s.position.style == "interleaved"
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
-        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes)
+        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes, None, 0, True)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:

@@ -144,6 +144,8 @@ class TritonOps(OpSet):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
@@ -154,6 +156,8 @@ class TritonOps(OpSet):
             window=window,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            distance_bias=distance_bias,
+            causal=causal,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,

@@ -29,11 +29,24 @@ CTAS_PER_SM = 4
 
 
 @triton.jit
-def _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+def _scores(
+    s,
+    scale,
+    softcap,
+    slope,
+    bias,
+    reach,
+    distance,
+    live,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """Products of queries and keys as scores, and what they are still to be multiplied with to be in units of log 2: a plain
-    score takes one multiplication, which the exponent's subtraction takes in. `distance`: how far a key lies behind."""
+    score takes one multiplication, which the exponent's subtraction takes in. `distance`: how far a key lies behind. `bias`
+    points at a `live` head's at distance 0."""
     unit = scale * LOG2E
-    if HAS_SOFTCAP or HAS_ALIBI:
+    if HAS_SOFTCAP or HAS_ALIBI or HAS_BIAS:
         s = s * scale
         unit = LOG2E
     if HAS_SOFTCAP:
@@ -41,6 +54,8 @@ def _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP: tl.constexpr, HAS_A
         s = softcap * (1.0 - 2.0 / (tl.exp2((s / softcap) * 2.885390081777927) + 1.0))
     if HAS_ALIBI:
         s = s - slope * distance.to(tl.float32)
+    if HAS_BIAS:
+        s = s + tl.load(bias + tl.minimum(tl.maximum(-distance, -reach), reach), mask=live, other=0.0)
     return s, unit
 
 
@@ -78,7 +93,7 @@ def _as(x, kind: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "splits"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -89,12 +104,14 @@ def _decode_kernel(
     table_ptr,
     lens_ptr,
     slopes_ptr,
+    bias_ptr,
     k_scale_ptr,
     v_scale_ptr,
     scale,
     softcap,
     window,
     table_stride,
+    reach,
     splits,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -107,6 +124,8 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,
     BY_DIM: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,6 +154,7 @@ def _decode_kernel(
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + heads, mask=gs < G, other=0.0)[None, :]
+    bias = (bias_ptr + heads * (2 * reach + 1) + reach)[None, :]
     best = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
@@ -151,7 +171,9 @@ def _decode_kernel(
         else:
             v = tl.trans(_load(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
         s = tl.dot(_as(k, q.dtype), q, input_precision="ieee")
-        s, unit = _scores(s, scale, softcap, slope, (length - 1 - at)[:, None], HAS_SOFTCAP, HAS_ALIBI)
+        away = (length - 1 - at)[:, None]
+        some = (gs < G)[None, :]
+        s, unit = _scores(s, scale, softcap, slope, bias, reach, away, some, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
         seen = inside
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
@@ -211,6 +233,8 @@ def _prefill_step(
     scale,
     softcap,
     slope,
+    bias,
+    reach,
     window,
     head,
     ds,
@@ -224,6 +248,8 @@ def _prefill_step(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """One tile of keys. MASKED: some of them lie ahead of a query, or beyond the end."""
     at = start + tl.arange(0, BLOCK_N)
@@ -236,9 +262,9 @@ def _prefill_step(
         v = _load(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
     distance = positions[:, None] - at[None, :]
     s = tl.dot(q, tl.trans(_as(k, q.dtype)), input_precision="ieee")
-    s, unit = _scores(s, scale, softcap, slope, distance, HAS_SOFTCAP, HAS_ALIBI)
+    s, unit = _scores(s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
     if MASKED:
-        s = tl.where(distance >= 0, s, float("-inf"))
+        s = tl.where(distance >= 0 if CAUSAL else (at < end)[None, :], s, float("-inf"))
     if HAS_WINDOW:
         s = tl.where(distance < window, s, float("-inf"))
     new = tl.maximum(best, tl.max(s, 1) * unit)
@@ -250,7 +276,7 @@ def _prefill_step(
     return acc, new, total
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "first_seq"])
+@triton.jit(do_not_specialize=["window", "table_stride", "reach", "first_seq"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
@@ -260,12 +286,14 @@ def _prefill_kernel(
     starts_ptr,
     lens_ptr,
     slopes_ptr,
+    bias_ptr,
     k_scale_ptr,
     v_scale_ptr,
     scale,
     softcap,
     window,
     table_stride,
+    reach,
     first_seq,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -277,6 +305,8 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,
     BY_DIM: tl.constexpr,
 ):
@@ -302,6 +332,7 @@ def _prefill_kernel(
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + heads)[:, None]
+    bias = (bias_ptr + heads * (2 * reach + 1) + reach)[:, None]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -309,17 +340,21 @@ def _prefill_kernel(
     low, first = 0, context + tile * BLOCK_M // G
     if HAS_WINDOW:
         low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
-    whole = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)  # keys that every query of the tile may see
-    end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
+    if CAUSAL:
+        whole = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)  # keys that every query of the tile may see
+        end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
+    else:
+        whole = length // BLOCK_N * BLOCK_N
+        end = length
     for at in range(low, whole, BLOCK_N):
         acc, best, total = _prefill_step(
-            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head, ds,
-            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
         )  # fmt: skip
     for at in range(whole, end, BLOCK_N):
         acc, best, total = _prefill_step(
-            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, window, head, ds,
-            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SCALED:
@@ -336,6 +371,8 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    distance_bias: Tensor | None = None,
+    causal: bool = True,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
@@ -349,10 +386,11 @@ def paged_attention(
     num_seqs = meta.seq_lens.shape[0]
     shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
     flags = dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_ALIBI=alibi_slopes is not None)
-    flags.update(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
+    flags.update(HAS_BIAS=distance_bias is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
     k_scale, v_scale = (q if s is None else s for s in (kv.k_scale, kv.v_scale))
     slopes = q if alibi_slopes is None else alibi_slopes
-    numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
+    bias, reach = (q, 0) if distance_bias is None else (distance_bias, distance_bias.shape[1] // 2)
+    numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0), reach)
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
         few = num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
@@ -367,8 +405,8 @@ def paged_attention(
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         _decode_kernel[(num_decodes, num_kv_heads, splits)](
-            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers, splits,
-            BLOCK_G=max(8, triton.next_power_of_2(shape["G"])), BLOCK_N=block_n,
+            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, bias, k_scale, v_scale, *numbers, splits,
+            CAUSAL=True, BLOCK_G=max(8, triton.next_power_of_2(shape["G"])), BLOCK_N=block_n,
             SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
             **overlapped(q),
         )  # fmt: skip
@@ -389,9 +427,9 @@ def paged_attention(
             block_m, warps = min(block_m, 32), min(warps, 4)
         tiles = triton.cdiv(num_rows, block_m)
         _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
-            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
+            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, bias, k_scale, v_scale, *numbers,
             num_decodes,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
+            CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out
 
