@@ -278,7 +278,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
-    if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+    if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.all_layers):
         raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")
     dense_copies = _choose_dense_copies(args, model, device, quantization, choose)
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
@@ -396,7 +396,7 @@ def _choose_dense_copies(
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False
     spec = model.spec
-    products = [p for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # experts get no copies
+    products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # experts get no copies
     parameters = sum(p.rows * p.inner for p in products)
     fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
     share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"

@@ -54,6 +54,7 @@ class AttentionMetadata:
     """Where this step's tokens stand. Tensors are on the model's device; the ints are known on the host.
 
     The first `num_decodes` sequences have exactly one token each (their queries are tokens 0 … num_decodes − 1).
+    `cross` says where the same sequences' keys and values of an encoder stand (its positions and slots are unused).
     Inside a captured graph the ints are upper bounds and padded sequences have seq_len 0 and write to slot 0
     (in the null block).
     """
@@ -66,6 +67,8 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
+    cross: AttentionMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)

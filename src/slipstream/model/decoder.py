@@ -20,11 +20,13 @@ from torch import Tensor
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
 from slipstream.model.compiled import compile_step
-from slipstream.model.positions import alibi_slopes, rope_table
+from slipstream.model.encoder import Classifier, CrossAttention, Encoder
+from slipstream.model.positions import alibi_slopes, distance_bias, rope_table
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import (
     AlibiSpec,
     AttentionSpec,
+    BucketSpec,
     DenseSpec,
     LayerSpec,
     ModelSpec,
@@ -68,6 +70,7 @@ class Attention:
     k_norm: Tensor | None
     cos_sin: Tensor | None
     slopes: Tensor | None
+    bias: Tensor | None  # by distance
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
@@ -92,7 +95,17 @@ class Attention:
             norm_eps=in_rope.eps if in_rope else 0.0,
             norm_offset=in_rope.weight_offset if in_rope else 0.0,
         )
-        seen = ops.attention(q, kv, meta, scale=s.scale, window=s.window, softcap=s.softcap, alibi_slopes=self.slopes)
+        seen = ops.attention(
+            q,
+            kv,
+            meta,
+            scale=s.scale,
+            window=s.window,
+            softcap=s.softcap,
+            alibi_slopes=self.slopes,
+            distance_bias=self.bias,
+            causal=s.causal,
+        )
         return ops.linear(seen.flatten(1), self.out)
 
     def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec) -> Tensor:
@@ -154,6 +167,7 @@ class Layer:
     attention: Attention
     mlp: MLP | MoE
     norms: Mapping[str, Norm]
+    cross: CrossAttention | None = None
 
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
@@ -172,6 +186,9 @@ class Layer:
             return _scaled(self.attention(ops, normed, kv, meta) + self.mlp(ops, for_mlp), scale), residual
         normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.qkv.inputs)
         h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
+        if self.cross is not None:
+            normed, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
+            h = self.cross(ops, normed, kv, meta.cross)
         normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
         return _scaled(self._after("post_mlp", ops, self.mlp(ops, normed)), scale), residual
 
@@ -217,6 +234,7 @@ class Decoder:
         held = rounded.get("embed.weight")
         table: Tensor | Linear = parameters.pop("embed.weight") if held is None else held
         self.positions = parameters.pop("positions.weight", None)
+        self.token_types = parameters.pop("token_types.weight", None)
         self.embed_in, self.embed_out = (
             None if spec.embed_size is None else _linear(name, parameters, ops, None, rounded)
             for name in ("embed_in", "embed_out")
@@ -227,21 +245,29 @@ class Decoder:
             rounded = {**rounded, "head.weight": table}
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
-        self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
+        self.head = None
+        if not spec.is_encoder:
+            self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
         self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
         self.device = device = torch.device("cpu") if isinstance(table, Linear) else table.device
         self.dtype = table.weight.dtype if isinstance(table, Linear) else table.dtype
         tables: dict[RopeSpec, Tensor] = {}
+        biases: dict[BucketSpec, Tensor] = {}
 
         def attention(s: AttentionSpec, name: str) -> Attention:
-            cos_sin = slopes = None
+            cos_sin = slopes = bias = None
             if isinstance(s.position, RopeSpec):
                 if s.position not in tables:
                     tables[s.position] = rope_table(s.position, max_model_len).to(device)
                 cos_sin = tables[s.position]
             elif isinstance(s.position, AlibiSpec):
                 slopes = alibi_slopes(s.position, s.num_heads).to(device)
+            elif isinstance(s.position, BucketSpec):
+                stack = name[: name.index("layers.")]
+                if s.position not in biases:
+                    biases[s.position] = distance_bias(s.position, parameters.pop(f"{stack}distances.weight"))
+                bias = biases[s.position]
             return Attention(
                 s,
                 _linear(f"{name}.qkv", parameters, ops, scheme, rounded),
@@ -250,7 +276,11 @@ class Decoder:
                 parameters.pop(f"{name}.k_norm.weight", None),
                 cos_sin,
                 slopes,
+                bias,
             )
+
+        def cross(s: AttentionSpec, name: str) -> CrossAttention:
+            return CrossAttention(s, *(_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("q", "kv", "out")))
 
         def mlp(s: DenseSpec, name: str) -> MLP:
             up, down = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
@@ -271,8 +301,16 @@ class Decoder:
         def layer(s: LayerSpec, name: str) -> Layer:
             norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in s.norms.items()}
             made = mlp(s.mlp, f"{name}.mlp") if isinstance(s.mlp, DenseSpec) else mixture(s.mlp, name)
-            return Layer(s, attention(s.attention, f"{name}.attention"), made, norms)
+            attended = attention(s.attention, f"{name}.attention")
+            return Layer(s, attended, made, norms, cross(s.cross, f"{name}.cross") if s.cross is not None else None)
 
+        self.encoder = self.classifier = None
+        if (e := spec.encoder) is not None:
+            stack = [layer(s, f"encoder.layers.{i}") for i, s in enumerate(e.layers)]
+            self.encoder = Encoder(stack, _norm(e.final_norm, "encoder.final_norm", parameters))
+        if (c := spec.classifier) is not None:
+            dense, out = (_linear(f"classifier.{part}", parameters, ops, None, rounded) for part in ("dense", "out"))
+            self.classifier = Classifier(c, dense, out)
         self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
         assert not parameters, f"unused: {list(parameters)}"
         self._compiled = compile_step(self)
@@ -287,6 +325,15 @@ class Decoder:
             h, residual = layer(self.ops, h, residual, cache, meta)
         return self.finished(h, residual)
 
+    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots of
+        their caches."""
+        assert self.encoder is not None
+        states = self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta)
+        for layer, cache in zip(self.layers, kv, strict=True):
+            assert layer.cross is not None
+            layer.cross.remember(self.ops, states, cache, meta)
+
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → what the first layer reads, [T, E]"""
         h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)
@@ -294,6 +341,8 @@ class Decoder:
             h = self.ops.linear(h, self.embed_in)
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed(meta.positions + self.spec.learned_positions.offset, self.positions)
+        if self.token_types is not None:
+            h = h + (self.token_types[0] if meta.token_types is None else self.ops.embed(meta.token_types, self.token_types))
         return h if self.embed_norm is None else self.embed_norm(self.ops, h)[0]
 
     def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
@@ -302,6 +351,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V], in the model's type, or in float32 if the step is compiled."""
+        assert self.head is not None
         if self._compiled is not None:
             logits = _scaled(self._compiled.head(hidden), self.spec.logit_scale)
         else:

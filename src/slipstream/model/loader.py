@@ -90,7 +90,7 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
     """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
     if scheme.inputs is not None:
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
-        kv_rows = [("num_kv_heads · head_dim", layer.attention.kv_size) for layer in spec.layers]
+        kv_rows = [("num_kv_heads · head_dim", layer.attention.kv_size) for layer in spec.all_layers]
         for name, rows in (*heads, *kv_rows):
             if rows % 16:
                 raise ConfigError(
@@ -98,7 +98,7 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                     "as they are" + (", or the head with 'fp8'" if name == "vocab_size" else ""),
                     field="quantization",
                 )
-    for layer in spec.layers:
+    for layer in spec.all_layers:
         for product in layer.products(spec.hidden_size):
             if (inner := product.inner) % scheme.multiple:
                 name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, NormSpec
+from slipstream.model.spec import BucketSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
 
 Shape = tuple[int, ...]
 
@@ -65,17 +65,32 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
         found["embed_in.weight"] = (hidden, width)
     if spec.learned_positions is not None:
         found["positions.weight"] = (spec.learned_positions.num_positions, hidden)
+    if spec.num_token_types:
+        found["token_types.weight"] = (spec.num_token_types, hidden)
     found.update(_norm("embed_norm", spec.embed_norm))
-    for i, layer in enumerate(spec.layers):
-        found.update({f"layers.{i}.{name}": shape for name, shape in _layer(layer, hidden).items()})
-    found.update(_norm("final_norm", spec.final_norm))
+    if spec.encoder is not None:
+        found.update(_stack("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden))
+    found.update(_stack("", spec.layers, spec.final_norm, hidden))
+    if spec.classifier is not None:
+        found.update(_linear("classifier.dense", hidden, hidden, True))
+        found.update(_linear("classifier.out", spec.classifier.num_labels, hidden, True))
     if spec.embed_size is not None:
         found["embed_out.weight"] = (width, hidden)
-    if not spec.tied_embeddings:
+    if spec.has_head:
         found["head.weight"] = (spec.vocab_size, width)
     if spec.head_bias:
         found["head.bias"] = (spec.vocab_size,)
     return found
+
+
+def _stack(prefix: str, layers: tuple[LayerSpec, ...], final_norm: NormSpec | None, hidden: int) -> dict[str, Shape]:
+    found: dict[str, Shape] = {}
+    position = layers[0].attention.position
+    if isinstance(position, BucketSpec):
+        found[f"{prefix}distances.weight"] = (position.num_buckets, layers[0].attention.num_heads)
+    for i, layer in enumerate(layers):
+        found.update({f"{prefix}layers.{i}.{name}": shape for name, shape in _layer(layer, hidden).items()})
+    return found | _norm(f"{prefix}final_norm", final_norm)
 
 
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
@@ -88,6 +103,10 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         if size:
             found[f"attention.{x}_norm.weight"] = (size,)
     found.update(_linear("attention.out", hidden, a.q_size, a.out_bias))
+    if (c := layer.cross) is not None:
+        found.update(_linear("cross.q", c.q_size, hidden, c.qkv_bias))
+        found.update(_linear("cross.kv", 2 * c.kv_size, hidden, c.qkv_bias))
+        found.update(_linear("cross.out", hidden, c.q_size, c.out_bias))
     if isinstance(m, DenseSpec):
         return found | _mlp("mlp", m, hidden)
     found.update(_linear("router", m.num_experts, hidden, False))

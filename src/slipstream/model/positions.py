@@ -1,4 +1,4 @@
-"""Rotary tables and ALiBi slopes, made once."""
+"""Rotary tables, ALiBi slopes and biases by distance, made once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.model.spec import AlibiSpec, LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from slipstream.model.spec import AlibiSpec, BucketSpec, LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 
 def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:
@@ -54,3 +54,16 @@ def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Tensor:
     n = 2 ** math.ceil(math.log2(num_heads))
     slopes = spec.factor * 2.0 ** (-spec.max_bias * torch.arange(1, n + 1, dtype=torch.float32) / n)
     return slopes if n == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]
+
+
+def distance_bias(spec: BucketSpec, weight: Tensor) -> Tensor:
+    """weight [num_buckets, H] → float32 [H, 2R + 1], R = max_distance: the bias at each key position − query position, which
+    beyond R is that of R. A causal stack has one bucket for all keys ahead, which are not seen."""
+    distance = torch.arange(-spec.max_distance, spec.max_distance + 1, device=weight.device)
+    buckets = spec.num_buckets // 2 if spec.both_directions else spec.num_buckets
+    ahead = (distance > 0) * buckets if spec.both_directions else torch.zeros_like(distance)
+    away = distance.abs() if spec.both_directions else (-distance).clamp(min=0)
+    exact = buckets // 2
+    growth = torch.log(away.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact) * (buckets - exact)
+    far = (exact + growth.long()).clamp(max=buckets - 1)
+    return weight.float()[ahead + torch.where(away < exact, away, far)].T.contiguous()

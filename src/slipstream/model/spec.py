@@ -1,4 +1,4 @@
-"""What a model *is*, as data. One `Decoder` runs every `ModelSpec`; the memory ledger, the roofline, the pruner and the
+"""What a model *is*, as data. One `Decoder` runs every `ModelSpec`, encoders too; the memory ledger, the roofline, the pruner and the
 sharder read the same one, so that they can't disagree with what runs.
 
 A choice between mechanisms is a tagged union (`RopeSpec | AlibiSpec | None`), never a set of booleans. Sizes are per
@@ -100,6 +100,16 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """A learned number for each head and bucket of distances is added to the scores (T5, Raffel et al. 2020, §2.1). Half of the
+    buckets are one distance each, the others grow with it up to `max_distance`; an encoder's are for both directions."""
+
+    num_buckets: int
+    max_distance: int
+    both_directions: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedPositionSpec:
     """A table of `num_positions` rows is added to the embeddings; position p reads row p + `offset` (OPT: 2)."""
 
@@ -133,7 +143,8 @@ class QKNormSpec:
 class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, MQA and GQA alike).
 
-    `window`: a token sees itself and the window − 1 tokens before it. `softcap`: scores pass tanh(s / cap) · cap.
+    `window`: a token sees itself and the window − 1 tokens before it; not `causal`, it sees the whole text (an encoder's).
+    `softcap`: scores pass tanh(s / cap) · cap.
     `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT).
     """
 
@@ -141,7 +152,8 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
-    position: RopeSpec | AlibiSpec | None
+    position: RopeSpec | AlibiSpec | BucketSpec | None
+    causal: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     window: int | None = None
@@ -240,19 +252,22 @@ MLPSpec: TypeAlias = DenseSpec | MoESpec
 class SequentialBlock:
     """h += [post_attention](attention([pre_attention](h))); h += [post_mlp](mlp([pre_mlp](h))), with the norms that are there.
 
-    The usual block has the two before, OLMo 2 the two after, Gemma's "sandwich" all four.
+    The usual block has the two before, OLMo 2 the two after, Gemma's "sandwich" all four. `pre_cross` stands before the
+    attention to an encoder (T5), between the two.
     """
 
     pre_attention: NormSpec | None = None
     pre_mlp: NormSpec | None = None
     post_attention: NormSpec | None = None
     post_mlp: NormSpec | None = None
+    pre_cross: NormSpec | None = None
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
         return {
             "pre_attention": self.pre_attention,
             "post_attention": self.post_attention,
+            "pre_cross": self.pre_cross,
             "pre_mlp": self.pre_mlp,
             "post_mlp": self.post_mlp,
         }
@@ -287,12 +302,14 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """`residual_scale` multiplies what attention and MLP add to the residual (Granite)."""
+    """`residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross`: queries of this layer over keys
+    and values of the encoder's last states, heads as in `attention`, whose cache they share."""
 
     attention: AttentionSpec
     mlp: MLPSpec
     block: BlockSpec
     residual_scale: float = 1.0
+    cross: AttentionSpec | None = None
 
     @property
     def norms(self) -> dict[str, NormSpec]:
@@ -302,16 +319,49 @@ class LayerSpec:
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         a = self.attention
         own = Product("attention", a.q_size + 2 * a.kv_size, hidden_size), Product("attention", hidden_size, a.q_size)
+        if (c := self.cross) is not None:
+            rows = c.q_size, 2 * c.kv_size
+            own += (*(Product("attention", n, hidden_size) for n in rows), Product("attention", hidden_size, c.q_size))
         return own + self.mlp.products(hidden_size)
+
+    def attention_parameters(self, hidden_size: int) -> int:
+        cross = 0 if self.cross is None else self.cross.num_parameters(hidden_size)
+        return self.attention.num_parameters(hidden_size) + cross
 
     def num_parameters(self, hidden_size: int) -> int:
         norms = sum(n.num_parameters for n in self.norms.values())
-        return self.attention.num_parameters(hidden_size) + self.mlp.num_parameters(hidden_size) + norms
+        return self.attention_parameters(hidden_size) + self.mlp.num_parameters(hidden_size) + norms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """The stack that reads the prompt of an encoder-decoder model, with the same embeddings. The decoder's text begins with
+    `start_token_id`."""
+
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    start_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierSpec:
+    """What stands in the place of an output head where a text gets scores: out(act(dense(state of the first token)))."""
+
+    num_labels: int
+    activation: Literal["tanh", "relu"]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        return (hidden_size + 1) * (hidden_size + self.num_labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only language model. `max_position` is the longest context it was made for.
+    """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and the
+    longest answer.
+
+    A decoder-only model is `layers`. An encoder (BERT) is `layers` whose attention is not causal, without an output head, but
+    perhaps with a `classifier`; the embeddings of `num_token_types` kinds of tokens are added to the tokens'. An
+    encoder-decoder (T5) is both: `encoder`, and `layers` with cross attention.
 
     `embed_size`: embeddings of another width than the layers', with a projection in and one out (OPT 350M). `embed_norm`
     follows the embeddings (BLOOM). Logits are multiplied by `logit_scale` (Cohere, Granite), then pass tanh(l / cap) · cap.
@@ -331,11 +381,14 @@ class ModelSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    num_token_types: int = 0
+    classifier: ClassifierSpec | None = None
+    encoder: EncoderSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise UnsupportedModelError("num_hidden_layers must be at least 1", field="num_hidden_layers")
-        for layer in self.layers:
+        for layer in self.all_layers:
             a = layer.attention
             if a.num_heads % a.num_kv_heads:
                 raise UnsupportedModelError(
@@ -350,8 +403,33 @@ class ModelSpec:
                 )
 
     @property
+    def norms(self) -> tuple[NormSpec | None, ...]:
+        """Those beside the layers'."""
+        return self.embed_norm, self.final_norm, None if self.encoder is None else self.encoder.final_norm
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_encoder(self) -> bool:
+        """It reads texts whole and writes none."""
+        return not self.layers[0].attention.causal
+
+    @property
+    def reads_whole(self) -> bool:
+        """A prompt can't be cut into chunks."""
+        return self.is_encoder or self.encoder is not None
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """An encoder's, then the decoder's."""
+        return (() if self.encoder is None else self.encoder.layers) + self.layers
+
+    @property
+    def has_head(self) -> bool:
+        """The output head has a weight of its own."""
+        return not (self.is_encoder or self.tied_embeddings)
 
     @property
     def embed_width(self) -> int:
@@ -360,23 +438,32 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """The embedding table, positions, and projections in and out."""
-        positions = self.learned_positions.num_positions if self.learned_positions else 0
+        """The embedding table, positions, token types, and projections in and out."""
+        positions = self.num_token_types + (self.learned_positions.num_positions if self.learned_positions else 0)
         projections = 0 if self.embed_size is None else 2 * self.embed_size
-        return self.vocab_size * self.embed_width + (positions + projections) * self.hidden_size
+        return self.vocab_size * self.embed_width + (positions + projections) * self.hidden_size + self.bucket_parameters
 
     @property
     def head_parameters(self) -> int:
-        """The output head's own: a tied one has at most a bias."""
-        return (0 if self.tied_embeddings else self.vocab_size * self.embed_width) + self.vocab_size * self.head_bias
+        """The output head's own: a tied one has at most a bias. Or the classifier's."""
+        classifier = 0 if self.classifier is None else self.classifier.num_parameters(self.hidden_size)
+        return self.vocab_size * (self.embed_width * self.has_head + self.head_bias) + classifier
+
+    @property
+    def bucket_parameters(self) -> int:
+        """The biases by distance: one table for all layers of a stack."""
+        stacks = [s[0].attention for s in (self.layers, self.encoder.layers if self.encoder else ()) if s]
+        return sum(a.position.num_buckets * a.num_heads for a in stacks if isinstance(a.position, BucketSpec))
 
     @property
     def num_parameters(self) -> int:
         """Distinct parameters: a tied output head counts once."""
-        norms = sum(n.num_parameters for n in (self.embed_norm, self.final_norm) if n is not None)
-        body = sum(layer.num_parameters(self.hidden_size) for layer in self.layers)
+        norms = sum(n.num_parameters for n in self.norms if n is not None)
+        body = sum(layer.num_parameters(self.hidden_size) for layer in self.all_layers)
         return self.embedding_parameters + self.head_parameters + norms + body
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ."""
-        return sum(2 * layer.attention.kv_size * element_bytes for layer in self.layers)
+        """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ. An encoder keeps nothing: its layers
+        use one cache in turn."""
+        sizes = [2 * layer.attention.kv_size * element_bytes for layer in self.layers]
+        return max(sizes) if self.is_encoder else sum(sizes)

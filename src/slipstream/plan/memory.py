@@ -15,8 +15,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
     hidden = spec.hidden_size
     counts = {
         "embeddings": spec.embedding_parameters,
-        "attention": sum(layer.attention.num_parameters(hidden) for layer in spec.layers),
-        "mlp": sum(layer.mlp.num_parameters(hidden) for layer in spec.layers),
+        "attention": sum(layer.attention_parameters(hidden) for layer in spec.all_layers),
+        "mlp": sum(layer.mlp.num_parameters(hidden) for layer in spec.all_layers),
         "output head": spec.head_parameters,
     }
     counts["norms"] = spec.num_parameters - sum(counts.values())
@@ -27,7 +27,7 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
     def round_product(part: str, rows: int, inner: int, *, beside: bool = False) -> None:
         found[part] += scheme.weight_bytes(rows, inner) - (0 if beside else rows * inner * dtype_bytes)
 
-    for layer in spec.layers:
+    for layer in spec.all_layers:
         for product in layer.products(hidden):
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:

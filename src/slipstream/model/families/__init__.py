@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.model.families import (
+    bert,
     bloom,
     cohere,
     falcon,
@@ -24,10 +25,11 @@ from slipstream.model.families import (
     phi,
     qwen,
     starcoder,
+    t5,
 )
 from slipstream.model.families.base import Family
 
-MODULES = (bloom, cohere, falcon, gemma, glm, gpt, granite, llama, mpt, neox, olmo, opt, phi, qwen, starcoder)
+MODULES = (bert, bloom, cohere, falcon, gemma, glm, gpt, granite, llama, mpt, neox, olmo, opt, phi, qwen, starcoder, t5)
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 ENTRY_POINTS = "slipstream.families"
 

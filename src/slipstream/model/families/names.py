@@ -62,10 +62,14 @@ GGUF: dict[str, Theirs] = {
 
 
 def table(
-    theirs: Mapping[str, Theirs], *, layer: str = "model.layers.{i}.", changes: Mapping[str, Change] | None = None
+    theirs: Mapping[str, Theirs],
+    *,
+    layer: str = "model.layers.{i}.",
+    encoder_layer: str = "",
+    changes: Mapping[str, Change] | None = None,
 ) -> Callable[[ModelSpec], Names]:
     """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
-    `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor
+    `layer`; what begins with "encoder." is of an encoder-decoder's encoder, its layers below `encoder_layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor
     holds all experts'. `changes` says by our names which are stored otherwise."""
 
     def names(spec: ModelSpec) -> Names:
@@ -73,9 +77,11 @@ def table(
         for target, shape in parameters(spec).items():
             stem, _, kind = target.rpartition(".")
             below, of = "", None
-            if stem.startswith("layers."):
-                _, index, stem = stem.split(".", 2)
-                below, of = layer.replace("{i}", index), spec.layers[int(index)]
+            side, _, rest = stem.rpartition("layers.")
+            if rest != stem:
+                index, stem = rest.split(".", 1)
+                layers, above = (spec.layers, layer) if not side else (spec.all_layers, encoder_layer)
+                below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
             parts, start = theirs[stem], 0
             copies = of.mlp.num_experts if of and isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else None
@@ -113,7 +119,7 @@ def gguf_table(
 
 def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
     a = layer.attention
-    return (a.q_size, a.kv_size, a.kv_size) if stem == "attention.qkv" else (whole // 2, whole // 2)
+    return (a.q_size, a.kv_size, a.kv_size) if stem.endswith("attention.qkv") else (whole // 2, whole // 2)
 
 
 def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0) -> Transform | None:

@@ -1,0 +1,100 @@
+"""What encoders add to the decoder's pieces: attention to another text's states, a classifier, and pooling.
+
+An encoder's layers are the decoder's with attention that is not causal. Nothing of it is kept: its layers write keys and
+values into one cache in turn and read them back in the same step, so texts are whole and a step holds all of each.
+
+In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are made once a
+request and stand in blocks of the layers' own caches, found by a table of their own (`AttentionMetadata.cross`). The encoder
+itself borrows those blocks of the first layer's cache while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
+from slipstream.model.spec import AttentionSpec, ClassifierSpec
+
+if TYPE_CHECKING:
+    from slipstream.model.decoder import Layer, Norm
+
+PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Queries of a decoder's tokens over an encoder's states. `kv` makes keys and values of those states."""
+
+    spec: AttentionSpec
+    q: Linear
+    kv: Linear
+    out: Linear
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata | None) -> Tensor:
+        """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
+        assert meta is not None
+        q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
+        seen = ops.attention(q, kv, meta, scale=self.spec.scale, causal=False)
+        return ops.linear(seen.flatten(1), self.out)
+
+    def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """Keys and values of the encoder's states [T, E] go to their slots of this layer's cache."""
+        s = self.spec
+        ops.rope_and_cache(
+            torch.cat((states.new_zeros(len(states), s.q_size), ops.linear(states, self.kv)), dim=1),
+            kv,
+            meta,
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            cos_sin=None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """An encoder-decoder's encoder. Its input are the decoder's embeddings."""
+
+    layers: Sequence[Layer]
+    final_norm: Norm
+
+    def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """Embedded whole texts [T, E] → their states [T, E]. `kv` is where keys and values stand for the time of a layer."""
+        residual: Tensor | None = None
+        for layer in self.layers:
+            h, residual = layer(ops, h, residual, kv, meta)
+        return self.final_norm(ops, h, residual)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    spec: ClassifierSpec
+    dense: Linear
+    out: Linear
+
+    def __call__(self, ops: OpSet, first: Tensor) -> Tensor:
+        """States of each text's first token [S, E] → scores [S, labels]"""
+        h = ops.linear(first, self.dense)
+        return ops.linear(h.tanh() if self.spec.activation == "tanh" else h.relu(), self.out)
+
+
+def pool(hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:
+    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: their mean, the first or the last."""
+    starts = starts.long()
+    if kind != "mean":
+        return hidden[starts[:-1] if kind == "cls" else starts[1:] - 1].float()
+    lengths = starts.diff()
+    text = torch.repeat_interleave(torch.arange(len(lengths), device=hidden.device), lengths, output_size=len(hidden))
+    sums = hidden.new_zeros(len(lengths), hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
+    return sums / lengths[:, None]
+
+
+def normalized(vectors: Tensor) -> Tensor:
+    """[S, E] → each of length 1 (a vector of zeros stays one)."""
+    return F.normalize(vectors, dim=-1)

@@ -1,0 +1,160 @@
+"""BERT (Devlin et al. 2019), MiniLM and RoBERTa: encoders with a norm after each half of a layer, learned positions and token
+types; and DistilBERT, which has no token types. With a classifier they score pairs of texts (cross-encoders)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.families.names import Theirs, table
+from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, plain
+from slipstream.model.spec import (
+    Activation,
+    ClassifierSpec,
+    LayerSpec,
+    LearnedPositionSpec,
+    ModelSpec,
+    NormSpec,
+    PostNormBlock,
+)
+
+
+def _classifier(c: ConfigReader, act: str) -> ClassifierSpec | None:
+    """For architectures that end in ForSequenceClassification; labels are counted by `id2label`, of which two are the default."""
+    named = c.take("architectures", list, [""])
+    if not str(named[0]).endswith("ForSequenceClassification"):
+        return None
+    labels = len(c.take("id2label", dict, {"0": "", "1": ""}))
+    return ClassifierSpec(num_labels=labels, activation="tanh" if act == "tanh" else "relu")
+
+
+def _layer(c: ConfigReader, norm: NormSpec, inner: int, act: Activation, *, hidden: str, num_heads: str) -> LayerSpec:
+    h = heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None)
+    return LayerSpec(
+        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
+        mlp=plain(inner, act),
+        block=PostNormBlock(attention_norm=norm, mlp_norm=norm),
+    )
+
+
+def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any) -> ModelSpec:
+    spec = model(c, family, lambda i: layer, None, max_position, **more)
+    return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
+
+
+def _read(c: ConfigReader, family: str, offset: int) -> ModelSpec:
+    """`offset`: rows of the table of positions before the first token's."""
+    norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12))
+    act = activation(c, "hidden_act", "gelu")
+    inner = c.size("intermediate_size")
+    layer = _layer(c, norm, inner, act, hidden="hidden_size", num_heads="num_attention_heads")
+    rows = c.size("max_position_embeddings", 512)
+    c.require("position_embedding_type", "absolute")
+    c.require("is_decoder", False)
+    c.require("add_cross_attention", False)
+    return _model(
+        c,
+        family,
+        layer,
+        rows - offset,
+        learned_positions=LearnedPositionSpec(num_positions=rows, offset=offset),
+        embed_norm=norm,
+        num_token_types=c.size("type_vocab_size", 2),
+        classifier=_classifier(c, "tanh"),
+    )
+
+
+def read_bert(c: ConfigReader) -> ModelSpec:
+    return _read(c, "bert", 0)
+
+
+def read_roberta(c: ConfigReader) -> ModelSpec:
+    return _read(c, "roberta", c.take("pad_token_id", int, 1) + 1)  # positions count from the padding's row on
+
+
+def read_distilbert(c: ConfigReader) -> ModelSpec:
+    c.require("sinusoidal_pos_embds", False, True)  # either way the table is in the checkpoint
+    c.ignore("seq_classif_dropout", "qa_dropout", "tie_weights_")
+    norm, act = layer_norm(c.size("dim", 768), 1e-12), activation(c, "activation", "gelu")
+    layer = _layer(c, norm, c.size("hidden_dim", 3072), act, hidden="dim", num_heads="n_heads")
+    rows = c.size("max_position_embeddings", 512)
+    return _model(
+        c,
+        "distilbert",
+        layer,
+        rows,
+        hidden="dim",
+        num_layers="n_layers",
+        learned_positions=LearnedPositionSpec(num_positions=rows),
+        embed_norm=norm,
+        classifier=_classifier(c, "relu"),
+    )
+
+
+BERT: dict[str, Theirs] = {
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embed_norm": "embeddings.LayerNorm",
+    "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+    "classifier.dense": "pooler.dense",
+    "classifier.out": "classifier",
+}
+ROBERTA: dict[str, Theirs] = {**BERT, "classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"}
+DISTILBERT: dict[str, Theirs] = {
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "embed_norm": "embeddings.LayerNorm",
+    "attention.qkv": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    "attention.out": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "mlp.up": "ffn.lin1",
+    "mlp.down": "ffn.lin2",
+    "mlp_norm": "output_layer_norm",
+    "classifier.dense": "pre_classifier",
+    "classifier.out": "classifier",
+}
+
+# Heads for masked words and next sentences, the first token's projection where nothing reads it, and tables of counting numbers.
+UNREAD = (r"cls\..*", r"lm_head\..*", r"vocab_\w+\..*", r"pooler\..*", r"embeddings\.(position_ids|token_type_ids)")
+
+
+def _architectures(name: str) -> tuple[str, ...]:
+    return tuple(name + end for end in ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification"))
+
+
+FAMILIES = (
+    Family(
+        model_type="bert",
+        architectures=_architectures("Bert"),
+        read=read_bert,
+        names=table(BERT, layer="encoder.layer.{i}."),
+        prefixes=("", "bert."),
+        ignored=UNREAD,
+    ),
+    *(
+        Family(
+            model_type=kind,
+            architectures=_architectures(name),
+            read=read_roberta,
+            names=table(ROBERTA, layer="encoder.layer.{i}."),
+            prefixes=("", "roberta."),
+            ignored=UNREAD,
+        )
+        for kind, name in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert"))
+    ),
+    Family(
+        model_type="distilbert",
+        architectures=_architectures("DistilBert"),
+        read=read_distilbert,
+        names=table(DISTILBERT, layer="transformer.layer.{i}."),
+        prefixes=("", "distilbert."),
+        ignored=UNREAD,
+    ),
+)

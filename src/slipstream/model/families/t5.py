@@ -1,0 +1,122 @@
+"""T5 and Flan-T5 (Raffel et al. 2020): an encoder and a decoder that reads its states; positions are biases by distance, norms
+are without a mean, scores are not scaled. v1.0 has ReLU and one table for both ends, v1.1 and Flan gated GELU and a head of its
+own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family, Names
+from slipstream.model.families.names import Theirs, table
+from slipstream.model.families.pieces import ACTIVATIONS, Heads, attention, rms
+from slipstream.model.spec import (
+    Activation,
+    AttentionSpec,
+    BucketSpec,
+    DenseSpec,
+    EncoderSpec,
+    LayerSpec,
+    ModelSpec,
+    SequentialBlock,
+)
+
+
+def _activation(c: ConfigReader) -> tuple[Activation, bool]:
+    """`feed_forward_proj`: relu, gated-gelu, …, and whether it is gated."""
+    said = c.take("feed_forward_proj", str, "relu")
+    name, is_gated = said.removeprefix("gated-"), said.startswith("gated-")
+    name = "gelu_new" if said == "gated-gelu" else name  # the tanh approximation is meant
+    if name not in ACTIVATIONS:
+        raise c.unsupported("feed_forward_proj", f"the activations are {', '.join(ACTIVATIONS)}, each also as gated-…")
+    c.require("dense_act_fn", name)
+    c.require("is_gated_act", is_gated)
+    return ACTIVATIONS[name], is_gated
+
+
+def read(c: ConfigReader) -> ModelSpec:
+    c.require("is_encoder_decoder", True)
+    c.require("is_decoder", False)
+    c.ignore("dropout_rate", "initializer_factor", "output_past")
+    hidden = c.size("d_model")
+    h = Heads(n := c.size("num_heads"), n, c.size("d_kv", 64))  # together they need not be as wide as the states
+    norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
+    act, is_gated = _activation(c)
+    mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)
+    num_buckets, far = c.size("relative_attention_num_buckets", 32), c.size("relative_attention_max_distance", 128)
+
+    def attended(position: BucketSpec | None, **more: Any) -> AttentionSpec:
+        return attention(h, position, scale=1.0, **more)
+
+    both, back = (BucketSpec(num_buckets=num_buckets, max_distance=far, both_directions=b) for b in (True, False))
+    block = SequentialBlock(pre_attention=norm, pre_mlp=norm)
+    reader = LayerSpec(attention=attended(both, causal=False), mlp=mlp, block=block)
+    block = SequentialBlock(pre_attention=norm, pre_cross=norm, pre_mlp=norm)
+    writer = LayerSpec(attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False))
+    num_layers = c.size("num_layers")
+    # v1.0 scales the states and shares the table. Newer writers say that every model shares it, and `scale_decoder_outputs`.
+    tied = c.take("tie_word_embeddings", bool, True)
+    scaled = c.take("scale_decoder_outputs", bool, tied)
+    spec = ModelSpec(
+        family="t5",
+        vocab_size=c.size("vocab_size"),
+        hidden_size=hidden,
+        max_position=c.size("n_positions", 512),
+        layers=(writer,) * c.size("num_decoder_layers", num_layers),
+        final_norm=norm,
+        tied_embeddings=tied and scaled,
+        logit_scale=hidden**-0.5 if scaled else 1.0,
+        encoder=EncoderSpec(
+            layers=(reader,) * num_layers, final_norm=norm, start_token_id=c.take("decoder_start_token_id", int, 0)
+        ),
+    )
+    c.finish()
+    return spec
+
+
+def names(spec: ModelSpec) -> Names:
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, DenseSpec)
+    up: Theirs = ("DenseReluDense.wi_0", "DenseReluDense.wi_1") if mlp.gated else "DenseReluDense.wi"
+
+    def feed(index: int) -> dict[str, Theirs]:
+        at = f"layer.{index}."
+        parts: Theirs = at + up if isinstance(up, str) else tuple(at + part for part in up)
+        return {"pre_mlp": at + "layer_norm", "mlp.up": parts, "mlp.down": at + "DenseReluDense.wo"}
+
+    theirs = {**T5, **feed(2), **{f"encoder.{name}": part for name, part in feed(1).items()}}
+    return table(theirs, layer="decoder.block.{i}.", encoder_layer="encoder.block.{i}.")(spec)
+
+
+def _attention(at: str) -> dict[str, Theirs]:
+    return {"qkv": (f"{at}.q", f"{at}.k", f"{at}.v"), "q": f"{at}.q", "kv": (f"{at}.k", f"{at}.v"), "out": f"{at}.o"}
+
+
+_SELF, _CROSS = _attention("layer.0.SelfAttention"), _attention("layer.1.EncDecAttention")
+_DISTANCES = "block.0.layer.0.SelfAttention.relative_attention_bias"
+T5: dict[str, Theirs] = {
+    "embed": "shared",
+    "head": "lm_head",
+    "final_norm": "decoder.final_layer_norm",
+    "distances": f"decoder.{_DISTANCES}",
+    "pre_attention": "layer.0.layer_norm",
+    **{f"attention.{part}": _SELF[part] for part in ("qkv", "out")},
+    "pre_cross": "layer.1.layer_norm",
+    **{f"cross.{part}": _CROSS[part] for part in ("q", "kv", "out")},
+    "encoder.final_norm": "encoder.final_layer_norm",
+    "encoder.distances": f"encoder.{_DISTANCES}",
+    "encoder.pre_attention": "layer.0.layer_norm",
+    **{f"encoder.attention.{part}": _SELF[part] for part in ("qkv", "out")},
+}
+# The table is written once for each stack, and old writers left a bias in the attention that reads the encoder.
+COPIES = (r"(en|de)coder\.embed_tokens\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
+
+FAMILIES = tuple(
+    Family(
+        model_type=kind,
+        architectures=(architecture,),
+        read=read,
+        names=names,
+        ignored=COPIES,
+    )
+    for kind, architecture in (("t5", "T5ForConditionalGeneration"), ("mt5", "MT5ForConditionalGeneration"))
+)
