@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def _read_folder(path: Path) -> ModelDescription:
     compressed = config.get("quantization_config") or config.get("compression_config")
     own = {k: v for k, v in own.items() if k not in ("quantization_config", "compression_config")}
     spec = family.read(ConfigReader(own))
+    if spec.encoder is not None and (names := _tensor_names(path)):
+        spec = dataclasses.replace(spec, tied_embeddings="lm_head.weight" not in names)
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
     quantization = read_quantization(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None
@@ -104,6 +107,19 @@ def _read_folder(path: Path) -> ModelDescription:
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
         quantization=quantization,
     )
+
+
+def _tensor_names(path: Path) -> frozenset[str]:
+    """Of a folder's safetensors files; none, if there are no files."""
+    names: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            try:
+                names.update(json.loads(opened.read(min(size, file.stat().st_size))))
+            except ValueError as error:
+                raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+    return frozenset(names)
 
 
 def _read_gguf(path: Path) -> ModelDescription:

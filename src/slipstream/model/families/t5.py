@@ -53,7 +53,8 @@ def read(c: ConfigReader) -> ModelSpec:
     block = SequentialBlock(pre_attention=norm, pre_cross=norm, pre_mlp=norm)
     writer = LayerSpec(attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False))
     num_layers = c.size("num_layers")
-    # v1.0 scales the states and shares the table. Newer writers say that every model shares it, and `scale_decoder_outputs`.
+    # v1.0 shares the table and scales the states, v1.1 does neither. Some writers say that every model shares it, and give
+    # `scale_decoder_outputs`; whether there is a head is then seen in the checkpoint (`description`).
     tied = c.take("tie_word_embeddings", bool, True)
     scaled = c.take("scale_decoder_outputs", bool, tied)
     spec = ModelSpec(
@@ -63,7 +64,7 @@ def read(c: ConfigReader) -> ModelSpec:
         max_position=c.size("n_positions", 512),
         layers=(writer,) * c.size("num_decoder_layers", num_layers),
         final_norm=norm,
-        tied_embeddings=tied and scaled,
+        tied_embeddings=tied,
         logit_scale=hidden**-0.5 if scaled else 1.0,
         encoder=EncoderSpec(
             layers=(reader,) * num_layers, final_norm=norm, start_token_id=c.take("decoder_start_token_id", int, 0)
