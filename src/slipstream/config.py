@@ -208,7 +208,6 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
     kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)
-    _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
     if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
@@ -216,7 +215,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             field="kv_cache_dtype",
         )
 
-    max_model_len = choose("max_model_len", spec.max_position, "model", "the context the model was made for")
+    _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.reads_whole else (dtype, "fp8", "int8"))
+    longest = spec.max_position if not spec.is_encoder else min(spec.max_position, model.pooling.max_length or spec.max_position)
+    max_model_len = choose("max_model_len", longest, "model", "the context the model was made for")
     _positive("max_model_len", max_model_len)
     if max_model_len > spec.max_position:
         raise ConfigError(
@@ -228,11 +229,19 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     if device.is_cuda and block_size not in (16, 32, 64, 128):
         raise ConfigError(f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size")
 
-    seqs = choose("max_num_seqs", 1024 if device.is_cuda else 64, "device", "default for this kind of device")
+    chunked, prefixes = args.enable_chunked_prefill, args.enable_prefix_caching
+    if spec.reads_whole:  # all tokens of a text see each other: no part can be computed by itself, or kept for another text
+        chunked, prefixes = not spec.is_encoder, False
+        for name, value in (("enable_chunked_prefill", chunked), ("enable_prefix_caching", prefixes)):
+            origins[name] = Origin(value, "model", "its encoder reads texts whole")
+    many = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
+    seqs = choose("max_num_seqs", many, "device", "default for this kind of device")
     _positive("max_num_seqs", seqs)
     tokens_auto = max(8192, seqs) if device.is_cuda else max(512, seqs)
-    if not args.enable_chunked_prefill:
-        tokens_auto = max(tokens_auto, max_model_len)
+    if not chunked:
+        tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
+    whole = max_model_len + seqs if spec.encoder is not None else 0  # a whole prompt beside the others' tokens
+    tokens_auto = max(tokens_auto, whole)
     tokens = choose("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
     _positive("max_num_batched_tokens", tokens)
     if tokens < seqs:
@@ -241,9 +250,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             "lower max_num_seqs",
             field="max_num_batched_tokens",
         )
-    if not args.enable_chunked_prefill and tokens < max_model_len:
+    if not chunked and tokens < max_model_len:
         raise ConfigError(
-            f"without chunked prefill max_num_batched_tokens={tokens} must hold a whole prompt (max_model_len="
+            f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a whole prompt (max_model_len="
             f"{max_model_len}); raise it, lower max_model_len, or enable chunked prefill",
             field="max_num_batched_tokens",
         )
@@ -255,7 +264,13 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             f"max_num_batched_tokens={tokens}, which no step exceeds",
             field="max_num_mixed_tokens",
         )
-    if mixed < tokens and not args.enable_chunked_prefill:
+    if mixed < whole:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} (at most max_num_batched_tokens={tokens}): a step must hold a whole prompt for the "
+            f"encoder beside a token of each other sequence, {whole} in all; raise it, or lower max_model_len or max_num_seqs",
+            field="max_num_mixed_tokens" if mixed < tokens else "max_num_batched_tokens",
+        )
+    if mixed < tokens and not chunked:
         raise ConfigError(
             f"without chunked prefill a step holds whole prompts, and max_num_mixed_tokens={mixed} can't bound it; leave it "
             "out or enable chunked prefill",
@@ -304,14 +319,14 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             block_size=block_size,
             gpu_memory_utilization=share,
             kv_cache_bytes=args.kv_cache_bytes,
-            enable_prefix_caching=args.enable_prefix_caching,
+            enable_prefix_caching=prefixes,
         ),
         scheduling=SchedulingConfig(
             policy=args.scheduling_policy,  # type: ignore[arg-type]
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             max_num_mixed_tokens=mixed,
-            enable_chunked_prefill=args.enable_chunked_prefill,
+            enable_chunked_prefill=chunked,
             batch_window_s=window,
             max_queue=args.max_queue,
         ),
@@ -319,7 +334,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
             tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-            enforce_eager=args.enforce_eager or not device.is_cuda,
+            enforce_eager=args.enforce_eager or not device.is_cuda or spec.is_encoder,
             deterministic=args.deterministic,
             dense_copies=dense_copies,
             num_threads=threads,

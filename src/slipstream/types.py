@@ -10,6 +10,7 @@ request behind the scheduler's back. No torch here.
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, TypedDict
@@ -149,6 +150,9 @@ class EngineRequest:
     deadline: float | None = None
     fork_of: str | None = None
     cache_salt: str = ""  # requests share cached prefixes only within one salt
+    pooled: bool = False  # wanted is an embedding, or scores, and no token: max_tokens is 0
+    num_first_tokens: int | None = None  # of a pair of texts: how many tokens are the first's
+    encoder_token_ids: tuple[int, ...] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
 
 
 # --- A step ---------------------------------------------------------------------------------------------------------
@@ -156,13 +160,21 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that enters the worker, or comes back after preemption (then `token_ids` holds its answer so far)."""
+    """A sequence that enters the worker, or comes back after preemption (then `token_ids` holds its answer so far).
+
+    `encoder_token_ids` are to be encoded into `encoder_block_ids`; a fork has blocks that hold `num_encoder_tokens` already.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    pooled: bool = False
+    num_first_tokens: int | None = None
+    encoder_token_ids: tuple[int, ...] = ()
+    encoder_block_ids: tuple[int, ...] = ()
+    num_encoder_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +233,8 @@ class StepResult:
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For sequences in prefill that asked: one entry a position computed in this step, for the token that *follows* it."""
+    embeddings: dict[str, bytes] = field(default_factory=dict)
+    """Of pooled sequences that are complete: float32 in the machine's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +250,7 @@ class EngineOutput:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     num_preemptions: int = 0
     error: str | None = None
+    embedding: bytes | None = None  # of a pooled sequence, or its scores: float32
     prompt_logprobs_start: int = 0  # position of the first of `prompt_logprobs`; a prompt computed again begins anew
 
 
@@ -294,6 +309,30 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+    embedding: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A text as a vector. `data` holds it as float32 in the machine's order, as it goes over the wire in base64."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    data: bytes
+
+    @property
+    def embedding(self) -> list[float]:
+        return array("f", self.data).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankResult:
+    """A document and how well it answers the query: the higher the better. `index`: its place among those given."""
+
+    index: int
+    document: str
+    relevance_score: float
+    num_tokens: int  # that were computed for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import CPU_BLOCK_TYPES, SCHEMES
 from slipstream.model.spec import DenseSpec, MoESpec
-from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
+from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks, weights_bytes
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -152,6 +152,8 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     taken = weights if facts.is_cuda else 0
     allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=block_size, dtype_bytes=element)
+    if spec.is_encoder:
+        num_blocks = min(num_blocks, scratch_blocks(config))
     config = config.with_memory_limits(num_blocks - 1, one_block)
     return config, MemoryLedger(
         device=facts.name,

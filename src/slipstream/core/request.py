@@ -23,6 +23,7 @@ class Request:
     __slots__ = (
         "block_ids",
         "block_keys",
+        "encoder_block_ids",
         "end",
         "forks",
         "in_worker",
@@ -47,12 +48,13 @@ class Request:
         self.root_key = root_key
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.end = self.num_prompt_tokens + spec.max_tokens  # it never has more tokens than this
+        self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)  # it never has more tokens than this
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.block_ids: list[int] = []
+        self.encoder_block_ids: list[int] = []  # keys and values of what the encoder read
         self.block_keys: list[bytes] = []
         self.num_registered = 0  # leading blocks offered to the prefix cache
         self.needs_copy = False  # the block it writes next may be shared

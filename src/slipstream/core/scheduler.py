@@ -15,6 +15,9 @@ its blocks go, and it waits to be computed again.
 Blocks that are freed while a step in flight still uses them may be handed out at once, because the device runs steps in
 order.
 
+A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
+step that admits its request; the blocks of its keys and values are held as long as the request's own.
+
 Shared blocks: a prompt block is offered to the prefix cache when it is scheduled, so that requests in one step can share
 it (the worker writes a layer's keys and values before any attention reads them). A block is written only by a sequence
 that holds it alone and only while it is not offered; otherwise it is copied first. Such a copy runs before the step, so it
@@ -23,6 +26,7 @@ is never made from a block that the same step computes.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
 from bisect import insort
@@ -115,7 +119,13 @@ class Scheduler:
             raise ContextLengthError(
                 f"prompt and answer are {total} tokens, more than max_model_len={config.max_model_len}", field="prompt"
             )
-        if self._blocks_for(total - 1) > self.pool.num_usable:  # the last token is never computed
+        if len(spec.encoder_token_ids) > config.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(spec.encoder_token_ids)} tokens, more than max_model_len={config.max_model_len}",
+                field="prompt",
+            )
+        computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
+        if self._blocks_for(computed) + self._blocks_for(len(spec.encoder_token_ids)) > self.pool.num_usable:
             raise ContextLengthError(
                 f"prompt and answer are {total} tokens and the KV cache holds {self.pool.num_usable * config.block_size}; "
                 "ask for fewer, or give the cache more memory",
@@ -234,13 +244,17 @@ class Scheduler:
             if request is None or request.num_pending or not self.policy.admits(request, self, now):
                 return
             cached, computed = self._cached_prefix(request)
+            # An encoder reads its text at once, before the first token that looks at it.
+            encoded = 0 if request.encoder_block_ids else len(request.spec.encoder_token_ids)
             wanted = request.num_tokens - computed
-            count = min(wanted, step.budget)
+            count = min(wanted, step.budget - encoded)
+            if count <= 0:
+                return
             if count < wanted and not self.config.enable_chunked_prefill:
                 return
             copies = int(request.needs_copy or computed < len(cached) * self.config.block_size)
             held = len(request.block_ids) or len(cached)
-            need = self._blocks_for(computed + count) - held + copies
+            need = self._blocks_for(computed + count) - held + copies + self._blocks_for(encoded)
             revived = 0 if request.block_ids else sum(self.pool.ref_counts[b] == 0 for b in cached)
             spare = self._watermark if self._running else 0
             if need + revived + spare > self.pool.num_free:
@@ -262,9 +276,12 @@ class Scheduler:
             request.status = Status.RUNNING
             insort(self._running, request, key=_order)
             self.policy.admitted(request)
+            if encoded:
+                request.encoder_block_ids = self.pool.allocate(self._blocks_for(encoded))
+                step.encoding.add(request)
             taken = self._take_blocks(step, request, request.num_computed_tokens + count)
             assert taken, "blocks were counted before"
-            step.budget -= count
+            step.budget -= count + encoded
             self._advance(step, request, count)
 
     def _take_blocks(self, step: _Step, request: Request, num_tokens: int) -> bool:
@@ -293,7 +310,8 @@ class Scheduler:
         """Put `count` tokens of the request into the step. Its blocks are there."""
         computed = request.num_computed_tokens
         known = request.num_tokens
-        samples = computed + count == known
+        spec = request.spec
+        samples = computed + count == known and not spec.pooled
         request.num_computed_tokens = computed + count
         request_id = request.spec.request_id
         if request.in_worker:
@@ -306,8 +324,13 @@ class Scheduler:
                     request_id,
                     tuple(request.token_ids),
                     request.num_prompt_tokens,
-                    request.spec.sampling,
-                    request.spec.eos_token_ids,
+                    spec.sampling,
+                    spec.eos_token_ids,
+                    spec.pooled,
+                    spec.num_first_tokens,
+                    spec.encoder_token_ids if request in step.encoding else (),
+                    tuple(request.encoder_block_ids),
+                    len(spec.encoder_token_ids),
                 )
             )
         replaced = step.replaced.get(request_id, ()) if step.replaced else ()
@@ -373,6 +396,13 @@ class Scheduler:
                 self._finish(request, reason)
             elif len(request.token_ids) // self.config.block_size > request.num_registered:
                 self._register(request)
+        for request_id, embedding in result.embeddings.items():
+            pooled = self._requests.get(request_id)
+            if pooled is not None:  # wherever it stands: it may have lost its blocks meanwhile
+                ended = True
+                cached = pooled.num_cached_tokens
+                done = self._finish(pooled, FinishReason.STOP)
+                outputs.append(dataclasses.replace(done, embedding=embedding, num_cached_tokens=cached))
         # Chunks of a prompt that did not end in this step have log-probabilities of their own.
         outputs += [
             EngineOutput(request_id, prompt_logprobs=values, prompt_logprobs_start=starts[request_id])
@@ -440,6 +470,8 @@ class Scheduler:
         for child in children:
             self.pool.hold(blocks)
             child.block_ids = list(blocks)
+            self.pool.hold(parent.encoder_block_ids)
+            child.encoder_block_ids = list(parent.encoder_block_ids)
             child.num_computed_tokens = parent.num_prompt_tokens - 1
             child.num_registered = child.num_computed_tokens // self.config.block_size
             child.needs_copy = parent.needs_copy = True
@@ -484,7 +516,8 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         """Release all blocks; nothing is computed any more."""
         self.pool.release(request.block_ids)
-        request.block_ids = []
+        self.pool.release(request.encoder_block_ids)
+        request.block_ids, request.encoder_block_ids = [], []
         request.num_computed_tokens = request.num_registered = 0
         request.needs_copy = False
 
@@ -536,7 +569,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         size, pool = self.config.block_size, self.pool
         used = pool.num_usable - pool.num_free
-        wasted = sum(len(r.block_ids) * size - r.num_computed_tokens for r in self._running)
+        blocks = sum(len(r.block_ids) + len(r.encoder_block_ids) for r in self._running)
+        wasted = blocks * size - sum(r.num_computed_tokens + len(r.spec.encoder_token_ids) for r in self._running)
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -559,6 +593,7 @@ class _Step:
         "copied",
         "copies",
         "decodes",
+        "encoding",
         "new",
         "new_blocks",
         "prompts",
@@ -575,6 +610,7 @@ class _Step:
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
         self.scheduled: set[Request] = set()
+        self.encoding: set[Request] = set()  # whose encoder runs in this step
         self.new: list[NewSequence] = []
         self.new_blocks: dict[str, tuple[int, ...]] = {}
         self.replaced: dict[str, tuple[tuple[int, int], ...]] = {}

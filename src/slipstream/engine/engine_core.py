@@ -24,7 +24,7 @@ from slipstream.hub import resolve_model, tiles_folder
 from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
-from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv
+from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
 from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
@@ -93,7 +93,7 @@ class EngineCore:
         for request in requests:
             self.scheduler.add(request)
         # A prompt that several choices share is one prompt.
-        self._prompt_tokens += sum(len(r.prompt_token_ids) for r in requests if r.fork_of is None)
+        self._prompt_tokens += sum(len(r.encoder_token_ids or r.prompt_token_ids) for r in requests if r.fork_of is None)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         self._stalled = False
@@ -184,6 +184,8 @@ def _fit(
     taken = activation_bytes + graphs + rows
     allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
+    if spec.is_encoder:
+        num_blocks = min(num_blocks, scratch_blocks(config))
     config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block
     measured_graphs = runner.allocate(config, num_blocks)
     ledger = MemoryLedger(

@@ -13,6 +13,7 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
+from slipstream.model.pooling import CONFIG_KEYS, PoolingSpec, read_pooling
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
 from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
 from slipstream.model.spec import ModelSpec
@@ -40,6 +41,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
+    pooling: PoolingSpec = PoolingSpec(kind="last", normalize=True)
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
 
     @property
@@ -85,7 +87,8 @@ def _read_folder(path: Path) -> ModelDescription:
             raise UnsupportedModelError(f"{family.nested_config} must be an object", field=family.nested_config)
         own.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
     compressed = config.get("quantization_config") or config.get("compression_config")
-    own = {k: v for k, v in own.items() if k not in ("quantization_config", "compression_config")}
+    beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
+    own = {k: v for k, v in own.items() if k not in beside}
     spec = family.read(ConfigReader(own))
     if spec.encoder is not None and (names := _tensor_names(path)):
         spec = dataclasses.replace(spec, tied_embeddings="lm_head.weight" not in names)
@@ -106,6 +109,7 @@ def _read_folder(path: Path) -> ModelDescription:
         eos_token_ids=_ids(eos, spec.vocab_size),
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
         quantization=quantization,
+        pooling=read_pooling(path, config, is_encoder=spec.is_encoder),
     )
 
 

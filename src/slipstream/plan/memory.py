@@ -45,6 +45,12 @@ def plan_kv(*, budget_bytes: int, spec: ModelSpec, block_size: int, dtype_bytes:
     return max(0, budget_bytes) // block_bytes(spec, block_size, dtype_bytes)
 
 
+def scratch_blocks(config: EngineConfig) -> int:
+    """Blocks that an encoder uses, the null block included: those of two steps in flight, which are free again after each."""
+    size, scheduling = config.cache.block_size, config.scheduling
+    return 2 * (-(-scheduling.max_num_batched_tokens // size) + scheduling.max_num_seqs) + 1
+
+
 MAX_HOST_CACHE_BYTES = 4 * 2**30
 """The most host memory the KV cache takes unasked."""
 

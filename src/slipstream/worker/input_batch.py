@@ -9,6 +9,7 @@ once, when it is made: every later token is written by the sampler on the device
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,12 +34,25 @@ class Row:
     seed: int
     num_blocks: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
+    pooled: bool = False
+    num_encoder_tokens: int = 0
 
 
 class RowTable:
-    """Rows for up to `capacity` sequences of up to `max_model_len` tokens."""
+    """Rows for up to `capacity` sequences of up to `max_model_len` tokens. `pairs`: texts have two parts. `encoded`: sequences
+    look at what an encoder read, in blocks of its own."""
 
-    def __init__(self, capacity: int, max_model_len: int, block_size: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        seed: int,
+        *,
+        pairs: bool = False,
+        encoded: bool = False,
+    ) -> None:
         self.capacity = capacity
         self.block_size = block_size
         self.device = device
@@ -46,6 +60,9 @@ class RowTable:
         # One column more than the context: the last sampled token has a place though it is never computed.
         self.tokens = torch.zeros(capacity + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(capacity + 1, max_blocks, dtype=torch.int32, device=device)
+        self.num_first = torch.zeros(capacity + 1, dtype=torch.int32, device=device) if pairs else None
+        self.encoder_table = torch.zeros_like(self.block_table) if encoded else None
+        self.encoder_lens = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         self.rows: dict[str, Row] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._seeds = np.random.default_rng(seed)
@@ -72,12 +89,26 @@ class RowTable:
             sampling = sequence.sampling
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**62))
             early = (*sequence.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
-            row = Row(self._free.pop(), sampling, sequence.num_prompt_tokens, seed, 0, early)
+            count = sequence.num_prompt_tokens
+            row = Row(self._free.pop(), sampling, count, seed, 0, early, sequence.pooled, sequence.num_encoder_tokens)
             self.rows[sequence.request_id] = row
             start = row.index * width
             where.append(np.arange(start, start + len(sequence.token_ids), dtype=np.int64))
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
         self.tokens.view(-1).index_copy_(0, self._upload(np.concatenate(where)), self._upload(tokens))
+        indices = [self.rows[s.request_id].index for s in new]
+        if self.num_first is not None:
+            firsts = [s.num_first_tokens or len(s.token_ids) for s in new]
+            pairs = self._upload(np.array((indices, firsts), dtype=np.int64))
+            self.num_first[pairs[0]] = pairs[1].int()
+        if self.encoder_table is not None:
+            table = np.zeros((len(new), 2 + self.encoder_table.shape[1]), dtype=np.int32)
+            table[:, 0], table[:, 1] = indices, [s.num_encoder_tokens for s in new]
+            for line, s in zip(table, new, strict=True):
+                line[2 : 2 + len(s.encoder_block_ids)] = s.encoder_block_ids
+            lines = self._upload(table)
+            self.encoder_lens[lines[:, 0].long()] = lines[:, 1]
+            self.encoder_table[lines[:, 0].long()] = lines[:, 2:]
 
     def _extend(self, scheduled: Sequence[ScheduledSequence]) -> None:
         width = self.block_table.shape[1]
@@ -172,6 +203,7 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
         num_decodes=num_decodes,
         max_query_len=int(lengths.max()),
         max_seq_len=int(seq_lens.max()),
+        max_encoder_len=max(table.rows[s.request_id].num_encoder_tokens for s in scheduled),
     )
     return InputBatch(
         token_ids=token_ids,
@@ -196,6 +228,7 @@ def look_up(
     num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
+    max_encoder_len: int = 0,
 ) -> tuple[Tensor, AttentionMetadata]:
     """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
     size = table.block_size
@@ -212,4 +245,46 @@ def look_up(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
+    if table.num_first is not None:
+        meta = dataclasses.replace(meta, token_types=(positions >= table.num_first[token_rows]).long())
+    if table.encoder_table is not None:
+        cross = dataclasses.replace(
+            meta,
+            seq_lens=table.encoder_lens[rows],
+            block_table=table.encoder_table.index_select(0, rows),
+            max_seq_len=max_encoder_len or (table.tokens.shape[1] - 1),
+        )
+        meta = dataclasses.replace(meta, cross=cross)
     return table.tokens[token_rows, positions], meta
+
+
+def encoder_batch(plan: StepPlan, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata] | None:
+    """The texts that a step's new sequences bring for an encoder, whole: tokens [T], and where their keys and values go; None
+    if there are none. One upload."""
+    new = [s for s in plan.new if s.encoder_token_ids]
+    if not new:
+        return None
+    lengths = np.fromiter((len(s.encoder_token_ids) for s in new), np.int32, len(new))
+    starts = np.zeros(len(new) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    tables = np.zeros((len(new), max(len(s.encoder_block_ids) for s in new)), np.int32)
+    for line, s in zip(tables, new, strict=True):
+        line[: len(s.encoder_block_ids)] = s.encoder_block_ids
+    text = np.repeat(np.arange(len(new), dtype=np.int32), lengths)
+    positions = np.arange(starts[-1], dtype=np.int32) - starts[text]
+    slots = tables[text, positions // block_size] * block_size + positions % block_size
+    tokens = np.concatenate([np.asarray(s.encoder_token_ids, dtype=np.int32) for s in new])
+    parts = (tokens, starts, lengths, tables.reshape(-1), positions, slots)
+    packed = upload(np.concatenate(parts), device).split([len(part) for part in parts])
+    token_ids, starts_d, lens, table, at, slot = packed
+    meta = AttentionMetadata(
+        query_start_loc=starts_d,
+        seq_lens=lens,
+        block_table=table.view(tables.shape),
+        positions=at.long(),
+        slot_mapping=slot.long(),
+        num_decodes=0,
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(lengths.max()),
+    )
+    return token_ids, meta

@@ -24,11 +24,12 @@ from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
+from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import StepPlan, StepResult, TokenLogprobs
 from slipstream.worker.graphs import DecodeGraphs, ladder
-from slipstream.worker.input_batch import RowTable, SampledRows, gather, upload
+from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, upload
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
     as_logprobs,
@@ -63,11 +64,15 @@ class InFlightStep:
     done: torch.cuda.Event | None
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
     prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
 
     def result(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
         tokens: list[int] = self.tokens.tolist()
+        embeddings = {}
+        if self.pooled is not None:
+            embeddings = {i: vector.tobytes() for i, vector in zip(self.pooled[0], self.pooled[1].numpy(), strict=True)}
         logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         if self.logprobs is not None:
             which, best, counts = self.logprobs
@@ -79,6 +84,7 @@ class InFlightStep:
             token_ids=tuple((t,) for t in tokens),
             logprobs=logprobs,
             prompt_logprobs={k: tuple(v) for k, v in self.prompt_logprobs.items()},
+            embeddings=embeddings,
         )
 
 
@@ -137,11 +143,18 @@ class ModelRunner:
             kv = self._make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
+            if self.model.spec.encoder is not None:
+                self.model.decoder.encode(tokens, kv, meta)
+                meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, kv, meta)
-            logits = self.model.decoder.logits(hidden[torch.arange(num_rows, device=self.device) % num_tokens])
-            self.ops.sample(logits, self._dummy_sampling(num_rows))
+            if self.model.spec.is_encoder:
+                pool(hidden, meta.query_start_loc, "mean")
+            else:
+                logits = self.model.decoder.logits(hidden[torch.arange(num_rows, device=self.device) % num_tokens])
+                self.ops.sample(logits, self._dummy_sampling(num_rows))
+                del logits
             peak = self._memory_peak() - before
-            del hidden, logits
+            del hidden
             return max(0, peak)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
@@ -169,7 +182,8 @@ class ModelRunner:
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
         model = self.config.model
-        per_row = (model.max_model_len + 1 + self.config.max_blocks_per_seq) * 4
+        tables = 2 if self.model.spec.encoder is not None else 1
+        per_row = (model.max_model_len + 1 + tables * self.config.max_blocks_per_seq) * 4
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self) -> int:
@@ -192,15 +206,18 @@ class ModelRunner:
             pairs = upload(np.array(plan.block_copies, dtype=np.int64), self.device)
             for layer in self.kv:
                 self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
+        if (texts := encoder_batch(plan, rows.block_size, self.device)) is not None:
+            self.model.decoder.encode(texts[0], self.kv, texts[1])
         if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
             return self._sample(plan, *replayed, {})
         batch = gather(rows, plan)
         hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
         prompt = self._prompt_logprobs(plan, hidden)
+        pooled = self._pool(plan, hidden, batch.meta)
         if not batch.sampled.sequences:
-            return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt)
+            return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
         logits = self.model.decoder.logits(hidden[batch.sample_index])
-        return self._sample(plan, logits, batch.sampled, prompt)
+        return self._sample(plan, logits, batch.sampled, prompt, pooled)
 
     def forget_rows(self) -> None:
         """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""
@@ -208,7 +225,12 @@ class ModelRunner:
             self.rows.forget()
 
     def _sample(
-        self, plan: StepPlan, logits: Tensor, sampled: SampledRows, prompt: dict[str, list[TokenLogprobs]]
+        self,
+        plan: StepPlan,
+        logits: Tensor,
+        sampled: SampledRows,
+        prompt: dict[str, list[TokenLogprobs]],
+        pooled: tuple[tuple[str, ...], Tensor] | None = None,
     ) -> InFlightStep:
         rows = self.rows
         assert rows is not None
@@ -224,7 +246,30 @@ class ModelRunner:
             counts = [wanted[i] or 0 for i in which]
             best = best_logprobs(kept, tokens[upload(np.array(which, np.int64), self.device)], max(counts))
             logprobs = (which, tuple(self._to_host(t) for t in best), counts)
-        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), logprobs, prompt)
+        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), logprobs, prompt, pooled)
+
+    def _pool(self, plan: StepPlan, hidden: Tensor, meta: AttentionMetadata) -> tuple[tuple[str, ...], Tensor] | None:
+        """The vectors (or a classifier's scores) of the pooled sequences whose last token is in this step. All of an encoder's
+        are; of a decoder's texts, only the last token's state stands for the whole."""
+        assert self.rows is not None
+        rows, how = self.rows.rows, self.model.description.pooling
+        which = [
+            i
+            for i, s in enumerate(plan.scheduled)
+            if (row := rows[s.request_id]).pooled and s.num_computed_tokens + s.num_tokens == row.num_prompt_tokens
+        ]
+        if not which:
+            return None
+        starts, classifier = meta.query_start_loc, self.model.decoder.classifier
+        if classifier is not None:
+            vectors = classifier(self.ops, hidden[starts[:-1].long()]).float()
+        elif self.model.spec.is_encoder:
+            vectors = pool(hidden, starts, how.kind)
+        else:
+            ends = starts[upload(np.array(which, np.int64) + 1, self.device)]
+            vectors = hidden[ends.long() - 1].float()
+        vectors = normalized(vectors) if how.normalize and classifier is None else vectors
+        return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors.contiguous())
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
@@ -250,6 +295,8 @@ class ModelRunner:
 
     def _make_cache(self, num_blocks: int) -> list[LayerKV]:
         dtype = TORCH_DTYPES[self.config.cache.dtype]
+        if self.model.spec.is_encoder:  # its layers use one in turn
+            return [LayerKV(*self._layer_cache(0, num_blocks, dtype))] * self.model.spec.num_layers
         if self.kv_scales is None:
             return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
         return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
@@ -291,6 +338,8 @@ class ModelRunner:
             config.cache.block_size,
             self.device,
             config.model.seed,
+            pairs=self.model.spec.num_token_types > 1,
+            encoded=self.model.spec.encoder is not None,
         )
 
     def _dummy_prefill(self, num_tokens: int, length: int, block_size: int) -> tuple[AttentionMetadata, Tensor]:
@@ -331,7 +380,12 @@ class ModelRunner:
             meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
+            if self.model.spec.encoder is not None:
+                self.model.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
+                meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, self.kv, meta)
+            if self.model.spec.is_encoder:
+                continue
             logits = self.model.decoder.logits(hidden[-2:])
             self.ops.sample(logits, self._dummy_sampling(len(logits)))
         self._synchronize()

@@ -1,0 +1,112 @@
+"""How a checkpoint makes one vector of a text, as sentence-transformers writes it down. No torch.
+
+`modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first or the last) and perhaps Normalize;
+any other is refused by name. Without that file an encoder takes the mean, a decoder the last token, and the vector gets the
+length 1. A cross-encoder's scores are probabilities unless its config says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.errors import CheckpointError, UnsupportedModelError
+
+CONFIG_KEYS = frozenset(
+    ("is_matryoshka", "matryoshka_dimensions", "sbert_ce_default_activation_function", "sentence_transformers")
+)
+"""Of config.json, that are read here and not by the family."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingSpec:
+    """`max_length`: the longest text that the model was trained for, in tokens, if its files say so. `prompt` stands before
+    every text. `dimensions`: the shorter vectors that it was trained to give too, of any length if empty; None: none.
+    `probabilities`: a classifier's scores pass the logistic function."""
+
+    kind: Literal["mean", "cls", "last"]
+    normalize: bool
+    max_length: int | None = None
+    prompt: str = ""
+    dimensions: tuple[int, ...] | None = None
+    probabilities: bool = True
+
+
+def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
+    """Of a folder whose config.json is `config`. UnsupportedModelError names what is not known."""
+    kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"
+    normalize = True
+    modules = _json(path / "modules.json", [])
+    if modules:
+        normalize = False
+        for module in modules:
+            name = str(module.get("type", "")).rsplit(".", 1)[-1]
+            if name == "Pooling":
+                kind = _kind(_json(path / str(module.get("path", "")) / "config.json", {}))
+            elif name == "Normalize":
+                normalize = True
+            elif name != "Transformer":
+                raise UnsupportedModelError(f"modules.json: the step {name!r} is not supported", field="modules.json")
+    limits = _json(path / "sentence_bert_config.json", {})
+    if limits.get("do_lower_case"):
+        raise UnsupportedModelError("sentence_bert_config.json: do_lower_case is not supported", field="do_lower_case")
+    says = _json(path / "config_sentence_transformers.json", {})
+    default = says.get("default_prompt_name")
+    length = limits.get("max_seq_length")
+    listed = config.get("matryoshka_dimensions")
+    return PoolingSpec(
+        kind=kind,
+        normalize=normalize,
+        max_length=length if isinstance(length, int) and length > 0 else None,
+        prompt=str((says.get("prompts") or {}).get(default, "")) if default else "",
+        dimensions=tuple(listed) if listed else () if config.get("is_matryoshka") else None,
+        probabilities=_probabilities(config),
+    )
+
+
+def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
+    """The one mode that a Pooling step's config turns on."""
+    modes: dict[str, Literal["mean", "cls", "last"]] = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_lasttoken": "last",
+    }
+    named = config.get("pooling_mode")
+    on = [f"pooling_mode_{named}"] if named else [k for k, v in config.items() if k.startswith("pooling_mode_") and v]
+    found = [kind for key, kind in modes.items() if on == [key] or named == kind or (named == "lasttoken" and kind == "last")]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"a Pooling step with {' and '.join(on) or 'no mode'}: only one of {', '.join(modes)} is supported",
+            field=on[0] if on else "pooling_mode_mean_tokens",
+        )
+    if config.get("include_prompt") is False:
+        raise UnsupportedModelError("a Pooling step that leaves the prompt out is not supported", field="include_prompt")
+    return found[0]
+
+
+def _probabilities(config: Mapping[str, Any]) -> bool:
+    """By the name of the activation that a cross-encoder ends with: Sigmoid, which is the default, or Identity."""
+    own = config.get("sentence_transformers")
+    name = (own.get("activation_fn") if isinstance(own, Mapping) else None) or config.get(
+        "sbert_ce_default_activation_function"
+    )
+    last = str(name or "Sigmoid").rsplit(".", 1)[-1].removesuffix("()")
+    if last not in ("Sigmoid", "Identity"):
+        raise UnsupportedModelError(f"the activation {name!r} of scores is not supported", field="activation_fn")
+    return last == "Sigmoid"
+
+
+def _json(path: Path, default: Any) -> Any:
+    """The file's content, of the type of `default`, which holds where there is no file."""
+    if not path.is_file():
+        return default
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
+    if not isinstance(value, type(default)):
+        raise CheckpointError(f"{path} must hold {'a list' if default == [] else 'an object'}", field=path.name)
+    return value
