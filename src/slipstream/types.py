@@ -318,7 +318,7 @@ class EmbeddingOutput:
 
     prompt: str | None
     prompt_token_ids: list[int]
-    data: bytes
+    data: bytes = field(repr=False)
 
     @property
     def embedding(self) -> list[float]:

@@ -9,6 +9,7 @@ import argparse
 
 from slipstream.cli.console import phases, print_facts, print_json
 from slipstream.cli.options import MODEL_HELP, add_output_options
+from slipstream.errors import UnsupportedModelError
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     with phases(f"checking {args.model}") as phase:
         phase("description")
         spec = read_spec(path).spec
+        if spec.reads_whole:
+            raise UnsupportedModelError(f"check-model compares decoders, and {spec.family} has an encoder", field="model")
         rng = random.Random(args.seed)
         tokens = [rng.randrange(spec.vocab_size) for _ in range(min(args.num_tokens, spec.max_position))]
         phase("transformers")

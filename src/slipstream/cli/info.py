@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
+    kept = " (for the time of a step)" if spec.is_encoder else ""
     rows = [
         ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),
         ("family", spec.family),
@@ -72,9 +73,10 @@ def run(args: argparse.Namespace) -> int:
         ("context", f"{spec.max_position:,} tokens"),
         ("vocabulary", f"{spec.vocab_size:,}{tied}"),
         ("hidden size", f"{spec.hidden_size:,}"),
-        *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.layers).items()),
+        *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.all_layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
-        ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"),
+        *([("vectors", describe_vectors(description))] if spec.is_encoder else []),
+        ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
     print_facts(settings.model, rows)
     print()
@@ -93,11 +95,23 @@ def stored_as(description: ModelDescription) -> str:
     return types + (f"; on a CPU {kept} used as is" if kept else "")
 
 
+def describe_vectors(description: ModelDescription) -> str:
+    """What an encoder makes of a text."""
+    classifier, how = description.spec.classifier, description.pooling
+    if classifier is not None:
+        return f"{classifier.num_labels} scores of the first token"
+    return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (", length 1" if how.normalize else "")
+
+
 def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
     kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
     parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+    if not a.causal:
+        parts.append("both directions")
+    if layer.cross is not None:
+        parts.append("cross attention")
     if a.window is not None:
         parts.append(f"window {a.window:,}")
     if a.position is not None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,7 +45,14 @@ from slipstream.engine.core_process import (
     ToChild,
     ToParent,
 )
-from slipstream.engine.processor import InputProcessor, OutputProcessor, load_tokenizer, merge, raise_on_error
+from slipstream.engine.processor import (
+    InputProcessor,
+    OutputProcessor,
+    PreparedRequest,
+    load_tokenizer,
+    merge,
+    raise_on_error,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
 from slipstream.hub import resolve_model
@@ -58,6 +65,9 @@ if TYPE_CHECKING:
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
+INLINE_CHARS = 16_384
+"""Texts of more characters in all are tokenised in a thread, which lets other requests' tokens through meanwhile."""
+
 STALL_S = 60.0
 """Health fails when the engine has said nothing, or requests wait and it made no step, for this long. One step that takes
 longer looks the same."""
@@ -165,6 +175,30 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
         )
+        async for delta in self._answers(request):
+            yield delta
+
+    async def embed(
+        self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
+    ) -> list[RequestOutput]:
+        """Each text's vector, or a classifier's scores of it or of a pair, in `.embedding`; `engine.pooled` says what they
+        mean. `truncate_to`: cut at that many tokens, −1 at the context. An error of one is the error of all, before anything is
+        queued if it is a RequestError. Cancelling the caller cancels the requests."""
+
+        def prepare() -> list[PreparedRequest]:
+            return [self._input.prepare_pooled(p, priority=priority, truncate_to=truncate_to) for p in prompts]
+
+        many = sum(len(part) for p in prompts if not isinstance(p, dict) for part in (p if isinstance(p, tuple) else (p,)))
+        requests = await asyncio.to_thread(prepare) if many > INLINE_CHARS else prepare()
+        tasks = [asyncio.create_task(collect(self._answers(request))) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answers(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         if self._child is None or self._stopping:
             raise EngineDeadError(self._down_reason or "the engine is shutting down")
         self._output.add(request)

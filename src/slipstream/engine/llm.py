@@ -15,11 +15,19 @@ from typing import Any, Self
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.engine_core import EngineCore, check_alive
-from slipstream.engine.processor import InputProcessor, OutputProcessor, load_tokenizer, merge, raise_on_error
+from slipstream.engine.pooled import as_embedding, check_dimensions, rank, refuse_classifier, rerank_texts
+from slipstream.engine.processor import (
+    InputProcessor,
+    OutputProcessor,
+    PreparedRequest,
+    load_tokenizer,
+    merge,
+    raise_on_error,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+from slipstream.types import EmbeddingOutput, EngineStats, Prompt, RequestOutput, RerankResult, SamplingParams
 
 Message = dict[str, Any]
 
@@ -134,6 +142,38 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, progress=progress, add_special_tokens=False)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        truncate: bool = False,
+        progress: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each text, pooled and normalised as the model's files say: an encoder's, or the state of a decoder's
+        last token. `dimensions`: shorter vectors, from models that were trained to give them. A text that is too long is a
+        ContextLengthError, or with `truncate` cut at its end."""
+        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        refuse_classifier(self.core.description)
+        check_dimensions(self.core.description, dimensions)
+        requests = [self._pooled(i, p, truncate) for i, p in enumerate(prompts)]
+        return [as_embedding(output, dimensions) for output in self._finish_all(requests, progress=progress)]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate: bool = False,
+        progress: bool = True,
+    ) -> list[RerankResult]:
+        """The documents that answer the query best, best first: by a cross-encoder's scores of (query, document), or by the
+        cosine of their embeddings, from −1 to 1, if the model gives embeddings."""
+        texts = rerank_texts(self.core.description, query, documents)
+        requests = [self._pooled(i, text, truncate) for i, text in enumerate(texts)]
+        return rank(self.core.description, documents, self._finish_all(requests, progress=progress), top_n)
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
@@ -195,6 +235,17 @@ class LLM:
             except RequestError as error:
                 error.add_note(f"in prompt {i} of {len(prompts)}")
                 raise
+        return self._finish_all(requests, progress=progress)
+
+    def _pooled(self, index: int, prompt: Prompt | tuple[str, str], truncate: bool) -> PreparedRequest:
+        try:
+            return self._input.prepare_pooled(prompt, truncate_to=-1 if truncate else None)
+        except RequestError as error:
+            error.add_note(f"in text {index}")
+            raise
+
+    def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
+        """Their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
         self._check_idle()
         try:

@@ -20,6 +20,8 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, EngineError, RequestError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription
+from slipstream.model.pooling import PoolingSpec
+from slipstream.model.spec import ModelSpec
 from slipstream.types import (
     CompletionOutput,
     EngineOutput,
@@ -47,7 +49,8 @@ class PreparedRequest:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        return self.engine_requests[0].prompt_token_ids
+        first = self.engine_requests[0]
+        return first.encoder_token_ids or first.prompt_token_ids
 
 
 def load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
@@ -60,9 +63,17 @@ def load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
 
 class InputProcessor:
     def __init__(
-        self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        description: ModelDescription | None = None,
     ) -> None:
+        """Without a description the model is a decoder that is not asked for vectors."""
         self.tokenizer = tokenizer
+        self.description = description
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
@@ -79,6 +90,7 @@ class InputProcessor:
             vocab_size=description.spec.vocab_size,
             max_model_len=config.model.max_model_len,
             eos_token_ids=tuple(dict.fromkeys(eos)),
+            description=description,
         )
 
     def prepare(
@@ -93,7 +105,18 @@ class InputProcessor:
         cache_salt: str = "",
     ) -> PreparedRequest:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
+        spec = None if self.description is None else self.description.spec
+        if spec is not None and spec.is_encoder:
+            use = "/rerank, LLM.rerank" if spec.classifier else "/v1/embeddings, LLM.embed or `slipstream embed`"
+            raise RequestError(f"this model ({spec.family}) is an encoder and writes no text; use {use}", field="model")
         text, tokens = self._tokens(prompt, add_special_tokens)
+        encoded: tuple[int, ...] = ()
+        if spec is not None and spec.encoder is not None:
+            encoded, tokens = tokens, (spec.encoder.start_token_id,)
+            if len(encoded) > self.max_model_len:
+                raise self._too_long(len(encoded))
+            if sampling.prompt_logprobs is not None:
+                raise RequestError("an encoder's prompt has no log-probabilities (echo needs them)", field="prompt_logprobs")
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
@@ -130,9 +153,74 @@ class InputProcessor:
             priority=priority,
             deadline=None if deadline_s is None else now + deadline_s,
             cache_salt=cache_salt,
+            encoder_token_ids=encoded,
         )
         others = (self._fork(first, i) for i in range(1, sampling.n))
         return PreparedRequest(request_id or f"request-{number}", text, sampling, (first, *others))
+
+    def prepare_pooled(
+        self,
+        prompt: Prompt | tuple[str, str],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        truncate_to: int | None = None,
+    ) -> PreparedRequest:
+        """A request for a text's embedding, or for a classifier's scores of a text or pair. The model's own prompt stands
+        before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
+        its end with the latter given; of a pair, the second text is cut."""
+        spec, how = self._pooled_spec(pair=isinstance(prompt, tuple))
+        limit = self.max_model_len
+        if truncate_to is not None and (truncate_to == 0 or truncate_to < -1 or truncate_to > limit):
+            raise RequestError(f"it must be −1 or from 1 to {limit}, got {truncate_to}", field="truncate_prompt_tokens")
+        room = limit if truncate_to == -1 else truncate_to
+        text: str | None
+        num_first = None
+        if isinstance(prompt, tuple):
+            if self.tokenizer is None:
+                raise RequestError("pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt")
+            text = prompt[1]
+            pair, num_first = self.tokenizer.encode_pair(*prompt, max_length=room)
+            tokens = tuple(pair)
+        else:
+            prompt = how.prompt + prompt if isinstance(prompt, str) else prompt
+            text, tokens = self._tokens(prompt, True, any_length=room is not None)
+            if room is not None and len(tokens) > room:
+                end = self.tokenizer.suffix if isinstance(prompt, str) and self.tokenizer is not None else ()
+                tokens = (*tokens[: room - len(end)], *end) if room > len(end) else tokens[:room]
+        if len(tokens) > limit:
+            raise self._too_long(len(tokens))
+        number = next(self._ids)
+        request = EngineRequest(
+            request_id=str(number),
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            max_tokens=0,
+            arrival=time.monotonic(),
+            priority=priority,
+            pooled=True,
+            num_first_tokens=num_first if spec.num_token_types > 1 else None,
+        )
+        return PreparedRequest(request_id or f"request-{number}", text, request.sampling, (request,))
+
+    def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
+        """The model, if it can do it."""
+        assert self.description is not None
+        spec, how = self.description.spec, self.description.pooling
+        if spec.encoder is not None:
+            raise RequestError(f"this model ({spec.family}) is an encoder-decoder and gives no embeddings", field="model")
+        if not spec.is_encoder and how.kind != "last":
+            raise RequestError(f"of a decoder only the last token stands for a text, not {how.kind!r}", field="model")
+        if pair and spec.classifier is None:
+            raise RequestError("only a cross-encoder takes pairs of texts", field="model")
+        return spec, how
+
+    def _too_long(self, num_tokens: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"the text has {num_tokens} tokens and this model takes {self.max_model_len}; shorten it"
+            + (" or have it cut (truncate_prompt_tokens: -1)" if self.description and self.description.spec.is_encoder else ""),
+            field="prompt",
+        )
 
     def _fork(self, first: EngineRequest, index: int) -> EngineRequest:
         """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
@@ -145,7 +233,9 @@ class InputProcessor:
             sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
         )
 
-    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+    def _tokens(
+        self, prompt: Prompt, add_special_tokens: bool, *, any_length: bool = False
+    ) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -153,7 +243,7 @@ class InputProcessor:
                     field="prompt",
                 )
             # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
-            if len(prompt) > self.max_model_len * 128:
+            if len(prompt) > self.max_model_len * 128 and not any_length:
                 raise ContextLengthError(
                     f"the prompt has {len(prompt)} characters, far more than the context of {self.max_model_len} tokens; "
                     "shorten it",
@@ -201,6 +291,7 @@ class _State:
     num_cached_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
+    embedding: bytes | None = None
 
 
 class OutputProcessor:
@@ -273,6 +364,7 @@ class OutputProcessor:
             if output.token_ids:
                 state.first_token = state.first_token or now
                 state.last_token = now
+            state.embedding = output.embedding or state.embedding
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if output.prompt_logprobs:
                 found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
@@ -348,6 +440,7 @@ class OutputProcessor:
             outputs=[],
             finished=False,
             num_cached_tokens=state.num_cached_tokens,
+            embedding=state.embedding,
         )
         # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
         if request.sampling.prompt_logprobs is not None and not state.sent_prompt_logprobs and state.first_token:
@@ -393,6 +486,7 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
         known.finish_reason, known.stop_reason = new.finish_reason, new.stop_reason
     whole.outputs = [by_index[i] for i in sorted(by_index)]
     whole.finished, whole.times = delta.finished, delta.times
+    whole.embedding = delta.embedding or whole.embedding
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     return whole

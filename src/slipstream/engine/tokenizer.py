@@ -1,7 +1,8 @@
 """Text to tokens and back, through the `tokenizers` library: from a Hugging Face folder or from a GGUF file. No torch.
 
-Two kinds of vocabulary are known: byte-level ones, whose tokens spell bytes in printable characters, and those of
-SentencePiece, with ▁ for a space and <0x0A> for a byte. Both come down to bytes, and decoding is joining those: a
+Three kinds of vocabulary are known: byte-level ones, whose tokens spell bytes in printable characters, those of
+SentencePiece, with ▁ for a space and <0x0A> for a byte, and WordPiece (BERT), where ## continues a word and nothing else tells
+whether there was a space. All come down to bytes, and decoding is joining those: a
 character split over tokens becomes whole, bytes that are no UTF-8 become replacement characters. The library's own
 decoders differ from that only in broken text (one bad byte token spoils the good ones next to it). Other decoders are
 refused by name.
@@ -14,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -49,7 +50,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max((backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)))
         self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
-        self._byte_level, self._strips_leading_space = _decoding(backend)
+        self._spelling, self._strips_leading_space = _decoding(backend)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
@@ -80,6 +81,32 @@ class Tokenizer:
                 ids = ids + suffix
         return ids
 
+    def encode_pair(self, first: str, second: str, *, max_length: int | None = None) -> tuple[list[int], int]:
+        """Two texts as the model's files join them, and how many tokens are of the first part. With `max_length` the second is
+        cut at its end, and the first too if nothing else helps."""
+        try:
+            encoding = self._backend.encode(first, second, add_special_tokens=True)
+        except TypeError as error:
+            raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
+        if max_length is not None and len(encoding.ids) > max_length:
+            count = {part: encoding.sequence_ids.count(part) for part in (0, 1)}
+            spare = len(encoding.ids) - max_length
+            cut = {1: min(spare, count[1]), 0: max(0, spare - count[1])}
+            if cut[0] > count[0]:
+                raise RequestError(f"max_length={max_length} leaves no room for a pair", field="truncate_prompt_tokens")
+            ends = {part: [i for i, s in enumerate(encoding.sequence_ids) if s == part] for part in (0, 1)}
+            gone = {i for part in (0, 1) for i in ends[part][count[part] - cut[part] :]}
+        else:
+            gone = set()
+        kept = [i for i in range(len(encoding.ids)) if i not in gone]
+        ids, kinds = encoding.ids, encoding.type_ids
+        return [ids[i] for i in kept], sum(kinds[i] == 0 for i in kept)
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """What stands after every text that is encoded with special tokens."""
+        return self._special.suffix
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         data = b"".join([self.token_bytes(i) for i in ids if i not in skip])
@@ -101,7 +128,9 @@ class Tokenizer:
         return known
 
     def _spelled(self, token: str) -> bytes:
-        if self._byte_level:
+        if self._spelling == "wordpiece":
+            return token[2:].encode() if token.startswith("##") else b" " + token.encode()
+        if self._spelling == "bytes":
             return b"".join([_BYTE_OF.get(c) or c.encode() for c in token])
         if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
             return bytes.fromhex(byte[1])
@@ -157,20 +186,22 @@ def _byte_alphabet() -> dict[str, bytes]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _decoding(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """From the backend's decoder: (byte-level rather than SentencePiece?, is a space at the beginning taken off?)."""
+def _decoding(backend: tokenizers.Tokenizer) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
+    """From the backend's decoder: (how tokens spell text, is a space at the beginning taken off?)."""
     state = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     parts = state.get("decoders", [state])
     match [part.get("type") for part in parts]:
         case ["ByteLevel"]:
-            return True, False
+            return "bytes", False
         case ["Metaspace"]:
-            return False, parts[0].get("prepend_scheme") != "never"
+            return "sentencepiece", parts[0].get("prepend_scheme") != "never"
         case ["Replace", "ByteFallback", "Fuse", *strip] if strip in ([], ["Strip"]):
-            return False, bool(strip)
+            return "sentencepiece", bool(strip)
+        case ["WordPiece"]:
+            return "wordpiece", True
         case kinds:
             raise UnsupportedModelError(
-                f"the tokenizer's decoder {kinds} is not supported; ByteLevel and SentencePiece's are",
+                f"the tokenizer's decoder {kinds} is not supported; ByteLevel, WordPiece and SentencePiece's are",
                 field="tokenizer",
             )
 

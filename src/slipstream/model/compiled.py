@@ -31,8 +31,8 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: encoders, mixtures of experts, norms after the addition or over whole rows of q and k, scaled branches, clipped q, k and
-    v, and embeddings with a norm or a width of their own."""
+    """Not yet: encoders, mixtures of experts, norms after the addition or over whole rows of q and k, scaled branches, clipped
+    q, k and v, and embeddings with a norm or a width of their own."""
     if spec.reads_whole or spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
         return False
     for layer in spec.layers:

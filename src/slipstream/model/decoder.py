@@ -280,7 +280,8 @@ class Decoder:
             )
 
         def cross(s: AttentionSpec, name: str) -> CrossAttention:
-            return CrossAttention(s, *(_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("q", "kv", "out")))
+            parts = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("q", "kv", "out"))
+            return CrossAttention(s, *parts)
 
         def mlp(s: DenseSpec, name: str) -> MLP:
             up, down = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
@@ -326,8 +327,8 @@ class Decoder:
         return self.finished(h, residual)
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots of
-        their caches."""
+        """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots
+        of their caches."""
         assert self.encoder is not None
         states = self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta)
         for layer, cache in zip(self.layers, kv, strict=True):

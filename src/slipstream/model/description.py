@@ -13,7 +13,7 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.pooling import CONFIG_KEYS, PoolingSpec, read_pooling
+from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
 from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
 from slipstream.model.spec import ModelSpec
@@ -41,7 +41,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
-    pooling: PoolingSpec = PoolingSpec(kind="last", normalize=True)
+    pooling: PoolingSpec = LAST_TOKEN
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
 
     @property

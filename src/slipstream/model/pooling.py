@@ -35,6 +35,9 @@ class PoolingSpec:
     probabilities: bool = True
 
 
+LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
+
+
 def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
     """Of a folder whose config.json is `config`. UnsupportedModelError names what is not known."""
     kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"

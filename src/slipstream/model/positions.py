@@ -7,7 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.model.spec import AlibiSpec, BucketSpec, LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from slipstream.model.spec import (
+    AlibiSpec,
+    BucketSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 
 def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""What a model *is*, as data. One `Decoder` runs every `ModelSpec`, encoders too; the memory ledger, the roofline, the pruner and the
-sharder read the same one, so that they can't disagree with what runs.
+"""What a model *is*, as data. One `Decoder` runs every `ModelSpec`, encoders too; the memory ledger, the roofline, the pruner
+and the sharder read the same one, so that they can't disagree with what runs.
 
 A choice between mechanisms is a tagged union (`RopeSpec | AlibiSpec | None`), never a set of booleans. Sizes are per
 layer, so that layers may differ. Nothing here imports torch.
@@ -302,8 +302,8 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """`residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross`: queries of this layer over keys
-    and values of the encoder's last states, heads as in `attention`, whose cache they share."""
+    """`residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross`: queries of this layer over
+    keys and values of the encoder's last states, heads as in `attention`, whose cache they share."""
 
     attention: AttentionSpec
     mlp: MLPSpec
@@ -318,11 +318,10 @@ class LayerSpec:
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         a = self.attention
-        own = Product("attention", a.q_size + 2 * a.kv_size, hidden_size), Product("attention", hidden_size, a.q_size)
+        sizes = [(a.q_size + 2 * a.kv_size, hidden_size), (hidden_size, a.q_size)]
         if (c := self.cross) is not None:
-            rows = c.q_size, 2 * c.kv_size
-            own += (*(Product("attention", n, hidden_size) for n in rows), Product("attention", hidden_size, c.q_size))
-        return own + self.mlp.products(hidden_size)
+            sizes += [(c.q_size, hidden_size), (2 * c.kv_size, hidden_size), (hidden_size, c.q_size)]
+        return tuple(Product("attention", *size) for size in sizes) + self.mlp.products(hidden_size)
 
     def attention_parameters(self, hidden_size: int) -> int:
         cross = 0 if self.cross is None else self.cross.num_parameters(hidden_size)
@@ -356,8 +355,8 @@ class ClassifierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and the
-    longest answer.
+    """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and
+    the longest answer.
 
     A decoder-only model is `layers`. An encoder (BERT) is `layers` whose attention is not causal, without an output head, but
     perhaps with a `classifier`; the embeddings of `num_token_types` kinds of tokens are added to the tokens'. An
@@ -463,7 +462,7 @@ class ModelSpec:
         return self.embedding_parameters + self.head_parameters + norms + body
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ. An encoder keeps nothing: its layers
-        use one cache in turn."""
+        """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ. An encoder keeps nothing: its
+        layers use one cache in turn."""
         sizes = [2 * layer.attention.kv_size * element_bytes for layer in self.layers]
         return max(sizes) if self.is_encoder else sum(sizes)

@@ -17,12 +17,13 @@ from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.server import chat, completions, openapi
 from slipstream.server.auth import ApiKeys
+from slipstream.server.embeddings import RERANK_PATHS, PooledRoute, embeddings, rerank
 from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
 from slipstream.server.generation import GenerationRoute
 from slipstream.server.health import Probes
 from slipstream.server.metrics import Metrics
 from slipstream.server.models import Models
-from slipstream.server.protocol import ChatRequest, CompletionRequest
+from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
 from slipstream.server.record import RequestLog
 from slipstream.server.state import Engine, ServerSettings, ServerState
 from slipstream.server.tokens import Tokens
@@ -42,6 +43,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         routes=[
             Route("/v1/completions", GenerationRoute(state, CompletionRequest, completions.prepare), methods=["POST"]),
             Route("/v1/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]),
+            Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
+            *(Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"]) for path in RERANK_PATHS),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),

@@ -6,11 +6,22 @@ from typing import Any
 
 import msgspec
 
-from slipstream.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slipstream.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    TokenizeRequest,
+)
 
 _BODIES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

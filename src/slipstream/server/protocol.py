@@ -9,7 +9,7 @@ is taken.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -21,6 +21,7 @@ Text = Annotated[str, Meta(min_length=1)]
 Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
+MAX_INPUTS = 2048  # texts in one request (OpenAI's limit)
 _Off = msgspec.field(default_factory=Raw)  # the default of fields that must be off
 
 
@@ -107,14 +108,18 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        kinds = {type(part) for part in prompt}
-        if len(kinds) != 1:
-            what = "is an empty list" if not kinds else "mixes strings, token ids and lists"
-            raise bad_request(f"prompt {what}; give text, token ids, or a list of one of them", "prompt")
-        return [prompt] if kinds == {int} else prompt
+        return one_kind(self.prompt, "prompt")
+
+
+def one_kind(given: Any, name: str) -> list[str | list[int]]:
+    """Text, token ids, or a list of one of them, as a list."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(part) for part in given}
+    if len(kinds) != 1:
+        what = "is an empty list" if not kinds else "mixes strings, token ids and lists"
+        raise bad_request(f"{name} {what}; give text, token ids, or a list of one of them", name)
+    return [given] if kinds == {int} else given
 
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -174,6 +179,41 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
         return {**names, "max_tokens": max_tokens}.get(field or "", field)
+
+
+class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What embeddings and reranking share: the model and vLLM's extensions."""
+
+    model: str
+    truncate_prompt_tokens: Int | None = None  # cut texts that are longer; -1: than the model takes
+    priority: Int | None = None  # lower goes first
+    user: str | None = None  # about the caller; no effect
+
+
+class EmbeddingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings"""
+
+    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a text."""
+        return one_kind(self.input, "input")
+
+
+class TextDocument(Struct, forbid_unknown_fields=True, kw_only=True):
+    text: str
+
+
+class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /rerank, /v1/rerank and /v2/rerank: Jina's and Cohere's"""
+
+    query: str
+    documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool = False
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -254,7 +294,7 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
 T = TypeVar("T", bound=Struct)
 _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, TextPart)
+    for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")

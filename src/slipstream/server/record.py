@@ -20,6 +20,10 @@ _QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})  # asked for ever
 ROUTES = _QUIET | {
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/embeddings",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
     "/v1/models",
     "/tokenize",
     "/detokenize",

@@ -7,7 +7,7 @@ belongs to one app; nothing here is global. All of it lives on one event loop, s
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.model.description import ModelDescription
     from slipstream.server.limits import Exchange
     from slipstream.server.metrics import Metrics
 
@@ -50,6 +51,11 @@ class Engine(Protocol):
     def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]: ...
+    @property
+    def description(self) -> ModelDescription: ...
+    async def embed(
+        self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
+    ) -> list[RequestOutput]: ...
     async def stats(self) -> EngineStats: ...
     def health(self) -> Health: ...
     async def shutdown(self, drain_s: float = 0.0) -> None: ...

@@ -34,7 +34,6 @@ class Row:
     seed: int
     num_blocks: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
-    pooled: bool = False
     num_encoder_tokens: int = 0
 
 
@@ -64,17 +63,20 @@ class RowTable:
         self.encoder_table = torch.zeros_like(self.block_table) if encoded else None
         self.encoder_lens = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         self.rows: dict[str, Row] = {}
+        self.pooled: set[str] = set()  # the rows that want a vector
         self._free = list(range(capacity - 1, -1, -1))
         self._seeds = np.random.default_rng(seed)
 
     def forget(self) -> None:
         """Drop every row."""
         self.rows.clear()
+        self.pooled.clear()
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
         """Drop released rows, make new ones, extend block tables: two small uploads whatever the number of rows."""
         for request_id in plan.released:
+            self.pooled.discard(request_id)
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
@@ -90,8 +92,10 @@ class RowTable:
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**62))
             early = (*sequence.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
             count = sequence.num_prompt_tokens
-            row = Row(self._free.pop(), sampling, count, seed, 0, early, sequence.pooled, sequence.num_encoder_tokens)
+            row = Row(self._free.pop(), sampling, count, seed, 0, early, sequence.num_encoder_tokens)
             self.rows[sequence.request_id] = row
+            if sequence.pooled:
+                self.pooled.add(sequence.request_id)
             start = row.index * width
             where.append(np.arange(start, start + len(sequence.token_ids), dtype=np.int64))
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])

@@ -252,11 +252,13 @@ class ModelRunner:
         """The vectors (or a classifier's scores) of the pooled sequences whose last token is in this step. All of an encoder's
         are; of a decoder's texts, only the last token's state stands for the whole."""
         assert self.rows is not None
-        rows, how = self.rows.rows, self.model.description.pooling
+        if not self.rows.pooled:
+            return None
+        rows, wanted, how = self.rows.rows, self.rows.pooled, self.model.description.pooling
         which = [
             i
             for i, s in enumerate(plan.scheduled)
-            if (row := rows[s.request_id]).pooled and s.num_computed_tokens + s.num_tokens == row.num_prompt_tokens
+            if s.request_id in wanted and s.num_computed_tokens + s.num_tokens == rows[s.request_id].num_prompt_tokens
         ]
         if not which:
             return None

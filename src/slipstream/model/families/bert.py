@@ -21,7 +21,7 @@ from slipstream.model.spec import (
 
 
 def _classifier(c: ConfigReader, act: str) -> ClassifierSpec | None:
-    """For architectures that end in ForSequenceClassification; labels are counted by `id2label`, of which two are the default."""
+    """For architectures that end in ForSequenceClassification; `id2label` counts the labels, two by default."""
     named = c.take("architectures", list, [""])
     if not str(named[0]).endswith("ForSequenceClassification"):
         return None
@@ -121,7 +121,7 @@ DISTILBERT: dict[str, Theirs] = {
     "classifier.out": "classifier",
 }
 
-# Heads for masked words and next sentences, the first token's projection where nothing reads it, and tables of counting numbers.
+# Heads for masked words and next sentences, the first token's projection where nothing reads it, tables of counting numbers.
 UNREAD = (r"cls\..*", r"lm_head\..*", r"vocab_\w+\..*", r"pooler\..*", r"embeddings\.(position_ids|token_type_ids)")
 
 

@@ -69,7 +69,8 @@ def table(
     changes: Mapping[str, Change] | None = None,
 ) -> Callable[[ModelSpec], Names]:
     """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
-    `layer`; what begins with "encoder." is of an encoder-decoder's encoder, its layers below `encoder_layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor
+    `layer`; what begins with "encoder." is of an encoder-decoder's encoder, its layers below `encoder_layer`); a tuple are the
+    parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor
     holds all experts'. `changes` says by our names which are stored otherwise."""
 
     def names(spec: ModelSpec) -> Names:

@@ -109,7 +109,7 @@ T5: dict[str, Theirs] = {
     **{f"encoder.attention.{part}": _SELF[part] for part in ("qkv", "out")},
 }
 # The table is written once for each stack, and old writers left a bias in the attention that reads the encoder.
-COPIES = (r"(en|de)coder\.embed_tokens\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
+COPIES = (r"(en|de)coder\.embed_tokens\.weight", r"decoder\..*\.EncDecAttention\.relative_attention_bias\.weight")
 
 FAMILIES = tuple(
     Family(

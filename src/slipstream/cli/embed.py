@@ -1,0 +1,57 @@
+"""`slipstream embed MODEL TEXT ...`: a vector for each text, or how alike the texts are.
+
+One vector a line, as numbers with spaces between; `-` reads texts from standard input, one a line. With --similarity: the
+cosine of each text with each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from slipstream.cli.console import print_json
+from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
+from slipstream.errors import ConfigError
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("embed", help="texts as vectors", description=__doc__)
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text; a single - reads them from standard input")
+    parser.add_argument("--similarity", action="store_true", help="print the cosine of each text with each instead")
+    parser.add_argument("--dimensions", type=int, metavar="N", help="shorter vectors, from a model that gives them")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long instead of refusing them")
+    add_output_options(parser)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.cli.answer import open_llm
+
+    texts = [line for line in sys.stdin.read().splitlines() if line] if args.texts == ["-"] else args.texts
+    if not texts:
+        raise ConfigError("there is no text on standard input", field="texts")
+    with open_llm(engine_args(args)) as (llm, start_s):
+        found = llm.embed(texts, dimensions=args.dimensions, truncate=args.truncate)
+        vectors = [output.embedding for output in found]
+        alike = [[cosine(a, b) for b in vectors] for a in vectors] if args.similarity else None
+        if args.json:
+            print_json(
+                {
+                    "model": args.model,
+                    "texts": texts,
+                    "num_tokens": [len(output.prompt_token_ids) for output in found],
+                    **({"embeddings": vectors} if alike is None else {"similarity": alike}),
+                    "start_s": start_s,
+                }
+            )
+            return 0
+    for row in vectors if alike is None else alike:
+        print(" ".join(f"{value:.6g}" if alike is None else f"{value:6.3f}" for value in row))
+    return 0
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    norms = sum(x * x for x in a) ** 0.5 * sum(y * y for y in b) ** 0.5
+    return sum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else 0.0

@@ -1,0 +1,92 @@
+"""POST /v1/embeddings, as OpenAI's client uses it, and POST /rerank, in the shape of Jina's and Cohere's.
+
+The texts of a request are requests of their own to the engine, which batches them by tokens with everyone else's. The answer is
+whole or an error: there is nothing to stream.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from slipstream.engine.pooled import as_embedding, check_dimensions, rank, refuse_classifier, rerank_texts
+from slipstream.errors import RequestError
+from slipstream.server.errors import shutting_down
+from slipstream.server.generation import encode, send_json
+from slipstream.server.limits import in_flight, read_body
+from slipstream.server.models import require_model
+from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, decode
+from slipstream.server.record import RequestRecord
+from slipstream.server.state import ServerState
+from slipstream.types import Prompt, TokensPrompt
+
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+
+
+class PooledRoute:
+    """The ASGI endpoint for bodies of `kind`, of which `answer` makes the JSON of the answer."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        kind: type[Pooled],
+        answer: Callable[[ServerState, Any, RequestRecord], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self.state, self.kind, self.answer = state, kind, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, record = self.state, scope["record"]
+        if state.draining:
+            raise shutting_down()
+        body = decode(self.kind, await read_body(scope, receive, state.settings))
+        require_model(state, body.model)
+        async with in_flight(state, receive):
+            found = await self.answer(state, body, record)
+        state.metrics.e2e.observe(time.monotonic() - record.start)
+        await send_json(send, encode(found))
+
+
+async def embeddings(state: ServerState, body: EmbeddingRequest, record: RequestRecord) -> dict[str, Any]:
+    engine = state.engine
+    refuse_classifier(engine.description)
+    check_dimensions(engine.description, body.dimensions)
+    prompts: list[Prompt | tuple[str, str]] = [
+        p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
+    ]
+    try:
+        outputs = await engine.embed(prompts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+    except RequestError as error:
+        error.field = "input" if error.field in ("prompt", "prompt_token_ids") else error.field
+        raise
+    found = [as_embedding(output, body.dimensions) for output in outputs]
+    record.num_prompt_tokens = tokens = sum(len(e.prompt_token_ids) for e in found)
+    as_text = body.encoding_format == "base64"
+    vectors = [base64.b64encode(e.data).decode() if as_text else e.embedding for e in found]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)],
+        "model": body.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> dict[str, Any]:
+    engine = state.engine
+    documents = [d if isinstance(d, str) else d.text for d in body.documents]
+    texts = rerank_texts(engine.description, body.query, documents)
+    try:
+        outputs = await engine.embed(texts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+    except RequestError as error:
+        error.field = "documents" if error.field == "prompt" else error.field
+        raise
+    record.num_prompt_tokens = tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    results: list[dict[str, Any]] = []
+    for result in rank(engine.description, documents, outputs, body.top_n):
+        one = {"index": result.index, "relevance_score": result.relevance_score}
+        results.append({**one, "document": {"text": result.document}} if body.return_documents else one)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"id": f"rerank-{record.id}", "model": body.model, "results": results, "usage": usage}
