@@ -49,6 +49,9 @@ TORCH_DTYPES = {
     "int8": torch.int8,
 }
 
+SHORT_STEP = 64
+"""Tokens of the step that is measured where most of what a step takes is known."""
+
 CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an 8-bit cache."""
 
@@ -98,6 +101,7 @@ class ModelRunner:
             config.device.kernels,
             tiles,
             num_threads=config.device.num_threads,
+            isa=config.device.facts.isa,
             deterministic=config.device.deterministic,
             dense_copies=config.device.dense_copies,
         )
@@ -131,9 +135,12 @@ class ModelRunner:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
         with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
-            num_tokens = scheduling.max_num_batched_tokens
+            num_tokens, per_token = scheduling.max_num_batched_tokens, self.model.decoder.token_bytes
+            known = 0
+            if per_token is not None:  # then a short step shows the rest
+                num_tokens, known = min(num_tokens, SHORT_STEP), num_tokens * per_token
             length = min(self.config.model.max_model_len, num_tokens)
-            num_rows = min(scheduling.max_num_seqs, num_tokens)
+            num_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             kv = self._make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
@@ -142,7 +149,7 @@ class ModelRunner:
             self.ops.sample(logits, self._dummy_sampling(num_rows))
             peak = self._memory_peak() - before
             del hidden, logits
-            return max(0, peak)
+            return known + max(0, peak)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
         """The KV cache of `num_blocks` blocks (block 0 is the null block), the rows, and on a GPU the graphs, whose bytes
