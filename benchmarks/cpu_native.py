@@ -116,8 +116,8 @@ def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
         model.decoder.forward(tokens, kv, meta)
     times = step.program.profile(None)
     rows: dict[tuple[str, int], list[float]] = {}
-    for key, ns in zip(step.program.operators, times, strict=True):
-        rows.setdefault(key, []).append(ns / rounds / 1e3)
+    for op, ns in zip(step.program.operators, times, strict=True):
+        rows.setdefault((op.name, op.weights.data.numel() if op.weights else 0), []).append(ns / rounds / 1e3)
     return [
         {
             "operator": name,
