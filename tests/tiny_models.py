@@ -147,3 +147,115 @@ def write_tokenizer(path: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# --- Encoders and encoder-decoders --------------------------------------------------------------------------------------
+
+_BERT = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=130,
+    initializer_range=0.3,
+)
+_T5 = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_decoder_layers=3,
+    num_heads=3,  # 3 · 8 is not d_model, as in T5 1.1's small one
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    decoder_start_token_id=0,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {**_BERT, "model_type": "bert"},
+    "roberta": {**_BERT, "model_type": "roberta", "type_vocab_size": 1, "pad_token_id": 1},
+    "distilbert": {
+        **_SMALL,
+        "model_type": "distilbert",
+        "dim": 32,
+        "hidden_dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_position_embeddings": 130,
+    },
+}
+T5S: dict[str, dict[str, Any]] = {
+    "t5": {**_T5, "feed_forward_proj": "relu"},
+    "flan-t5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+}
+
+
+def build_encoder(path: Path, family: str = "bert", *, num_labels: int | None = None, seed: int = 0, **more: Any) -> Any:
+    """An encoder, or with `num_labels` a classifier."""
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    settings = {**ENCODERS[family], **more}
+    if num_labels is not None:
+        settings["num_labels"] = num_labels
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(seed)
+    kind = AutoModel if num_labels is None else AutoModelForSequenceClassification
+    return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path)
+
+
+def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, **more: Any) -> Any:
+    """Flan-T5 has a head of its own, which transformers makes only for a checkpoint that has one."""
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    model = T5ForConditionalGeneration(T5Config(**{**T5S[family], **more})).eval()
+    if family == "flan-t5":
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
+        model.config.tie_word_embeddings = False
+    return _shaken(model, path)
+
+
+def _shaken(model: Any, path: Path) -> Any:
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return model
+
+
+def write_wordpiece(path: Path) -> None:
+    """BERT's kind of tokenizer over letters: ids 0 to 4 are [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + c for c in letters), "the", "##ing", ".", "?"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.add_special_tokens(words[:5])
+    tokenizer.enable_truncation(8)  # both stand in real files, and hold for nothing here
+    tokenizer.enable_padding(length=8)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    (path / "tokenizer_config.json").write_text(json.dumps({**named, "tokenizer_class": "BertTokenizer"}))
+
+
+def write_sentence_transformers(path: Path, *, mode: str = "mean_tokens", normalize: bool = True) -> None:
+    """The files that say how a text becomes one vector."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [{"path": f"{i}_{k}" if i else "", "type": f"sentence_transformers.models.{k}"} for i, k in enumerate(kinds)]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{m}": m == mode for m in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))

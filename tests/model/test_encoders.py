@@ -1,0 +1,194 @@
+"""Encoders and encoder-decoders against transformers in float32, on tiny random models; and how texts are pooled.
+
+The measure is max |ours − theirs| / max |theirs| over all tokens; 1e-4 leaves room for another order of float32 sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.model.description import read_spec
+from slipstream.model.encoder import normalized, pool
+from slipstream.model.parameters import parameters
+from tests import tiny_models
+from tests.model.harness import load
+
+BLOCK_SIZE = 4
+KERNELS = ["reference", "cpu", "torch"]
+_rng = random.Random(3)
+TEXTS = [[_rng.randrange(5, tiny_models.VOCAB) for _ in range(n)] for n in (5, 1, 70, 16, 17)]
+
+
+def whole(texts, first_block=1):
+    """A step of whole texts in blocks of their own; the first block that is left."""
+    lens = [len(t) for t in texts]
+    needed = [-(-n // BLOCK_SIZE) for n in lens]
+    ids = iter(range(first_block, first_block + sum(needed)))
+    table = torch.zeros(len(texts), max(needed), dtype=torch.int32)
+    for row, n in zip(table, needed, strict=True):
+        row[:n] = torch.tensor([next(ids) for _ in range(n)])
+    text = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(lens))
+    positions = torch.cat([torch.arange(n) for n in lens])
+    meta = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=table,
+        positions=positions,
+        slot_mapping=table[text, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        num_decodes=0,
+        max_query_len=max(lens),
+        max_seq_len=max(lens),
+    )
+    return meta, first_block + sum(needed)
+
+
+def caches(model, num_blocks):
+    a = model.spec.layers[0].attention
+    shape = (num_blocks, a.num_kv_heads, BLOCK_SIZE, a.head_dim)
+    return LayerKV(torch.randn(shape), torch.randn(shape))
+
+
+def error(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@torch.inference_mode()
+def states(model, texts, num_first=None):
+    """Each text's states, computed in one step."""
+    meta, num_blocks = whole(texts)
+    if num_first is not None:
+        types = [(torch.arange(len(t)) >= n).long() for t, n in zip(texts, num_first, strict=True)]
+        meta = dataclasses.replace(meta, token_types=torch.cat(types))
+    kv = [caches(model, num_blocks)] * model.spec.num_layers  # one for all layers, in turn
+    tokens = torch.tensor([t for text in texts for t in text], dtype=torch.int32)
+    return model.decoder.forward(tokens, kv, meta).split([len(t) for t in texts])
+
+
+@pytest.mark.parametrize("family", tiny_models.ENCODERS)
+def test_states_equal_transformers(family, tmp_path):
+    theirs = tiny_models.build_encoder(tmp_path, family)
+    for kernels in KERNELS:
+        model = load(tmp_path, kernels=kernels)
+        for text, ours in zip(TEXTS, states(model, TEXTS), strict=True):
+            with torch.no_grad():
+                assert error(ours, theirs(torch.tensor([text])).last_hidden_state[0]) <= 1e-4
+    spec = read_spec(tmp_path).spec
+    assert spec.is_encoder
+    read = [p.numel() for name, p in theirs.named_parameters() if not name.startswith("pooler")]
+    assert spec.num_parameters == sum(read) == sum(torch.Size(s).numel() for s in parameters(spec).values())
+    assert spec.kv_bytes_per_token(4) == 2 * 32 * 4  # one layer's, for the time of a step
+
+
+@pytest.mark.parametrize("family", tiny_models.ENCODERS)
+def test_scores_of_pairs_equal_transformers(family, tmp_path):
+    theirs = tiny_models.build_encoder(tmp_path, family, num_labels=3)
+    num_first = [2, 1, 30, 15, 1] if family == "bert" else [len(t) for t in TEXTS]
+    for kernels in ("reference", "cpu"):
+        model = load(tmp_path, kernels=kernels)
+        assert model.decoder.classifier is not None
+        firsts = torch.stack([s[0] for s in states(model, TEXTS, num_first)])
+        scores = model.decoder.classifier(model.decoder.ops, firsts)
+        for text, n, ours in zip(TEXTS, num_first, scores, strict=True):
+            types = {} if family != "bert" else {"token_type_ids": (torch.arange(len(text)) >= n).long()[None]}
+            with torch.no_grad():
+                assert error(ours, theirs(torch.tensor([text]), **types).logits[0]) <= 1e-4
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+@pytest.mark.parametrize("shared", [False, True])
+def test_t5_logits_equal_transformers(family, shared, tmp_path):
+    """In one mixed step: encoder texts and answers of different lengths, one token and many."""
+    theirs = tiny_models.build_t5(tmp_path, family)
+    if shared:  # newer writers share the table of 1.1 too
+        theirs.tie_weights()
+        theirs.lm_head.weight = theirs.shared.weight
+        theirs.save_pretrained(tmp_path)
+    answers = [[0, 7, 9], [0], [0, *TEXTS[2][:40]], [0], TEXTS[3][:2]]
+    order = sorted(range(len(answers)), key=lambda i: len(answers[i]) != 1)
+    texts, answers = [TEXTS[i] for i in order], [answers[i] for i in order]
+    for kernels in KERNELS:
+        model = load(tmp_path, kernels=kernels)
+        with torch.inference_mode():
+            read, next_block = whole(texts)
+            step, num_blocks = whole(answers, next_block)
+            cross = dataclasses.replace(read, query_start_loc=step.query_start_loc, max_query_len=41, num_decodes=2)
+            step = dataclasses.replace(step, num_decodes=2, cross=cross)
+            kv = [caches(model, num_blocks) for _ in range(3)]
+            model.decoder.encode(torch.tensor([t for text in texts for t in text], dtype=torch.int32), kv, read)
+            hidden = model.decoder.forward(torch.tensor([t for a in answers for t in a], dtype=torch.int32), kv, step)
+            found = model.decoder.logits(hidden).split([len(a) for a in answers])
+        for text, answer, ours in zip(texts, answers, found, strict=True):
+            with torch.no_grad():
+                expected = theirs(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])).logits[0]
+            assert error(ours, expected) <= 1e-4
+    spec = model.spec
+    assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
+    assert spec.num_parameters == sum(torch.Size(s).numel() for s in parameters(spec).values())
+
+
+# --- Pooling ------------------------------------------------------------------------------------------------------------
+
+
+def test_pool_and_normalize():
+    hidden = torch.randn(9, 4)
+    starts = torch.tensor([0, 1, 6, 9], dtype=torch.int32)
+    parts = hidden.split([1, 5, 3])
+    assert torch.allclose(pool(hidden, starts, "mean"), torch.stack([p.mean(0) for p in parts]), atol=1e-6)
+    assert torch.equal(pool(hidden, starts, "cls"), torch.stack([p[0] for p in parts]))
+    assert torch.equal(pool(hidden, starts, "last"), torch.stack([p[-1] for p in parts]))
+    assert torch.allclose(normalized(hidden).norm(dim=1), torch.ones(9))
+
+
+def test_pooling_is_read_from_the_files(tmp_path):
+    tiny_models.build_encoder(tmp_path)
+    plain = read_spec(tmp_path).pooling
+    assert (plain.kind, plain.normalize, plain.max_length, plain.dimensions) == ("mean", True, None, None)
+    tiny_models.write_sentence_transformers(tmp_path, mode="cls_token", normalize=False)
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "query: ", "none": ""}, "default_prompt_name": "query"})
+    )
+    edit(tmp_path / "config.json", matryoshka_dimensions=[8, 16])
+    found = read_spec(tmp_path).pooling
+    assert (found.kind, found.normalize, found.max_length, found.prompt) == ("cls", False, 64, "query: ")
+    assert found.dimensions == (8, 16)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "field"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode_cls_token"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "pooling_mode_mean_tokens"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+        ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("config.json", {"is_decoder": True}, "is_decoder"),
+        ("config.json", {"sbert_ce_default_activation_function": "torch.nn.Softmax"}, "activation_fn"),
+        ("config.json", {"architectures": ["BertForTokenClassification"]}, "architectures"),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_is_refused_by_name(tmp_path, file, changes, field):
+    tiny_models.build_encoder(tmp_path)
+    tiny_models.write_sentence_transformers(tmp_path)
+    edit(tmp_path / file, **changes)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == field
+
+
+def test_a_step_that_is_not_known_is_refused(tmp_path):
+    tiny_models.build_encoder(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]))
+    with pytest.raises(UnsupportedModelError, match="Dense"):
+        read_spec(tmp_path)
