@@ -1,0 +1,194 @@
+"""Embeddings and reranking through the whole engine, against transformers on tiny random models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError, ContextLengthError, RequestError
+from tests import tiny_models
+
+SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
+TEXTS = ["the cat", "a", "", "sing the song of the long road ." * 4, "the cats are sitting", "x y z ?"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bert")
+    theirs = tiny_models.build_encoder(path)
+    tiny_models.write_wordpiece(path)
+    tiny_models.write_sentence_transformers(path)
+    return path, theirs
+
+
+@pytest.fixture(scope="module")
+def llm(encoder):
+    with LLM(str(encoder[0]), max_model_len=120, max_num_seqs=3, max_num_batched_tokens=130, **SETTINGS) as llm:
+        yield llm
+
+
+def expected(theirs, ids, kind="mean"):
+    with torch.no_grad():
+        hidden = theirs(torch.tensor([ids])).last_hidden_state[0]
+    vector = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[kind]
+    return F.normalize(vector, dim=0)
+
+
+def test_vectors_equal_transformers(encoder, llm):
+    found = llm.embed(TEXTS)
+    for text, output in zip(TEXTS, found, strict=True):
+        assert output.prompt == text
+        assert output.prompt_token_ids[0] == 2
+        assert output.prompt_token_ids[-1] == 3
+        torch.testing.assert_close(torch.tensor(output.embedding), expected(encoder[1], output.prompt_token_ids))
+    assert len(found[3].prompt_token_ids) > 64  # neither tokenizer.json's truncation nor its padding holds
+    assert llm.stats().num_free_blocks == llm.stats().num_blocks
+    assert llm.stats().generation_tokens_total == 0
+
+
+def test_a_text_alone_is_the_same(llm):
+    together = llm.embed(TEXTS)
+    for text, output in zip(TEXTS, together, strict=True):
+        torch.testing.assert_close(torch.tensor(llm.embed(text)[0].embedding), torch.tensor(output.embedding))
+        ids = llm.embed({"prompt_token_ids": output.prompt_token_ids})[0]
+        torch.testing.assert_close(torch.tensor(ids.embedding), torch.tensor(output.embedding))
+
+
+def test_long_texts_are_refused_or_cut(llm):
+    text = "the " * 200
+    with pytest.raises(ContextLengthError, match=r"202 tokens .* 120"):
+        llm.embed(["a", text])
+    (cut,) = llm.embed(text, truncate=True)
+    assert len(cut.prompt_token_ids) == 120
+    assert cut.prompt_token_ids[-1] == 3
+
+
+def test_the_files_limit_holds_unless_the_user_says_otherwise(encoder):
+    with LLM(str(encoder[0]), **SETTINGS) as llm:
+        assert llm.config.model.max_model_len == 64
+        assert not llm.config.cache.enable_prefix_caching
+        assert not llm.config.scheduling.enable_chunked_prefill
+        assert llm.config.origins["enable_prefix_caching"].source == "model"
+
+
+def test_what_an_encoder_does_not_do_is_refused_by_name(encoder, llm):
+    with pytest.raises(RequestError, match="encoder"):
+        llm.generate("the", SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="dimensions"):
+        llm.embed("the", dimensions=7)
+    for settings, field in (
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"max_num_batched_tokens": 40, "max_num_seqs": 2}, "max_num_batched_tokens"),
+        ({"max_model_len": 1000}, "max_model_len"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            LLM(str(encoder[0]), **SETTINGS, **settings)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize("mode", ["cls_token", "lasttoken"])
+def test_other_ways_of_pooling(tmp_path, mode):
+    theirs = tiny_models.build_encoder(tmp_path)
+    tiny_models.write_wordpiece(tmp_path)
+    tiny_models.write_sentence_transformers(tmp_path, mode=mode, normalize=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [8, 16]}))
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"p": "the "}, "default_prompt_name": "p"})
+    )
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        (whole,), (short,) = llm.embed("cat"), llm.embed("cat", dimensions=8)
+    ids = whole.prompt_token_ids
+    assert len(ids) == 6  # [CLS] the c ##a ##t [SEP]
+    with torch.no_grad():
+        hidden = theirs(torch.tensor([ids])).last_hidden_state[0]
+    vector = hidden[0] if mode == "cls_token" else hidden[-1]
+    torch.testing.assert_close(torch.tensor(whole.embedding), vector)
+    torch.testing.assert_close(torch.tensor(short.embedding), F.normalize(vector[:8], dim=0))
+
+
+# --- Reranking ----------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = ["the dog", "a cat", "sitting on the long road", "cat ?"]
+
+
+def test_embeddings_rank_by_cosine(llm):
+    query, *others = (torch.tensor(o.embedding) for o in llm.embed(["the cat", *DOCUMENTS]))
+    scores = [float(query @ other) for other in others]
+    found = llm.rerank("the cat", DOCUMENTS)
+    assert [r.index for r in found] == sorted(range(4), key=lambda i: -scores[i])
+    assert [r.relevance_score for r in found] == pytest.approx(sorted(scores, reverse=True), abs=1e-6)
+    assert [r.document for r in found] == [DOCUMENTS[r.index] for r in found]
+    assert llm.rerank("the cat", DOCUMENTS, top_n=2) == found[:2]
+    for wrong in ({"documents": []}, {"documents": DOCUMENTS, "top_n": 0}):
+        with pytest.raises(RequestError):
+            llm.rerank("the cat", **wrong)
+
+
+@pytest.mark.parametrize("probabilities", [True, False])
+def test_a_cross_encoder_scores_pairs(tmp_path, probabilities):
+    theirs = tiny_models.build_encoder(tmp_path, num_labels=1)
+    tiny_models.write_wordpiece(tmp_path)
+    if not probabilities:
+        config = json.loads((tmp_path / "config.json").read_text())
+        name = "torch.nn.modules.linear.Identity"
+        (tmp_path / "config.json").write_text(json.dumps({**config, "sbert_ce_default_activation_function": name}))
+    with LLM(str(tmp_path), max_num_seqs=2, **SETTINGS) as llm:
+        found = llm.rerank("the cat", DOCUMENTS)
+        with pytest.raises(RequestError, match="rerank"):
+            llm.embed("the cat")
+        long = llm.rerank("the cat", ["the " * 300], truncate=True)
+        pair, num_first = llm.get_tokenizer().encode_pair("the cat", DOCUMENTS[0])
+    assert long[0].num_tokens == 130
+    assert (pair[0], pair[num_first - 1], pair[-1], num_first) == (2, 3, 3, 6)
+    expected = []
+    for document in DOCUMENTS:
+        ids, n = llm.get_tokenizer().encode_pair("the cat", document)
+        with torch.no_grad():
+            score = theirs(torch.tensor([ids]), token_type_ids=(torch.arange(len(ids)) >= n).long()[None]).logits[0, 0]
+        expected.append(float(score.sigmoid() if probabilities else score))
+    assert [r.index for r in found] == sorted(range(4), key=lambda i: -expected[i])
+    assert [r.relevance_score for r in found] == pytest.approx(sorted(expected, reverse=True), rel=1e-4, abs=1e-5)
+
+
+def test_a_classifier_of_many_labels_does_not_rank(tmp_path):
+    tiny_models.build_encoder(tmp_path, num_labels=3)
+    tiny_models.write_wordpiece(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS) as llm, pytest.raises(RequestError, match="3 labels"):
+        llm.rerank("the", ["cat"])
+
+
+# --- Decoders -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_gives_the_state_of_the_last_token(tmp_path):
+    """In chunks, with cached prefixes, and beside answers that are being written."""
+    theirs = tiny_models.build_with_tokenizer(tmp_path)
+    settings = dict(block_size=4, max_num_seqs=4, max_num_batched_tokens=8, kv_cache_bytes=2**20)
+    texts = ["hello the hello the hello", "hello the hello", "x", "hello the hello the hello"]
+    with LLM(str(tmp_path), **SETTINGS, **settings) as llm:
+        written = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids
+        stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=6))
+        next(stream)
+        with pytest.raises(RequestError, match="stream"):
+            llm.embed("x")
+        stream.close()
+        for output in llm.embed(texts):
+            with torch.no_grad():
+                states = theirs.model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+            vector = F.normalize(states[-1], dim=0)
+            torch.testing.assert_close(torch.tensor(output.embedding), vector, rtol=1e-4, atol=1e-5)
+        assert llm.stats().prefix_hits > 0
+        assert llm.generate("hello", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids == written
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
+    tiny_models.build_with_tokenizer(tmp_path)
+    tiny_models.write_sentence_transformers(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS, kv_cache_bytes=2**20) as llm, pytest.raises(RequestError, match="last token"):
+        llm.embed("hello")

@@ -1,0 +1,107 @@
+"""T5 through the whole engine: its answers are transformers', alone and in batches, whatever happens to their blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError, ContextLengthError, RequestError
+from tests import tiny_models
+
+SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4)
+PROMPTS = [[(7 * i + 3 * n) % 250 + 5 for i in range(n)] for n in (5, 1, 40, 16, 17, 3, 28, 90)]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=tiny_models.T5S)
+def t5(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = tiny_models.build_t5(path, request.param)
+    tiny_models.write_tokenizer(path)
+    expected = []
+    for prompt in PROMPTS:
+        ids = [0]
+        with torch.no_grad():
+            for _ in range(20):
+                logits = theirs(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids])).logits
+                ids.append(int(logits[0, -1].argmax()))
+        expected.append(ids[1:])
+    return path, expected
+
+
+def as_prompts(prompts):
+    return [{"prompt_token_ids": ids} for ids in prompts]
+
+
+def answers(llm, prompts, sampling=GREEDY):
+    return [output.outputs[0].token_ids for output in llm.generate(as_prompts(prompts), sampling)]
+
+
+def test_greedy_equals_transformers_alone_and_together(t5):
+    path, expected = t5
+    with LLM(str(path), max_model_len=96, max_num_seqs=4, **SETTINGS) as llm:
+        assert llm.config.scheduling.max_num_mixed_tokens >= 96 + 4
+        assert answers(llm, PROMPTS) == expected  # admitted a few at a time, beside those that decode
+        for prompt, alone in zip(PROMPTS, expected, strict=True):
+            assert answers(llm, [prompt]) == [alone]
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.prefix_queries == 0
+        assert stats.prompt_tokens_total == 2 * sum(map(len, PROMPTS))
+        (output,) = llm.generate(as_prompts(PROMPTS[:1]), GREEDY)
+        assert output.prompt_token_ids == PROMPTS[0]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "torch"])
+def test_with_other_kernels(t5, kernels):
+    path, expected = t5
+    with LLM(str(path), max_model_len=96, max_num_seqs=4, kernels=kernels, **SETTINGS) as llm:
+        assert answers(llm, PROMPTS[:4]) == expected[:4]
+
+
+def test_preempted_answers_are_the_same(t5):
+    """Too few blocks for all: what loses its blocks is encoded again, and its answer so far computed again."""
+    path, expected = t5
+    per_block = 2 * 3 * 3 * 8 * 4 * 4  # keys and values, layers, heads, dimensions, bytes, tokens
+    with LLM(str(path), max_model_len=96, max_num_seqs=8, kv_cache_bytes=per_block * 49, **SETTINGS) as llm:
+        assert answers(llm, PROMPTS) == expected
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_choices_share_one_encoded_prompt(t5):
+    path, expected = t5
+    with LLM(str(path), max_model_len=96, **SETTINGS) as llm:
+        sampling = SamplingParams(n=3, temperature=0, max_tokens=20, ignore_eos=True)
+        (output,) = llm.generate(as_prompts(PROMPTS[2:3]), sampling)
+        assert [choice.token_ids for choice in output.outputs] == [expected[2]] * 3
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.prompt_tokens_total == 40
+        drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+        alone = answers(llm, PROMPTS[2:3], drawn)
+        assert answers(llm, [PROMPTS[5], PROMPTS[2]], drawn)[1:] == alone
+
+
+def test_text_and_what_is_refused(t5):
+    path, _ = t5
+    with LLM(str(path), max_model_len=64, **SETTINGS) as llm:
+        (output,) = llm.generate("hello the hello", SamplingParams(temperature=0, max_tokens=5))
+        assert output.outputs[0].finish_reason in ("length", "stop")
+        with pytest.raises(ContextLengthError, match="90 tokens"):
+            llm.generate(as_prompts(PROMPTS[7:]), GREEDY)
+        with pytest.raises(ContextLengthError, match="max_tokens"):
+            llm.generate("hello", SamplingParams(max_tokens=64))
+        with pytest.raises(RequestError, match="encoder"):
+            llm.generate("hello", SamplingParams(max_tokens=1, prompt_logprobs=1))
+        with pytest.raises(RequestError, match="no embeddings"):
+            llm.embed("hello")
+    for settings, field in (
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 60}, "max_num_batched_tokens"),
+        ({"max_model_len": 64, "max_num_seqs": 4, "max_num_mixed_tokens": 60}, "max_num_mixed_tokens"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            LLM(str(path), **SETTINGS, **settings)
+        assert caught.value.field == field
