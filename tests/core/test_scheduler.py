@@ -21,6 +21,7 @@ from slipstream.types import EngineRequest, FinishReason, SamplingParams, StepPl
 
 BLOCK = 4
 STOP_TOKEN = 7
+MOST_READ = 9  # tokens of an encoder's text
 
 
 class Worker:
@@ -30,6 +31,9 @@ class Worker:
         self.slots: dict[tuple[int, int], int] = {}
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.pooled: set[str] = set()
+        self.texts: dict[str, tuple[int, ...]] = {}  # what an encoder read, by the name that choices share
+        self.encoded: dict[str, tuple[int, ...]] = {}  # its blocks
 
     def launch(self, plan: StepPlan) -> StepResult:
         for request_id in plan.released:
@@ -37,6 +41,14 @@ class Worker:
         for new in plan.new:
             assert new.request_id not in self.tables
             self.tables[new.request_id], self.tokens[new.request_id] = [], list(new.token_ids)
+            if new.pooled:
+                self.pooled.add(new.request_id)
+            self.encoded[new.request_id] = new.encoder_block_ids
+            assert len(new.encoder_block_ids) == -(-new.num_encoder_tokens // BLOCK)
+            if text := new.encoder_token_ids:
+                self.texts[new.request_id.split("/")[0]] = text
+                for i in range(len(text)):
+                    self.slots[new.encoder_block_ids[i // BLOCK], i % BLOCK] = hash(("encoded", text[: i + 1]))
         targets = [t for _, t in plan.block_copies]
         assert not set(targets) & {s for s, _ in plan.block_copies}
         for source, target in plan.block_copies:
@@ -55,25 +67,32 @@ class Worker:
                 assert slot not in written, "two sequences write one slot"
                 written.add(slot)
                 self.slots[slot] = hash(tuple(tokens[: position + 1]))
-        ids, sampled = [], []
+        ids, sampled, embeddings = [], [], {}
         for s in plan.scheduled:
+            if blocks := self.encoded[s.request_id]:
+                text = self.texts[s.request_id.split("/")[0]]
+                seen = [self.slots[blocks[i // BLOCK], i % BLOCK] for i in range(len(text))]
+                assert seen == [hash(("encoded", text[: i + 1])) for i in range(len(text))]
             table, tokens = self.tables[s.request_id], self.tokens[s.request_id]
             end = s.num_computed_tokens + s.num_tokens
             for position in range(end):
                 seen = self.slots[table[position // BLOCK], position % BLOCK]
                 assert seen == hash(tuple(tokens[: position + 1])), (s.request_id, position)
             assert end <= len(tokens)
-            assert s.samples == (end == len(tokens))
+            pooled = s.request_id in self.pooled
+            assert s.samples == (end == len(tokens) and not pooled)
+            if pooled and end == len(tokens):
+                embeddings[s.request_id] = s.request_id.encode()
             if s.samples:
                 token = hash((s.request_id.split("/")[0], tuple(tokens))) % 11
                 tokens.append(token)
                 ids.append(s.request_id)
                 sampled.append((token,))
-        return StepResult(plan.step_id, tuple(ids), tuple(sampled))
+        return StepResult(plan.step_id, tuple(ids), tuple(sampled), embeddings=embeddings)
 
 
 def request(name, prompt, max_tokens=4, **kw):
-    sampling = kw.pop("sampling", SamplingParams(max_tokens=max_tokens))
+    sampling = kw.pop("sampling", SamplingParams(max_tokens=max(1, max_tokens)))
     return EngineRequest(
         request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, max_tokens=max_tokens, **kw
     )
@@ -99,6 +118,7 @@ class Engine:
         self.in_flight: list[tuple[StepPlan, StepResult]] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
+        self.embedded: set[str] = set()
         self.plans: list[StepPlan] = []
 
     def decodes(self, s):
@@ -109,6 +129,10 @@ class Engine:
         for o in outputs:
             assert o.request_id not in self.ends, "news of a request that has ended"
             self.tokens.setdefault(o.request_id, []).extend(o.token_ids)
+            if o.embedding is not None:
+                assert o.embedding == o.request_id.encode()
+                assert o.finish_reason is FinishReason.STOP
+                self.embedded.add(o.request_id)
             if o.finish_reason is not None:
                 self.ends[o.request_id] = o.finish_reason
 
@@ -118,11 +142,12 @@ class Engine:
         self.take(expired)
         c = self.scheduler.config
         if plan is not None:
-            assert plan.num_tokens <= c.max_num_batched_tokens
+            encoded = sum(len(new.encoder_token_ids) for new in plan.new)
+            assert plan.num_tokens + encoded <= c.max_num_batched_tokens
             assert 0 < len(plan.scheduled) <= c.max_num_seqs
             joined = {new.request_id for new in plan.new}  # what comes back after a preemption was not running
             if any(self.decodes(s) and s.request_id not in joined for s in plan.scheduled):
-                assert plan.num_tokens <= c.max_num_mixed_tokens
+                assert plan.num_tokens + encoded <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"
             self.plans.append(plan)
@@ -351,8 +376,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         mixed=st.integers(5, 24),
         policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
+        encoder=st.sampled_from([False, False, True]),
     )
-    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy):
+    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy, encoder):
+        self.encoder = encoder
+        if encoder:  # as `resolve` has it
+            caching, chunked, mixed, budget = False, True, max_num_seqs + MOST_READ, budget + max_num_seqs + MOST_READ
         self.engine = Engine(
             config(
                 num_blocks=num_blocks,
@@ -376,10 +405,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stops=st.booleans(),
         deadline=st.sampled_from([None, None, 3.0]),
+        read=st.sampled_from([1, BLOCK, BLOCK + 1, MOST_READ]),
+        pooled=st.sampled_from([False, False, True]),
     )
-    def add(self, start, length, max_tokens, priority, n, stops, deadline):
+    def add(self, start, length, max_tokens, priority, n, stops, deadline, read, pooled):
         scheduler = self.engine.scheduler
         name = f"q{next(self.names)}"
+        text = tuple(range(start, start + read)) if self.encoder else ()
+        if self.encoder:
+            length, pooled = 1, False
+        elif pooled:
+            n, max_tokens = 1, 0
         for i in range(n):
             spec = request(
                 f"{name}/{i}",
@@ -390,11 +426,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=(STOP_TOKEN,) if stops else (),
                 fork_of=f"{name}/0" if i else None,
                 deadline=None if deadline is None else self.engine.now + deadline,
+                pooled=pooled,
+                encoder_token_ids=text,
             )
             try:
                 scheduler.add(spec)
             except ContextLengthError:
-                assert -(-(length + max_tokens - 1) // BLOCK) > scheduler.pool.num_usable
+                needed = -(-(length + max_tokens - (not pooled)) // BLOCK) + -(-len(text) // BLOCK)
+                assert needed > scheduler.pool.num_usable
                 return
             self.added[spec.request_id] = max_tokens
 
@@ -429,7 +468,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(tokens) <= self.added[name]
             if reason is FinishReason.LENGTH:
                 assert len(tokens) == self.added[name]
-            if reason is FinishReason.STOP:
+            assert (name in engine.embedded) == (self.added[name] == 0 and reason is FinishReason.STOP)
+            if reason is FinishReason.STOP and self.added[name]:
                 assert tokens[-1] == STOP_TOKEN
             assert STOP_TOKEN not in tokens[:-1] or reason is not FinishReason.STOP
         pool = engine.scheduler.pool
