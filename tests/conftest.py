@@ -22,6 +22,18 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory):
+    """The folder of a tiny encoder with random weights, a tokenizer, and the files that say how it pools."""
+    from tests import tiny_models
+
+    folder = tmp_path_factory.mktemp("tiny-encoder")
+    tiny_models.build_encoder(folder)
+    tiny_models.write_wordpiece(folder)
+    tiny_models.write_sentence_transformers(folder)
+    return folder
+
+
 @pytest.fixture
 def config_only(tmp_path):
     """The folder of a model that is a config.json and nothing else, for load_format="dummy"."""

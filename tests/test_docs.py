@@ -1,4 +1,4 @@
-"""Every example of README.md and docs/, run as it stands, with a tiny model in the place of `smollm2`.
+"""Every example of README.md and docs/, run as it stands, with tiny models in the place of `smollm2` and `minilm`.
 
 Shell examples run in a shell whose `slipstream` is this checkout's; Python examples in a fresh interpreter. Those of README
 run once more with the real model (marker `model`). docs/server.md is tested in tests/server, against a running server.
@@ -55,9 +55,9 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
-def test_example(place, tiny_model, language, code):
+def test_example(place, tiny_model, tiny_encoder, language, code):
     code = code.replace('slipstream run "', 'slipstream run smollm2 "')  # the default model, by name
-    run(place, language, code.replace("smollm2", str(tiny_model)))
+    run(place, language, code.replace("smollm2", str(tiny_model)).replace("minilm", str(tiny_encoder)))
 
 
 @pytest.mark.model

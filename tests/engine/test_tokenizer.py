@@ -245,7 +245,7 @@ def test_what_cannot_be_read_says_so(folder):
 
 def test_an_unknown_decoder_is_refused():
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    for decoder in (None, decoders.WordPiece(), decoders.CTC()):
+    for decoder in (None, decoders.BPEDecoder(), decoders.CTC()):
         if decoder is not None:
             backend.decoder = decoder
         with pytest.raises(UnsupportedModelError, match="decoder"):
@@ -299,3 +299,37 @@ def test_where_the_template_comes_from(folder):
     with pytest.raises(RequestError, match="no chat template") as caught:
         tokenizer.apply_chat_template([])
     assert caught.value.field == "messages"
+
+
+def test_wordpiece(tmp_path):
+    """BERT's kind: truncation and padding of the file hold for nothing; words come back with spaces between."""
+    from tests import tiny_models
+
+    tiny_models.write_wordpiece(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("The cats sing. Is it the cat?")
+    assert (ids[0], ids[-1], len(ids)) == (2, 3, 19)
+    assert tokenizer.decode(ids) == "the cats sing . is it the cat ?"
+    assert tokenizer.decode(ids[1:4], skip_special_tokens=False) == "the ca"
+
+
+def test_pairs_of_texts(tmp_path):
+    from tests import tiny_models
+
+    tiny_models.write_wordpiece(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", "a dog"))
+    whole, num_first = tokenizer.encode_pair("the cat", "a dog")
+    assert (whole, num_first) == ([2, *first, 3, *second, 3], 6)
+    for room, expected in (
+        (11, whole),
+        (10, [2, *first, 3, *second[:3], 3]),
+        (7, [2, *first, 3, 3]),
+        (5, [2, *first[:2], 3, 3]),
+        (3, [2, 3, 3]),
+    ):
+        cut, num_first = tokenizer.encode_pair("the cat", "a dog", max_length=room)
+        assert cut == expected
+        assert cut[num_first - 1] == 3
+    with pytest.raises(RequestError):
+        tokenizer.encode_pair("the cat", "a dog", max_length=2)

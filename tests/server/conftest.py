@@ -134,6 +134,16 @@ def tiny_server(tiny_path):
         yield server
 
 
+@pytest.fixture(scope="session")
+def tiny_encoder_server(tiny_encoder):
+    """An encoder behind the server, under the name that the manual uses."""
+    from slipstream.engine.async_llm import AsyncLLM
+
+    args = EngineArgs(model=str(tiny_encoder), dtype="float32", device="cpu", num_threads=1)
+    with serving(start=lambda: AsyncLLM.start(args), served_model_names=("minilm",)) as server:
+        yield server
+
+
 @pytest.fixture
 def serve():
     """serve(engine, **settings): a server of the test's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import time
 from types import SimpleNamespace
@@ -47,7 +48,12 @@ class ByteTokenizer:
 
 
 class FakeEngine:
+    """`embed` gives four numbers: how many tokens a text has, and zeros."""
+
     model_name = "fake"
+    description = SimpleNamespace(
+        spec=SimpleNamespace(classifier=None, hidden_size=4), pooling=SimpleNamespace(dimensions=None)
+    )
 
     def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):
         self.tokenizer = ByteTokenizer()
@@ -106,6 +112,23 @@ class FakeEngine:
                 yield output
         finally:
             self.running -= 1
+
+    async def embed(self, prompts, *, priority=0, truncate_to=None):
+        if self.dead:
+            raise EngineDeadError("the engine process is down")
+        found = []
+        for prompt in prompts:
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+            if not ids:
+                raise RequestError("the prompt is empty; give at least one token", field="prompt")
+            if any(token >= 256 for token in ids):
+                raise RequestError("no token id", field="prompt_token_ids")
+            if len(ids) > self.config.model.max_model_len and truncate_to is None:
+                raise ContextLengthError("too long for the context", field="prompt")
+            await asyncio.sleep(self.delay_s)
+            data = array.array("f", [len(ids), 0, 0, 0]).tobytes()
+            found.append(RequestOutput("r", None, list(ids), [], True, embedding=data))
+        return found
 
     def _delta(self, index, token, sampling, last):
         logprobs = None if sampling.logprobs is None else [self._logprobs(token, sampling.logprobs)]

@@ -16,5 +16,7 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example(number, tiny_server):
-    exec(compile(EXAMPLES[number].replace("http://127.0.0.1:8000", tiny_server.url), f"example {number}", "exec"), {})
+def test_example(number, request):
+    """Those with `minilm` against an encoder."""
+    server = request.getfixturevalue("tiny_encoder_server" if "minilm" in EXAMPLES[number] else "tiny_server")
+    exec(compile(EXAMPLES[number].replace("http://127.0.0.1:8000", server.url), f"example {number}", "exec"), {})
