@@ -147,7 +147,7 @@ class ModelRunner:
                 num_tokens, known = min(num_tokens, SHORT_STEP), num_tokens * per_token
             length = min(self.config.model.max_model_len, num_tokens)
             num_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
-            kv = self._make_cache(1)
+            kv = self.make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
             if self.model.spec.encoder is not None:
@@ -170,7 +170,7 @@ class ModelRunner:
         self.config = config
         try:
             with self._phase("cache"):
-                self.kv = self._make_cache(num_blocks)
+                self.kv = self.make_cache(num_blocks)
                 self.rows = self._make_rows()
                 self._synchronize()
         except RuntimeError as error:
@@ -302,7 +302,8 @@ class ModelRunner:
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
-    def _make_cache(self, num_blocks: int) -> list[LayerKV]:
+    def make_cache(self, num_blocks: int) -> list[LayerKV]:
+        """A layer's keys and values each, of zeros."""
         dtype = TORCH_DTYPES[self.config.cache.dtype]
         if self.model.spec.is_encoder:  # its layers use one in turn
             return [LayerKV(*self._layer_cache(0, num_blocks, dtype))] * self.model.spec.num_layers
