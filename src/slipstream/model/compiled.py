@@ -31,9 +31,14 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: encoders, mixtures of experts, norms after the addition or over whole rows of q and k, scaled branches, clipped
-    q, k and v, and embeddings with a norm or a width of their own."""
-    if spec.reads_whole or spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
+    """Not yet: encoder-decoders, mixtures of experts, norms over whole rows of q and k, scaled branches, clipped q, k and v, and
+    of decoders norms after the addition and embeddings with a norm or a width of their own."""
+    if spec.encoder is not None:
+        return False
+    if spec.is_encoder:
+        blocks = all(isinstance(layer.block, PostNormBlock) for layer in spec.layers)
+        return blocks and spec.final_norm is None and all(layer.residual_scale == 1.0 for layer in spec.layers)
+    if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
         return False
     for layer in spec.layers:
         a, norms = layer.attention, layer.norms
@@ -49,6 +54,8 @@ def covers(spec: ModelSpec) -> bool:
 
 
 class CompiledStep:
+    head: Product  # float32 [N, E] → logits float32 [N, V]; an encoder has none
+
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         from slipstream.model.decoder import MoE
 
@@ -60,6 +67,10 @@ class CompiledStep:
         self._forms: dict[tuple[str, int, int], int] = {}
         self._kv: Sequence[LayerKV] | None = None
         self._layers: object = None
+        self.spec = decoder.spec
+        if decoder.spec.is_encoder:
+            self._encode(decoder)
+            return
         self._embed(decoder)
         waiting = False  # whether `pending` is still to be added to the residual
         for index, layer in enumerate(decoder.layers):
@@ -82,24 +93,45 @@ class CompiledStep:
         assert decoder.final_norm is not None
         self._add_norm(decoder.final_norm, self.out, FORM_F32, waiting)
         assert isinstance(decoder.head, NativeLinear)
-        self.spec = decoder.spec
-        self.head = Product(ops.engine, decoder.head)  # float32 [N, E] → logits float32 [N, V]
+        self.head = Product(ops.engine, decoder.head)
 
-    def __call__(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """As `Decoder.forward`; the result is float32."""
+    def __call__(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, embedded: Tensor | None = None
+    ) -> Tensor:
+        """As `Decoder.forward`; the result is float32. An encoder's step begins with what is `embedded` [T, E]."""
         if self._kv is not kv:
             self._kv, self._layers = kv, native.layer_pointers(kv)
         hidden = torch.empty(len(token_ids), self.hidden_size)
+        if embedded is not None:
+            embedded = embedded.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # added to in place
+            self.program.bind(self.x, embedded)
         self.program.bind(self.out, hidden)
         inputs, kept = native.step_inputs(meta, self._layers, kv[0], token_ids)
         self.program.run(inputs)
-        del kept
+        del kept, embedded
         return hidden
 
     @property
     def token_bytes(self) -> int:
         """What a step takes for each of its tokens: the program's buffers and the hidden states."""
         return self.program.token_bytes + 4 * self.hidden_size
+
+    def _encode(self, decoder: Decoder) -> None:
+        """Layers with a norm after each half: what is added to is the normed sum itself. The first reads embeddings that the
+        caller has made, since few tokens' worth of them is nothing beside whole texts."""
+        from slipstream.model.decoder import MoE
+
+        self.x = self.program.bound()
+        for index, layer in enumerate(decoder.layers):
+            attention, mlp = layer.attention, layer.mlp
+            assert not isinstance(mlp, MoE)
+            assert isinstance(attention.qkv, NativeLinear)
+            assert isinstance(mlp.up, NativeLinear)
+            self._attend(attention, self._convert(self.x, "x", attention.qkv, self.hidden_size), index, self.x, True)
+            self._norm_of(layer.norms["attention_norm"], self.x, -1, self.x, FORM_F32)
+            self._feed(mlp, self._convert(self.x, "x", mlp.up, self.hidden_size), self.x, True)
+            out = self.out if index + 1 == len(decoder.layers) else self.x
+            self._norm_of(layer.norms["mlp_norm"], self.x, -1, out, FORM_F32)
 
     # --- Pieces -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +199,7 @@ class CompiledStep:
         interleaved = isinstance(s.position, RopeSpec) and s.position.style == "interleaved"
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
-        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes, None, 0, True)
+        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes, None, 0, s.causal)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:

@@ -319,7 +319,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
         if self.compiled is not None:
-            return self.compiled(token_ids, kv, meta)
+            return self.compiled(token_ids, kv, meta, self.embedded(token_ids, meta) if self.spec.is_encoder else None)
         h = self.embedded(token_ids, meta)
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
