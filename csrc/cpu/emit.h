@@ -32,11 +32,13 @@ static inline F activate(int32_t kind, F x) {
         case ACT_GELU_TANH: return x * sigmoid(x * fma(x * x, set1(2.0f * 0.7978845608f * 0.044715f), set1(2.0f * 0.7978845608f)));
         case ACT_RELU: return vmax(x, zero());
         case ACT_RELU2: { const F y = vmax(x, zero()); return y * y; }
-        default: {  // gelu: erf has no short form
-            float t[16];
-            store(t, x);
-            for (int i = 0; i < 16; i++) t[i] = 0.5f * t[i] * (1.0f + erff(t[i] * 0.70710678f));
-            return load(t);
+        default: {  // gelu: x⁺ − ½·|x|·erfc(|x|/√2), erfc to 1.5e-7 (Abramowitz, Stegun 1964, 7.1.26)
+            const F size = vabs(x), z = size * set1(0.70710678f), t = inverse(fma(z, set1(0.3275911f), set1(1.0f)));
+            F p = fma(t, set1(1.061405429f), set1(-1.453152027f));
+            p = fma(p, t, set1(1.421413741f));
+            p = fma(p, t, set1(-0.284496736f));
+            p = fma(p, t, set1(0.254829592f));
+            return vmax(x, zero()) - set1(0.5f) * size * p * t * vexp(zero() - z * z);
         }
     }
 }
