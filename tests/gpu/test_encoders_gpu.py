@@ -1,0 +1,69 @@
+"""Embeddings, cross-encoders and T5 on a GPU: near the reference in float32 on a CPU, and through graphs as without.
+
+Run: pytest -m gpu tests/gpu/test_encoders_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from tests import tiny_models
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+TEXTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]} for n in (1, 5, 16, 45, 100, 17, 33, 64, 128)]
+EXACT = dict(kernels="reference", dtype="float32", device="cpu")
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
+
+
+def vectors(path, **settings):
+    with LLM(str(path), skip_tokenizer_init=True, **settings) as llm:
+        found = torch.tensor([output.embedding for output in llm.embed(TEXTS)])
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"quantization": "fp8"}, {"quantization": "int8"}], ids=str)
+def test_embeddings(tmp_path, settings):
+    tiny_models.build_encoder(tmp_path, **WIDE)
+    exact = vectors(tmp_path, **EXACT)
+    least = 0.9999999 if settings == {"dtype": "float32"} else 0.98 if settings else 0.999
+    assert (vectors(tmp_path, max_num_seqs=4, **settings) * exact).sum(1).min() > least
+
+
+def test_pairs(tmp_path):
+    tiny_models.build_encoder(tmp_path, num_labels=1, **WIDE)
+    tiny_models.write_wordpiece(tmp_path)
+    documents = ["the dog", "a cat", "sitting on the long road", "cat ?"]
+    scores = []
+    for settings in ({"dtype": "float32"}, EXACT):
+        with LLM(str(tmp_path), **settings) as llm:
+            scores.append({r.index: r.relevance_score for r in llm.rerank("the cat", documents)})
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+def test_t5(tmp_path, family):
+    """In float32 its greedy answers are the reference's: with graphs and without, and after preemption."""
+    tiny_models.build_t5(tmp_path, family, d_kv=16)
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    settings = dict(skip_tokenizer_init=True, max_model_len=144, max_num_seqs=8)
+
+    def answers(**more):
+        with LLM(str(tmp_path), **settings, **more) as llm:
+            found = [o.outputs[0].token_ids for o in llm.generate(TEXTS, greedy)]
+            assert llm.stats().num_free_blocks == llm.stats().num_blocks
+            return found, llm.stats().num_preemptions, llm.ledger.block_bytes
+
+    expected, _, _ = answers(**EXACT)
+    graphs, _, block_bytes = answers(dtype="float32")
+    eager, _, _ = answers(dtype="float32", enforce_eager=True)
+    tight, preemptions, _ = answers(dtype="float32", kv_cache_bytes=block_bytes * 20)
+    for got in (graphs, eager, tight):
+        same = sum(a == b for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True))
+        assert same >= 0.95 * 24 * len(TEXTS)  # a near tie may fall the other way
+    assert preemptions > 0
