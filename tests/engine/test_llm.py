@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 
 import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceFacts, EngineArgs, resolve
-from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
+from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from slipstream.plan.memory import kv_budget
 from tests import tiny_models
@@ -426,3 +427,34 @@ def test_ledger_agrees_with_the_formula(llm):
     assert llm.ledger.block_bytes == per_token * 16
     cache = sum(layer.k.nbytes + layer.v.nbytes for layer in llm.core.runner.kv)
     assert llm.ledger.kv_bytes == cache
+
+
+# --- The generation config's defaults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+        ({"temperature": 0.6, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_the_generation_config_gives_the_defaults(tmp_path, config, expected):
+    tiny_models.build_with_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **config}))
+    with make(tmp_path) as llm:
+        default = llm.get_default_sampling_params()
+        assert default == SamplingParams(**expected)
+        seeded = dataclasses.replace(default, seed=3)
+        assert llm.generate("hello", seeded)[0].outputs[0].token_ids == llm.generate("hello", seeded)[0].outputs[0].token_ids
+        assert llm.generate("hello")[0].finished
+
+
+def test_a_wrong_generation_config_is_refused_at_the_start(tmp_path):
+    tiny_models.build_with_tokenizer(tmp_path)
+    for value in (-1.0, "warm"):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": value}))
+        with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: temperature"):
+            make(tmp_path)

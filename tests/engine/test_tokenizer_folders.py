@@ -82,7 +82,7 @@ def test_scores_count_not_the_order_of_tokens(pieces) -> None:
 
 def test_other_sentencepiece_models_are_refused(tmp_path) -> None:
     for options, named in (
-        ({"model_type": "unigram"}, "no BPE model"),
+        ({"model_type": "unigram"}, "neither a BPE model"),
         ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
         ({"remove_extra_whitespaces": True}, "normalises"),
     ):
@@ -202,3 +202,49 @@ def test_half_a_surrogate_pair_is_a_request_error(folder) -> None:
     with pytest.raises(RequestError, match="Unicode") as caught:
         Tokenizer.from_pretrained(folder).encode("a\ud800")
     assert caught.value.field == "prompt"
+
+
+# --- BERT's and T5's own files ------------------------------------------------------------------------------------------
+
+
+def test_t5s_pieces(tmp_path) -> None:
+    """A unigram model with a character map, sentinels after its pieces, and </s> at the end: as the library cuts texts."""
+    options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    data = train(**options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
+    (tmp_path / "spiece.model").write_bytes(data)
+    named = {f"{name}_token": f"<{name}>" for name in ("unk", "pad")}
+    config = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", **named, "extra_ids": 10}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.from_pretrained(tmp_path), spm.SentencePieceProcessor(model_proto=data)
+    assert ours.vocab_size == theirs.vocab_size() + 10
+    assert ours.id_to_token(theirs.vocab_size()) == "<extra_id_9>"
+    assert ours.eos_token_ids == (1,)
+    for line in [line for line in LINES[:400] if line.strip() and "<" not in line]:
+        expected = theirs.encode(line)
+        assert ours.encode(line) == [*expected, 1]
+        if 2 not in expected:
+            assert ours.decode(expected) == theirs.decode(expected)
+    assert ours.encode("<extra_id_0>")[-2] == theirs.vocab_size() + 9
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "XLNetTokenizer"}))
+    with pytest.raises(UnsupportedModelError, match="XLNetTokenizer"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_berts_words(tmp_path) -> None:
+    """vocab.txt gives what the tokenizer.json of the same vocabulary gives."""
+    tiny_models.write_wordpiece(tmp_path / "json")
+    stored = json.loads((tmp_path / "json" / "tokenizer.json").read_text())
+    words = sorted(stored["model"]["vocab"], key=stored["model"]["vocab"].get)
+    (tmp_path / "txt").mkdir()
+    (tmp_path / "txt" / "vocab.txt").write_text("\n".join(words) + "\n")
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    (tmp_path / "txt" / "tokenizer_config.json").write_text(json.dumps(config))
+    a, b = (Tokenizer.from_pretrained(tmp_path / kind) for kind in ("json", "txt"))
+    for text in ("The cats are singing.", "", "a  b\nc", "Ünïcode?", "the [SEP] cat"):
+        assert a.encode(text) == b.encode(text)
+        assert a.decode(a.encode(text)) == b.decode(b.encode(text))
+        assert a.encode_pair(text, "the") == b.encode_pair(text, "the")
+    (tmp_path / "txt" / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(CheckpointError, match="CLS"):
+        Tokenizer.from_pretrained(tmp_path / "txt")

@@ -52,7 +52,7 @@ class FakeEngine:
 
     model_name = "fake"
     description = SimpleNamespace(
-        spec=SimpleNamespace(classifier=None, hidden_size=4), pooling=SimpleNamespace(dimensions=None)
+        spec=SimpleNamespace(classifier=None, hidden_size=4), pooling=SimpleNamespace(dimensions=None), sampling={}
     )
 
     def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):

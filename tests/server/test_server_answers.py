@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -346,3 +347,14 @@ def test_tls(serve, tmp_path):
 
     with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert))) as http:
         assert http.get("/live").status_code == 200
+
+
+def test_the_models_own_defaults_hold_where_a_request_says_nothing(serve):
+    engine = FakeEngine()
+    engine.description = SimpleNamespace(**{**vars(engine.description), "sampling": {"temperature": 0.3, "top_k": 7}})
+    client = serve(engine).client()
+    client.completions.create(model="fake", prompt="ab", temperature=0.9)
+    client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "a"}])
+    said, silent = (sampling for _, sampling, _ in engine.seen)
+    assert (said.temperature, said.top_k) == (0.9, 7)
+    assert (silent.temperature, silent.top_k, silent.top_p) == (0.3, 7, 1.0)

@@ -20,6 +20,7 @@ from slipstream.engine.processor import (
     InputProcessor,
     OutputProcessor,
     PreparedRequest,
+    default_sampling,
     load_tokenizer,
     merge,
     raise_on_error,
@@ -110,6 +111,10 @@ class LLM:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set", field="skip_tokenizer_init")
         return self.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where none are given: the model's generation_config.json's, where it has some."""
+        return default_sampling(self.core.description)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -179,7 +184,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """One request, its answer as it comes: each item holds what is new. Closing the iterator cancels it."""
         request = self._input.prepare(
-            prompt, sampling_params or SamplingParams(), add_special_tokens=add_special_tokens
+            prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
         )
         self._check_idle()
         self._output.add(request)
@@ -219,7 +224,7 @@ class LLM:
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         each = (
             [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
         )

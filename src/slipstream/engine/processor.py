@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import ContextLengthError, EngineError, RequestError
+from slipstream.errors import ContextLengthError, EngineError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription
 from slipstream.model.pooling import PoolingSpec
@@ -61,6 +61,14 @@ def load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
     return Tokenizer.from_pretrained(named)
 
 
+def default_sampling(model: ModelDescription) -> SamplingParams:
+    """As the model's generation config has it. UnsupportedModelError if that can't be."""
+    try:
+        return SamplingParams(**dict(model.sampling))  # type: ignore[arg-type]
+    except RequestError as error:
+        raise UnsupportedModelError(f"generation_config.json: {error}", field=error.field) from error
+
+
 class InputProcessor:
     def __init__(
         self,
@@ -84,6 +92,7 @@ class InputProcessor:
         cls, description: ModelDescription, config: EngineConfig, tokenizer: Tokenizer | None
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
+        default_sampling(description)  # wrong ones are found at the start
         eos = (*description.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
         return cls(
             tokenizer,

@@ -1,8 +1,9 @@
-"""SentencePiece's BPE vocabularies, from a tokenizer.model or from a GGUF file's fields.
+"""SentencePiece's vocabularies, from a tokenizer.model or from a GGUF file's fields.
 
 They hold scores in place of merges: the neighbours whose union scores best are joined first. That is byte-pair merging
-in the order of scores, so the merges are every way to cut a token into two others, best token first. Limits: BPE models
-only, whose normaliser does nothing but write ▁ for a space (Llama, Mistral, Gemma); others are refused by name.
+in the order of scores, so the merges are every way to cut a token into two others, best token first. Limits: of BPE models
+those whose normaliser does nothing but write ▁ for a space (Llama, Mistral, Gemma), and unigram models without bytes (T5);
+others are refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 
@@ -91,9 +92,13 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
                 normalizer = dict(_fields(value))
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path} can't be read as a SentencePiece model: {error}", field=path.name) from error
-    if trainer.get(3, 1) != 2:  # model_type: 1 unigram, 2 BPE
+    if trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds:  # model_type: unigram
+        return _unigram(tokens, scores, kinds, normalizer)
+    if trainer.get(3, 1) != 2:  # BPE
         raise UnsupportedModelError(
-            f"{path} is no BPE model; pass tokenizer=PATH of a folder with a tokenizer.json", field=path.name
+            f"{path} is neither a BPE model nor a unigram model without bytes; pass tokenizer=PATH of a folder with a "
+            "tokenizer.json",
+            field=path.name,
         )
     # {2: precompiled character map, 3: add_dummy_prefix, 4: remove_extra_whitespaces}
     if normalizer.get(2) or normalizer.get(4, 1):
@@ -103,6 +108,24 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
             field=path.name,
         )
     return build(tokens, scores, kinds, add_space_prefix=bool(normalizer.get(3, 1)))
+
+
+def _unigram(
+    tokens: list[str], scores: list[float], kinds: list[int], normalizer: dict[int, Any]
+) -> tokenizers.Tokenizer:
+    """A unigram model (Kudo 2018): the cut of a text whose pieces are likeliest. Its character map is applied as it stands."""
+    known = list(zip(tokens, scores, strict=True))
+    backend = tokenizers.Tokenizer(models.Unigram(known, unk_id=kinds.index(Kind.UNKNOWN), byte_fallback=False))
+    charsmap = normalizer.get(2)
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if normalizer.get(4, 1):  # remove_extra_whitespaces
+        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    scheme: Any = "always" if normalizer.get(3, 1) else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)
+    add_tokens(backend, tokens, kinds)
+    return backend
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.engine.chat_template import render
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
@@ -54,8 +54,8 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """From a .gguf file, or from a folder with tokenizer.json, GPT-2's vocab.json and merges.txt, or
-        SentencePiece's tokenizer.model."""
+        """From a .gguf file, or from a folder with tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's
+        tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in _FILES):
             path = next(iter(sorted(path.glob("*.gguf"))), path)
@@ -208,7 +208,7 @@ def _decoding(backend: tokenizers.Tokenizer) -> tuple[Literal["bytes", "sentence
 
 # --- Hugging Face folders ---------------------------------------------------------------------------------------------
 
-_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "config.json")
+_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt", "config.json")
 _GPT2_END = "<|endoftext|>"
 
 
@@ -257,6 +257,10 @@ def _backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         from slipstream.engine.sentencepiece import from_file
 
         return from_file(path / "tokenizer.model")
+    if (path / "spiece.model").is_file():
+        return _t5_backend(path, config)
+    if (path / "vocab.txt").is_file():
+        return _bert_backend(path, config)
     raise UnsupportedModelError(
         f"{path} has no tokenizer.json; pass tokenizer=PATH of a folder that has one, or skip_tokenizer_init",
         field="tokenizer",
@@ -281,6 +285,57 @@ def _gpt2_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=config.get("add_prefix_space") is True)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _require_class(path: Path, config: Mapping[str, Any], file: str, *names: str) -> None:
+    """A file whose name several kinds of tokenizers use must be of one of `names`, or of their fast forms."""
+    kind = config.get("tokenizer_class")
+    if kind not in (*names, *(f"{name}Fast" for name in names)):
+        raise UnsupportedModelError(
+            f"{path} has {file} for a {kind}; without a tokenizer.json only those of {', '.join(names)} are supported; pass "
+            "tokenizer=PATH of a folder that has one",
+            field="tokenizer_class",
+        )
+
+
+def _t5_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """SentencePiece's pieces, then the sentinels from the last to the first; a text ends with </s>."""
+    from slipstream.engine.sentencepiece import from_file
+
+    _require_class(path, config, "spiece.model", "T5Tokenizer", "MT5Tokenizer")
+    backend = from_file(path / "spiece.model")
+    count = config.get("extra_ids", 100)
+    if not isinstance(count, int):
+        raise UnsupportedModelError(f"tokenizer_config.json: extra_ids = {count!r} is no number", field="extra_ids")
+    backend.add_special_tokens([AddedToken(f"<extra_id_{i}>", special=True) for i in reversed(range(count))])
+    end = backend.token_to_id("</s>")
+    if end is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", end)]
+        )
+    return backend
+
+
+def _bert_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """WordPiece's vocab.txt, a token a line."""
+    _require_class(path, config, "vocab.txt", "BertTokenizer", "DistilBertTokenizer")
+    words = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    vocab = {word: i for i, word in enumerate(words)}
+    names = {key: _text(config.get(f"{key}_token")) or f"[{key.upper()}]" for key in ("unk", "cls", "sep")}
+    if missing := [name for name in names.values() if name not in vocab]:
+        raise CheckpointError(f"{path / 'vocab.txt'} lacks {', '.join(missing)}", field="tokenizer")
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=names["unk"]))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=config.get("do_lower_case", True) is not False,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True) is not False,
+        strip_accents=config.get("strip_accents"),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    sep, cls = ((names[key], vocab[names[key]]) for key in ("sep", "cls"))
+    backend.post_processor = processors.BertProcessing(sep, cls)
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names.values()])
     return backend
 
 

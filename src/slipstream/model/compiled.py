@@ -31,8 +31,8 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: encoder-decoders, mixtures of experts, norms over whole rows of q and k, scaled branches, clipped q, k and v, and
-    of decoders norms after the addition and embeddings with a norm or a width of their own."""
+    """Not yet: encoder-decoders, mixtures of experts, norms over whole rows of q and k, scaled branches, clipped q, k and v,
+    and of decoders norms after the addition and embeddings with a norm or a width of their own."""
     if spec.encoder is not None:
         return False
     if spec.is_encoder:
@@ -199,7 +199,8 @@ class CompiledStep:
         interleaved = isinstance(s.position, RopeSpec) and s.position.style == "interleaved"
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
-        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes, None, 0, s.causal)
+        masks = s.window or 0, s.softcap or 0.0, attention.slopes, None, 0, s.causal
+        p.add("attention", qkv, seen, layer, *sizes, s.scale, *masks)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class ModelDescription:
     bos_token_id: int | None
     quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
     pooling: PoolingSpec = LAST_TOKEN
+    sampling: Mapping[str, float] = field(default_factory=dict)  # the generation config's, by SamplingParams' names
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
 
     @property
@@ -110,7 +111,19 @@ def _read_folder(path: Path) -> ModelDescription:
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
         quantization=quantization,
         pooling=read_pooling(path, config, is_encoder=spec.is_encoder),
+        sampling=_sampling(defaults),
     )
+
+
+def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
+    """How a generation config would have tokens drawn where a request does not say: `repetition_penalty`, and if it samples at
+    all (`do_sample`) also temperature and filters."""
+    drawn = ("temperature", "top_p", "top_k", "min_p") if config.get("do_sample") else ()
+    found = {name: value for name in (*drawn, "repetition_penalty") if (value := config.get(name)) is not None}
+    for name, value in found.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise UnsupportedModelError(f"generation_config.json: {name} = {value!r} is no number", field=name)
+    return found
 
 
 def _tensor_names(path: Path) -> frozenset[str]:

@@ -57,6 +57,7 @@ def _entry(token: Logprob) -> dict[str, Any]:
 async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) -> ChatAnswer:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
+        state.engine.description.sampling,
         max_tokens=max_tokens,  # None: the rest of the context
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

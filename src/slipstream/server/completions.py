@@ -116,6 +116,7 @@ async def prepare(state: ServerState, body: CompletionRequest, record: RequestRe
         for prompt in body.prompts()
     ]
     sampling = body.sampling(
+        state.engine.description.sampling,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,

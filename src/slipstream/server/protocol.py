@@ -9,6 +9,7 @@ is taken.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -70,9 +71,10 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
         """This body's own name for a field that an error from the engine names."""
         raise NotImplementedError
 
-    def sampling(self, **special: Any) -> SamplingParams:
-        """The fields that are named alike there and here, with `special` on top; None means the default."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
+    def sampling(self, model: Mapping[str, float], **special: Any) -> SamplingParams:
+        """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
+        else OpenAI's."""
+        given = {**model} | {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
         return SamplingParams(**given, **special)
