@@ -9,12 +9,18 @@
 // (Q8, Q4, Q4M); then, laid out like them, Q4M's minima. A number is code · scale + minimum, with codes counted from −128
 // (I8, Q8), −8 (Q4) or 0 (Q4M). Inputs are padded with zeros to a multiple of 32, rows to one of 16.
 //
+// S8 is I8 without its zeros. First, for every panel and once more for the end, where it begins (int64, bytes from the start of
+// the weight); then the scales, one float32 a row; then the panels: a mask of 64 bits for each 64 bytes that I8 has, bit i set if
+// byte i is not a zero, and after all masks the numbers that are not, as they are (signed), in the same order. A panel is padded
+// to a multiple of 64 bytes and the weight by 64 more, which may be read.
+//
 // Activations are float32 between operators. What a product reads is one of three forms: float32, bfloat16, or 8 bits with a
 // scale for every 32 (`QGroup`).
 #pragma once
 #include <stdint.h>
+#include <string.h>
 
-enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4M = 5, NUM_KINDS = 6 };
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4M = 5, KIND_S8 = 6, NUM_KINDS = 7 };
 // Tables that are only looked up keep their rows as torch has them.
 enum Table : int32_t { ROWS_F32 = -1, ROWS_BF16 = -2 };
 enum Form : int32_t { FORM_F32 = 0, FORM_BF16 = 1, FORM_Q = 2 };
@@ -40,14 +46,21 @@ static inline int64_t form_bytes(int32_t form, int64_t inner) {  // of a row; a 
 
 struct Layout {
     int64_t panels, groups;
-    int64_t code_bytes;   // of a panel
+    int64_t code_bytes;   // of a panel; of S8 the masks alone
     int64_t scale_bytes;  // of a panel
-    int64_t scales_at, mins_at, bytes;
+    int64_t scales_at, mins_at, bytes;  // bytes: of S8 those before the first panel
 
     Layout(int32_t kind, int64_t rows, int64_t inner) {
         const int64_t n = padded(inner);
         panels = (rows + PANEL - 1) / PANEL;
         groups = n / GROUP;
+        if (kind == KIND_S8) {
+            code_bytes = 2 * n;
+            scale_bytes = PANEL * 4;
+            scales_at = round_up(8 * (panels + 1), 64);
+            mins_at = bytes = scales_at + panels * scale_bytes;
+            return;
+        }
         code_bytes = PANEL * (kind == KIND_F32 ? 4 * n : kind == KIND_BF16 ? 2 * n : kind >= KIND_Q4 ? n / 2 : n);
         scale_bytes = kind == KIND_I8 ? PANEL * 4 : kind >= KIND_Q8 ? PANEL * 2 * groups : 0;
         scales_at = panels * code_bytes;
@@ -55,3 +68,10 @@ struct Layout {
         bytes = mins_at + (kind == KIND_Q4M ? panels * scale_bytes : 0);
     }
 };
+
+// Of S8: where a panel's masks begin; its numbers follow at + Layout::code_bytes. Panel `panels` is the end.
+static inline int64_t sparse_panel(const uint8_t* packed, int64_t panel) {
+    int64_t at;
+    memcpy(&at, packed + 8 * panel, 8);
+    return at;
+}

@@ -7,6 +7,12 @@
 
 namespace ISA {
 
+static inline uint64_t load8(const uint8_t* p) {
+    uint64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
 static inline int32_t load4(const uint8_t* p) {
     int32_t x;
     memcpy(&x, p, 4);
@@ -36,11 +42,12 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
 template <int KIND, int MR, int NP>
 static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
     const Layout at(KIND, a.rows, a.inner);
-    const uint8_t *codes[NP], *scales[NP], *mins[NP], *x[MR];
+    const uint8_t *codes[NP], *kept[NP], *scales[NP], *mins[NP], *x[MR];
     const QGroup* q[MR];
     F acc[MR][NP];
     PANELS {
-        codes[p] = a.packed + (panel + p) * at.code_bytes;
+        codes[p] = a.packed + (KIND == KIND_S8 ? sparse_panel(a.packed, panel + p) : (panel + p) * at.code_bytes);
+        kept[p] = codes[p] + at.code_bytes;
         scales[p] = a.packed + at.scales_at + (panel + p) * at.scale_bytes;
         mins[p] = a.packed + at.mins_at + (panel + p) * at.scale_bytes;
     }
@@ -52,7 +59,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
     for (int64_t g = 0; g < at.groups; g++) {
         I dot[MR][NP];
         TOKENS PANELS dot[t][p] = KIND == KIND_Q4M ? izero() : iset1(KIND == KIND_Q4 ? q[t][g].minus8 : q[t][g].minus128);
-        if (KIND >= KIND_Q4) {
+        if (KIND == KIND_Q4 || KIND == KIND_Q4M) {
             _Pragma("GCC unroll 4") for (int s = 0; s < 4; s++) {
                 B both[NP];
                 PANELS both[p] = load_b(codes[p] + g * 256 + s * 64);
@@ -68,7 +75,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
         } else {
             _Pragma("GCC unroll 8") for (int s = 0; s < 8; s++) {
                 B w[NP];
-                PANELS w[p] = load_b(codes[p] + g * 512 + s * 64);
+                PANELS w[p] = KIND == KIND_S8 ? expand(load8(codes[p] + g * 64 + s * 8), kept[p]) : load_b(codes[p] + g * 512 + s * 64);
                 TOKENS {
                     const int32_t x0 = load4(x[t] + g * GROUP + 4 * s);
                     PANELS dot[t][p] = dot8(dot[t][p], w[p], x0);
@@ -76,7 +83,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
             }
         }
         PANELS {
-            if (KIND == KIND_I8) {
+            if (KIND == KIND_I8 || KIND == KIND_S8) {
                 TOKENS acc[t][p] = fma(to_float(dot[t][p]), set1(q[t][g].scale), acc[t][p]);
             } else {
                 const F scale = load_f16((const uint16_t*)scales[p] + g * PANEL);
@@ -88,7 +95,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
             }
         }
     }
-    if (KIND == KIND_I8) {
+    if (KIND == KIND_I8 || KIND == KIND_S8) {
         PANELS {
             const F scale = load((const float*)scales[p]);
             TOKENS acc[t][p] = acc[t][p] * scale;
@@ -159,26 +166,59 @@ static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t pan
     return done;
 }
 
+// One or two panels of S8 as a weight of their own of the kind I8, in `scratch`: what many tokens pass.
+static inline LinearArgs unfolded(const LinearArgs& a, int64_t panel, int64_t count, uint8_t* scratch) {
+    const Layout from(KIND_S8, a.rows, a.inner);
+    LinearArgs found = a;
+    found.kind = KIND_I8, found.packed = scratch;
+    found.rows = a.rows - panel * PANEL < count * PANEL ? a.rows - panel * PANEL : count * PANEL;
+    if (a.bias) found.bias = a.bias + panel * PANEL;
+    for (int64_t p = panel; p < panel + count; p++) {
+        const uint8_t *masks = a.packed + sparse_panel(a.packed, p), *kept = masks + from.code_bytes;
+        for (int64_t i = 0; i < from.code_bytes; i += 8, scratch += 64) store_b(scratch, expand(load8(masks + i), kept));
+    }
+    memcpy(scratch, a.packed + from.scales_at + panel * from.scale_bytes, count * from.scale_bytes);
+    return found;
+}
+
 template <int KIND>
-static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
+static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
+    const bool unfold = KIND == KIND_S8 && token1 - token0 > Tiles<KIND>::MAX;
     const int64_t panels = (a.rows + PANEL - 1) / PANEL;
     for (int64_t pair = pair0; pair < pair1; pair++) {
         const int64_t panel = 2 * pair, count = panels - panel < 2 ? 1 : 2;
-        for (int64_t t = token0; t < token1;)
-            t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, a.y + t * a.y_stride + panel * PANEL, a.y_stride);
+        float* y = a.y + panel * PANEL;
+        if (unfold) {
+            const LinearArgs d = unfolded(a, panel, count, (uint8_t*)scratch);
+            for (int64_t t = token0; t < token1;)
+                t += pair_of_panels<KIND_I8>(d, 0, count, t, token1 - t, y + t * a.y_stride, a.y_stride);
+        } else {
+            for (int64_t t = token0; t < token1;)
+                t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, y + t * a.y_stride, a.y_stride);
+        }
     }
 }
 
 // Gate and up of 32 inner features at a time: their activation is one group of the next product's inputs.
 template <int KIND>
-static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
+static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
     const LinearArgs& a = g.linear;
     const int64_t half = a.rows / 2;
+    const bool unfold = KIND == KIND_S8 && token1 - token0 > Tiles<KIND>::MAX;
     alignas(64) float gate[12 * GROUP], up[12 * GROUP];
     for (int64_t pair = pair0; pair < pair1; pair++) {
+        LinearArgs dense[2];
+        for (int i = 0; unfold && i < 2; i++)
+            dense[i] = unfolded(a, i * half / PANEL + 2 * pair, 2, (uint8_t*)(scratch + i * linear_scratch(a) / 2));
         for (int64_t t = token0; t < token1;) {
-            const int done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, gate, GROUP);
-            pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, up, GROUP);
+            int done;
+            if (unfold) {
+                done = pair_of_panels<KIND_I8>(dense[0], 0, 2, t, token1 - t, gate, GROUP);
+                pair_of_panels<KIND_I8>(dense[1], 0, 2, t, token1 - t, up, GROUP);
+            } else {
+                done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, gate, GROUP);
+                pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, up, GROUP);
+            }
             for (int i = 0; i < done; i++) {
                 float* v = gate + i * GROUP;
                 for (int j = 0; j < GROUP; j += 16)
@@ -197,15 +237,16 @@ static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t
         case KIND_I8: return f<KIND_I8>(__VA_ARGS__);              \
         case KIND_Q8: return f<KIND_Q8>(__VA_ARGS__);              \
         case KIND_Q4: return f<KIND_Q4>(__VA_ARGS__);              \
+        case KIND_S8: return f<KIND_S8>(__VA_ARGS__);              \
         default: return f<KIND_Q4M>(__VA_ARGS__);                  \
     }
 
-static void linear(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
-    BY_KIND(linear_kind, a.kind, a, pair0, pair1, token0, token1)
+static void linear(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
+    BY_KIND(linear_kind, a.kind, a, pair0, pair1, token0, token1, scratch)
 }
 
-static void gated(const GatedArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
-    BY_KIND(gated_kind, a.linear.kind, a, pair0, pair1, token0, token1)
+static void gated(const GatedArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
+    BY_KIND(gated_kind, a.linear.kind, a, pair0, pair1, token0, token1, scratch)
 }
 
 }  // namespace ISA

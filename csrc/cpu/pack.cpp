@@ -28,6 +28,18 @@ struct Place {  // one row of a packed weight
     uint16_t& half(uint8_t* of, int64_t group) { return ((uint16_t*)of)[group * PANEL + lane]; }
 };
 
+// For each 64 bytes of panel `panel` of an I8 weight: which are numbers other than 0, and which 64 they are. Padding counts as 0.
+template <class Each>
+void each_mask(const Layout& at, int64_t rows, int64_t inner, const uint8_t* packed, int64_t panel, Each each) {
+    const int64_t lanes = rows - panel * PANEL < PANEL ? rows - panel * PANEL : PANEL;
+    for (int64_t k = 0; k < at.groups * GROUP; k += 4) {
+        const uint8_t* tile = packed + panel * at.code_bytes + k * PANEL;
+        uint64_t mask = 0;
+        for (int64_t i = 0; i < 4 * lanes; i++) mask |= (uint64_t)(tile[i] != 128 && k + i % 4 < inner) << i;
+        each(mask, tile);
+    }
+}
+
 uint16_t to_bf16(float f) {
     uint32_t x;
     memcpy(&x, &f, 4);
@@ -87,6 +99,58 @@ void pack_blocks(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, con
     }
 }
 
+int64_t num_zeros(int64_t rows, int64_t inner, const uint8_t* packed) {
+    const Layout at(KIND_I8, rows, inner);
+    int64_t count = 0;
+    for (int64_t i = 0; i < at.scales_at; i++) count += packed[i] == 128;  // padding is 0
+    return count;
+}
+
+int64_t sparse_bytes(int64_t rows, int64_t inner, const uint8_t* packed) {
+    const Layout from(KIND_I8, rows, inner), to(KIND_S8, rows, inner);
+    int64_t bytes = to.bytes;
+    for (int64_t p = 0; p < to.panels; p++) {
+        int64_t kept = 0;
+        each_mask(from, rows, inner, packed, p, [&](uint64_t mask, const uint8_t*) { kept += __builtin_popcountll(mask); });
+        bytes += round_up(to.code_bytes + kept, 64);
+    }
+    return bytes + 64;
+}
+
+void pack_sparse(int64_t rows, int64_t inner, const uint8_t* packed, uint8_t* sparse) {
+    const Layout from(KIND_I8, rows, inner), to(KIND_S8, rows, inner);
+    memcpy(sparse + to.scales_at, packed + from.scales_at, to.panels * to.scale_bytes);
+    int64_t place = to.bytes;
+    for (int64_t p = 0; p < to.panels; p++) {
+        memcpy(sparse + 8 * p, &place, 8);
+        uint8_t *masks = sparse + place, *kept = masks + to.code_bytes;
+        each_mask(from, rows, inner, packed, p, [&](uint64_t mask, const uint8_t* tile) {
+            memcpy(masks, &mask, 8), masks += 8;
+            for (; mask; mask &= mask - 1) *kept++ = tile[__builtin_ctzll(mask)] ^ 0x80;
+        });
+        place = round_up(kept - sparse, 64);
+    }
+    memcpy(sparse + 8 * to.panels, &place, 8);
+}
+
+static void unpack_sparse_row(int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out) {
+    const Layout at(KIND_S8, rows, inner);
+    const uint8_t* masks = packed + sparse_panel(packed, row / PANEL);
+    const int8_t* kept = (const int8_t*)masks + at.code_bytes;
+    float scale;
+    memcpy(&scale, packed + at.scales_at + 4 * row, 4);
+    for (int64_t k = 0; k < inner; k += 4, masks += 8) {
+        uint64_t mask;
+        memcpy(&mask, masks, 8);
+        for (int64_t i = 0; i < 4 && k + i < inner; i++) {
+            const int64_t bit = row % PANEL * 4 + i;
+            const uint64_t before = mask & ((1ull << bit) - 1);
+            out[k + i] = mask >> bit & 1 ? (float)kept[__builtin_popcountll(before)] * scale : 0.0f;
+        }
+        kept += __builtin_popcountll(mask);
+    }
+}
+
 void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out) {
     if (kind == ROWS_F32) {
         memcpy(out, packed + row * inner * 4, inner * 4);
@@ -96,6 +160,7 @@ void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed
         for (int64_t k = 0; k < inner; k++) out[k] = widen_bf16(((const uint16_t*)packed)[row * inner + k]);
         return;
     }
+    if (kind == KIND_S8) return unpack_sparse_row(rows, inner, packed, row, out);
     const Layout at(kind, rows, inner);
     Place place(at, (uint8_t*)packed, row);
     if (kind == KIND_F32) {

@@ -14,5 +14,9 @@ void pack_codes(int64_t rows, int64_t inner, uint8_t* packed, const int8_t* code
 // GGUF's blocks of 32, Q8_0, Q4_0 and Q4_1 for the kinds Q8, Q4 and Q4M; nothing is rounded.
 void pack_blocks(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* blocks, int64_t count, int64_t row0,
                  const int32_t* to);
+// Of a packed weight of the kind I8: how many of its numbers are 0, what it takes as S8, and that.
+int64_t num_zeros(int64_t rows, int64_t inner, const uint8_t* packed);
+int64_t sparse_bytes(int64_t rows, int64_t inner, const uint8_t* packed);
+void pack_sparse(int64_t rows, int64_t inner, const uint8_t* packed, uint8_t* sparse);
 // Row `row` of a packed weight or a table, as the numbers it stands for.
 void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out);

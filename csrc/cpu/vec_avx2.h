@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "spread.h"
+
 namespace ISA {
 
 struct F { __m256 a, b; };
@@ -87,6 +89,18 @@ static inline void store_bf16(uint16_t* p, F x) {
 
 static inline B load_b(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+static inline void store_b(uint8_t* p, B x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)(p + 32), x.b);
+}
+static inline __m256i expand_half(uint32_t mask, const uint8_t*& from) {
+    const __m128i low = spread16(mask & 0xffff, from);
+    return _mm256_xor_si256(_mm256_set_m128i(spread16(mask >> 16, from), low), _mm256_set1_epi8(-128));
+}
+static inline B expand(uint64_t mask, const uint8_t*& from) {
+    const __m256i a = expand_half((uint32_t)mask, from);
+    return {a, expand_half((uint32_t)(mask >> 32), from)};
 }
 static inline B low4(B x) {
     const __m256i m = _mm256_set1_epi8(15);

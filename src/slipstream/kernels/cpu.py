@@ -4,7 +4,9 @@ A whole step runs as one program without coming back to Python (`model/compiled.
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
 
 Weights are packed once, and the packed form replaces the dense one. `int8`: a scale a row; activations are rounded to 8 bits
-with a scale for every 32 of a token. GGUF's Q8_0, Q4_0 and Q4_1 blocks are taken as they are.
+with a scale for every 32 of a token. Of an int8 weight with enough zeros (`SPARSE_FROM`), found in a checkpoint or by rounding,
+only the others are kept, with a bit for each place; pruning in patterns (2:4, N:M) is no case of its own. GGUF's Q8_0, Q4_0 and
+Q4_1 blocks are taken as they are.
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ from slipstream.kernels.ops import (
 )
 from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
 from slipstream.model.spec import Activation
+
+
+SPARSE_FROM = {"avx512-vbmi2": 0.5, "avx512-bf16": 0.5}
+SPARSE_FROM_ELSEWHERE = 0.8
+"""The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of the
+dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of the
+memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +73,9 @@ class NativeOps(CpuOps):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
         if scheme is not None and scheme.name != "int8":
             raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8'", field="quantization")
-        kind = native.I8 if scheme is not None else native.BF16 if weight.dtype == torch.bfloat16 else native.F32
+        if scheme is not None:
+            return _native(weight, bias, (self._eight_bits(weight, None),))
+        kind = native.BF16 if weight.dtype == torch.bfloat16 else native.F32
         packed = Packed.empty(kind, weight.shape[0], weight.shape[1], self._arena)
         packed.put_dense(weight)
         return _native(weight, bias, (packed,))
@@ -73,12 +84,21 @@ class NativeOps(CpuOps):
         if isinstance(w, BlockLinear):
             return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
         if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
-            packed = Packed.empty(native.I8, w.weight.shape[0], w.weight.shape[1], self._arena)
-            packed.put_codes(w.weight, w.scales)
-            return _native(torch.empty_like(w.weight, device="meta", dtype=w.out_dtype), w.bias, (packed,))
+            stand_in = torch.empty_like(w.weight, device="meta", dtype=w.out_dtype)
+            return _native(stand_in, w.bias, (self._eight_bits(w.weight, w.scales),))
         raise ConfigError(
             "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
         )
+
+    def _eight_bits(self, weight: Tensor, scales: Tensor | None) -> Packed:
+        """Codes with their scales, or numbers that are rounded here, in the form that is faster."""
+        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(0))
+        if scales is None:
+            dense.put_dense(weight)
+        else:
+            dense.put_codes(weight, scales)
+        sparse = dense.zeros >= SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
+        return dense.sparse(self._arena) if sparse else dense.moved(self._arena)
 
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
@@ -89,7 +109,7 @@ class NativeOps(CpuOps):
         raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        if isinstance(tied, NativeLinear) and all(p.kind != native.I8 for p in tied.parts):
+        if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
             return tied  # the head's rows are the table's, exactly
         return self.adopt_linear(table) if isinstance(table, Linear) else table
 

@@ -24,15 +24,18 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation
 
-ABI = 1
+ABI = 2
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 BUILD = "python -m slipstream.kernels.build"
 
-F32, BF16, I8, Q8, Q4, Q4M = range(6)
+F32, BF16, I8, Q8, Q4, Q4M, S8 = range(7)
 """Kinds of weights: csrc/cpu/formats.h."""
 
 ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, row by row as torch keeps them."""
+
+KIND_NAMES = {F32: "float32", BF16: "bfloat16", I8: "int8", Q8: "Q8_0", Q4: "Q4_0", Q4M: "Q4_1", S8: "sparse int8"}
+"""For a person."""
 
 FORM_F32, FORM_BF16, FORM_Q = range(3)
 """Forms of activations that products read."""
@@ -73,6 +76,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pack_dense": (None, [_I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
     "pack_codes": (None, [_L, _L, _P, _P, _P, _L, _L, _P]),
     "pack_blocks": (None, [_I, _L, _L, _P, _P, _L, _L, _P]),
+    "num_zeros": (_L, [_L, _L, _P]),
+    "sparse_bytes": (_L, [_L, _L, _P]),
+    "pack_sparse": (None, [_L, _L, _P, _P]),
     "unpack_rows": (None, [_I, _L, _L, _P, _P, _L, _P]),
     "program_create": (_P, [_P]),
     "program_destroy": (None, [_P]),
@@ -157,13 +163,14 @@ class Arena:
 
     SIZE = 64 * 2**20
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
         """Zeros, from an address that is a multiple of 64."""
         if num_bytes > self._rest.numel():
-            fresh = torch.from_numpy(np.zeros(max(self.SIZE, num_bytes) + 64, dtype=np.uint8))
+            fresh = torch.from_numpy(np.zeros(max(self._size, num_bytes) + 64, dtype=np.uint8))
             self._rest = fresh[-fresh.data_ptr() % 64 :]
         taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
         return taken
@@ -217,6 +224,25 @@ class Packed:
         """`count` rows of GGUF's blocks at the address `blocks`."""
         self._check(count, self.inner, row0, to)
         load().ss_pack_blocks(self.kind, self.rows, self.inner, self.data.data_ptr(), blocks, count, row0, _at(to))
+
+    @property
+    def zeros(self) -> float:
+        """The share of an I8 weight's numbers that are 0."""
+        assert self.kind == I8
+        found: int = load().ss_num_zeros(self.rows, self.inner, self.data.data_ptr())
+        return found / max(1, self.rows * self.inner)
+
+    def sparse(self, arena: Arena) -> Packed:
+        """An I8 weight without its zeros."""
+        assert self.kind == I8
+        packed = Packed(S8, self.rows, self.inner, arena.take(load().ss_sparse_bytes(self.rows, self.inner, _at(self.data))))
+        load().ss_pack_sparse(self.rows, self.inner, self.data.data_ptr(), packed.data.data_ptr())
+        return packed
+
+    def moved(self, arena: Arena) -> Packed:
+        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()))
+        packed.data.copy_(self.data)
+        return packed
 
     def rows_of(self, which: Tensor) -> Tensor:
         """float32 [n, inner] of int64 [n]."""
