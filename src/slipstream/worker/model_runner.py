@@ -199,7 +199,7 @@ class ModelRunner:
         prompt = self._prompt_logprobs(plan, hidden)
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt)
-        logits = self.model.decoder.logits(hidden[batch.sample_index])
+        logits = self.model.decoder.logits(hidden if batch.sample_index is None else hidden[batch.sample_index])
         return self._sample(plan, logits, batch.sampled, prompt)
 
     def forget_rows(self) -> None:
@@ -218,7 +218,7 @@ class ModelRunner:
         # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
         kept = logits[upload(np.array(which, np.int64), self.device)] if which else None
         tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
-        rows.tokens[sampled.rows, sampled.positions] = tokens.int()
+        rows.write(sampled.rows, sampled.positions, tokens)
         logprobs = None
         if kept is not None:
             counts = [wanted[i] or 0 for i in which]
