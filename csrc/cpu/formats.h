@@ -11,7 +11,7 @@
 //
 // S8 is I8 without its zeros. First, for every panel and once more for the end, where it begins (int64, bytes from the start of
 // the weight); then the scales, one float32 a row; then the panels: a mask of 64 bits for each 64 bytes that I8 has, bit i set if
-// byte i is not a zero, and after all masks the numbers that are not, as they are (signed), in the same order. A panel is padded
+// byte i is not a zero, and after all masks the bytes that are not, in the same order. A panel is padded
 // to a multiple of 64 bytes and the weight by 64 more, which may be read.
 //
 // Activations are float32 between operators. What a product reads is one of three forms: float32, bfloat16, or 8 bits with a

@@ -68,8 +68,16 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
         q[t] = (const QGroup*)(x[t] + at.groups * GROUP);
         PANELS acc[t][p] = zero();
     }
+    // Sparse panels lie one after the other; the next ones are taken to be as long as these.
+    const uint8_t* next = KIND == KIND_S8 ? a.packed + sparse_panel(a.packed, panel + NP) : nullptr;
+    const int64_t step = KIND == KIND_S8 ? (next - codes[0] + at.groups - 1) / at.groups : 0;
     for (int64_t g = 0; g < at.groups; g++) {
-        if (MR == 1) PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
+        if (MR == 1 && KIND == KIND_S8) {
+            for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(next + i);
+            next += step;
+        } else if (MR == 1) {
+            PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
+        }
         I dot[MR][NP];
         TOKENS PANELS dot[t][p] = KIND == KIND_Q4M ? izero() : iset1(KIND == KIND_Q4 ? q[t][g].minus8 : q[t][g].minus128);
         if (KIND == KIND_Q4 || KIND == KIND_Q4M) {

@@ -126,7 +126,7 @@ void pack_sparse(int64_t rows, int64_t inner, const uint8_t* packed, uint8_t* sp
         uint8_t *masks = sparse + place, *kept = masks + to.code_bytes;
         each_mask(from, rows, inner, packed, p, [&](uint64_t mask, const uint8_t* tile) {
             memcpy(masks, &mask, 8), masks += 8;
-            for (; mask; mask &= mask - 1) *kept++ = tile[__builtin_ctzll(mask)] ^ 0x80;
+            for (; mask; mask &= mask - 1) *kept++ = tile[__builtin_ctzll(mask)];
         });
         place = round_up(kept - sparse, 64);
     }
@@ -136,7 +136,7 @@ void pack_sparse(int64_t rows, int64_t inner, const uint8_t* packed, uint8_t* sp
 static void unpack_sparse_row(int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out) {
     const Layout at(KIND_S8, rows, inner);
     const uint8_t* masks = packed + sparse_panel(packed, row / PANEL);
-    const int8_t* kept = (const int8_t*)masks + at.code_bytes;
+    const uint8_t* kept = masks + at.code_bytes;
     float scale;
     memcpy(&scale, packed + at.scales_at + 4 * row, 4);
     for (int64_t k = 0; k < inner; k += 4, masks += 8) {
@@ -145,7 +145,7 @@ static void unpack_sparse_row(int64_t rows, int64_t inner, const uint8_t* packed
         for (int64_t i = 0; i < 4 && k + i < inner; i++) {
             const int64_t bit = row % PANEL * 4 + i;
             const uint64_t before = mask & ((1ull << bit) - 1);
-            out[k + i] = mask >> bit & 1 ? (float)kept[__builtin_popcountll(before)] * scale : 0.0f;
+            out[k + i] = mask >> bit & 1 ? (float)(kept[__builtin_popcountll(before)] - 128) * scale : 0.0f;
         }
         kept += __builtin_popcountll(mask);
     }

@@ -14,8 +14,9 @@ struct Spread {  // at[mask][i]: which of the packed bytes goes to place i; abov
 };
 static constexpr Spread kSpread{};
 
+// Numbers of bytes that are number + 128, so that what the shuffle leaves out is number 0.
 static inline __m128i spread8(uint64_t mask, const uint8_t*& from) {
-    const __m128i packed = _mm_loadl_epi64((const __m128i*)from);
+    const __m128i packed = _mm_xor_si128(_mm_loadl_epi64((const __m128i*)from), _mm_set1_epi8(-128));
     from += __builtin_popcountll(mask);
     return _mm_shuffle_epi8(packed, _mm_loadl_epi64((const __m128i*)kSpread.at[mask]));
 }

@@ -88,11 +88,12 @@ static inline void store_bf16(uint16_t* p, F a) {
 
 static inline B load_b(const uint8_t* p) { B r; memcpy(r.v, p, 64); return r; }
 static inline void store_b(uint8_t* p, B a) { memcpy(p, a.v, 64); }
-// The 64 numbers of which those marked stand at `from`, as number + 128; the others are 0. Moves `from` on; up to 64 bytes are read.
+// 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
+// bytes are read.
 static inline B expand(uint64_t mask, const uint8_t*& from) {
     B r;
     for (int i = 0; i < 64; i++) r.v[i] = 128;
-    for (; mask; mask &= mask - 1) r.v[__builtin_ctzll(mask)] = *from++ ^ 0x80;
+    for (; mask; mask &= mask - 1) r.v[__builtin_ctzll(mask)] = *from++;
     return r;
 }
 static inline B low4(B a) { for (int i = 0; i < 64; i++) a.v[i] &= 15; return a; }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeLinear, NativeOps
+from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, NativeLinear, NativeOps
 from slipstream.kernels.ops import BlockLinear, BlockRows, LayerKV, ScaledLinear, select_ops
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.model.scheme import SCHEMES
@@ -103,6 +103,65 @@ def test_codes_of_a_checkpoint_are_taken_as_they_are(ops):
     w = ops.adopt_linear(ScaledLinear(weight=codes, scales=scales, out_dtype=torch.bfloat16))
     assert torch.equal(w.parts[0].rows_of(torch.arange(48)), codes.float() * scales[:, None])
     assert w.weight.dtype == torch.bfloat16
+
+
+def pruned(out: int, inner: int, zeros: float | str) -> Tensor:
+    """int8 codes with so many zeros, or two of each four."""
+    codes = torch.randint(-127, 128, (out, inner), dtype=torch.int8)
+    if zeros == "2:4":
+        keep = torch.rand(out, -(-inner // 4), 4).argsort(-1) < 2
+        return codes * keep.flatten(1)[:, :inner]
+    return codes * (torch.rand(out, inner) >= zeros)
+
+
+@pytest.mark.parametrize(("out", "inner"), [*SHAPES, (96, 576)])
+def test_sparse_products_are_the_dense_ones(ops, out, inner):
+    """Bit for bit: the same numbers are summed in the same order."""
+    torch.manual_seed(out)
+    sparse, dense = (NativeOps(2, ops.engine.isa, sparse_from=z) for z in (0.0, 2.0))
+    for zeros in (0.0, 0.3, "2:4", 0.9, 1.0):
+        codes, scales, bias = pruned(out, inner, zeros), torch.rand(out), torch.randn(out)
+        codes[-1, -1] = -128
+        stored = ScaledLinear(weight=codes, scales=scales, bias=bias, out_dtype=torch.float32)
+        ours, theirs = sparse.adopt_linear(stored), dense.adopt_linear(stored)
+        assert [w.parts[0].kind for w in (ours, theirs)] == [native.S8, native.I8]
+        assert theirs.parts[0].zeros == int((codes == 0).sum()) / codes.numel()
+        assert torch.equal(ours.parts[0].rows_of(torch.arange(out)), codes.float() * scales[:, None])
+        for rows in ROWS:
+            x = torch.randn(rows, inner)
+            assert torch.equal(sparse.linear(x, ours), dense.linear(x, theirs))
+
+
+@pytest.mark.parametrize("half", [32, 96])
+def test_gate_and_up_may_be_sparse(ops, half):
+    torch.manual_seed(half)
+    codes, bias = pruned(2 * half, 96, 0.7), torch.randn(2 * half)
+    stored = ScaledLinear(weight=codes, scales=torch.rand(2 * half) / 50, bias=bias, out_dtype=torch.float32)
+    (part,) = NativeOps(2, ops.engine.isa, sparse_from=0.5).adopt_linear(stored).parts
+    for rows in (1, 5, 13, 60):
+        x, y = torch.randn(rows, 96), torch.empty(rows, half)
+        p = native.Program(ops.engine)
+        q = p.buffer(native.FORM_Q, 96)
+        p.add("convert", p.bound(x), q, native.FORM_Q, 96)
+        shape = (part.kind, part.rows, part.inner)
+        p.add("gated_linear", q, p.bound(y), native.FORM_F32, native.ACTIVATIONS["silu"], *shape, part.data, bias)
+        p.run(native.StepInputs(num_tokens=rows))
+        gate, up = (eight_bits(x) @ (codes.float() * stored.scales[:, None]).T + bias).chunk(2, dim=1)
+        assert_near(y, torch.nn.functional.silu(gate) * up)
+
+
+def test_the_faster_form_is_chosen_by_the_zeros(ops):
+    threshold = SPARSE_FROM.get(ops.engine.isa, SPARSE_FROM_ELSEWHERE)
+    for share, kind in ((threshold - 0.05, native.I8), (threshold + 0.05, native.S8)):
+        weight = torch.ones(64, 320)
+        weight[:, : int(320 * share)] = 0.0
+        (part,) = ops.prepare_linear(weight, None, SCHEMES["int8"]).parts
+        assert part.kind == kind
+        assert ops.forms_of(ops.prepare_linear(weight, None, SCHEMES["int8"])) == [
+            (native.KIND_NAMES[kind], part.data.numel())
+        ]
+    # Masks, numbers, scales, where panels begin, and what may be read beyond the end
+    assert part.data.numel() <= 64 * 320 * (1 - share + 1 / 8) + 64 * 4 + 6 * 64 + 64
 
 
 def blocks(values: np.ndarray, kind: str) -> np.ndarray:

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         ("hidden size", f"{spec.hidden_size:,}"),
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
+        *([("stored as", "products without their zeros")] if (q := description.quantization) is not None and q.sparse else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"),
     ]
     print_facts(settings.model, rows)

@@ -32,12 +32,11 @@ from slipstream.kernels.ops import (
 from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
 from slipstream.model.spec import Activation
 
-
 SPARSE_FROM = {"avx512-vbmi2": 0.5, "avx512-bf16": 0.5}
 SPARSE_FROM_ELSEWHERE = 0.8
-"""The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of the
-dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of the
-memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
+"""The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
+the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
+the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +53,16 @@ class NativeLinear(Linear):
 
 
 class NativeOps(CpuOps):
-    """`isa` forces an instruction set (tests); by default the machine's best."""
+    """`isa` forces an instruction set (tests); by default the machine's best. `sparse_from`: instead of `SPARSE_FROM`."""
 
     name = "cpu"
     block_types = CPU_BLOCK_TYPES
 
-    def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
+    def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
         self.engine = Engine(num_threads, isa)
+        chosen = SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
+        self._sparse_from = chosen if sparse_from is None else sparse_from
         self._arena = Arena()
         self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
@@ -97,8 +98,7 @@ class NativeOps(CpuOps):
             dense.put_dense(weight)
         else:
             dense.put_codes(weight, scales)
-        sparse = dense.zeros >= SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
-        return dense.sparse(self._arena) if sparse else dense.moved(self._arena)
+        return dense.sparse(self._arena) if dense.zeros >= self._sparse_from else dense.moved(self._arena)
 
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
@@ -120,6 +120,11 @@ class NativeOps(CpuOps):
         assert len(table.parts) == 1
         rows = table.parts[0].rows_of(token_ids).to(table.weight.dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        if not isinstance(w, NativeLinear):
+            return super().forms_of(w)
+        return [(native.KIND_NAMES[part.kind], part.data.numel()) for part in w.parts]
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,15 @@ class Scheme:
         return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How some of a model's products hold their weights: a type or scheme, or `sparse int8`."""
+
+    name: str
+    num_products: int
+    num_bytes: int
+
+
 SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme("fp8", 8, "fp8"),
     "fp8-head": Scheme("fp8", 8, "fp8", head=True),
