@@ -64,6 +64,10 @@ void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, con
                     const int32_t* to) {
     pack_blocks(kind, rows, inner, (uint8_t*)packed, (const uint8_t*)blocks, count, row0, to);
 }
+void ss_pack_codes4(int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes, const float* scales,
+                    const float* minima, int64_t count, int64_t row0, const int32_t* to) {
+    pack_codes4(kind, rows, inner, (uint8_t*)packed, codes, scales, minima, count, row0, to);
+}
 int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed) { return num_zeros(rows, inner, (const uint8_t*)packed); }
 int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed) { return sparse_bytes(rows, inner, (const uint8_t*)packed); }
 void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse) {

@@ -81,14 +81,20 @@ static inline B expand(uint64_t mask, const uint8_t*& from) {
 }
 static inline B low4(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline B high4(B a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
-// a + the sum over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot4: w is below 16.
+// a | (b shifted left by LEFT, or right, & mask) in each byte; what the mask keeps comes from the byte itself.
+template <int LEFT>
+static inline B with_bits(B a, B b, uint8_t mask) {
+    const __m512i moved = LEFT >= 0 ? _mm512_slli_epi16(b.v, LEFT >= 0 ? LEFT : 0) : _mm512_srli_epi16(b.v, LEFT < 0 ? -LEFT : 0);
+    return {_mm512_ternarylogic_epi64(a.v, moved, _mm512_set1_epi8((char)mask), 0xf8)};
+}
+// a + the sum over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot6: w is below 64.
 #if defined(__AVX512VNNI__)
 // In assembly, since gcc 12 copies the accumulator before and after each of its own intrinsics (half the speed of a tile).
 static inline I dot8(I a, B w, int32_t x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(a.v) : "v"(w.v), "v"(_mm512_set1_epi32(x)));
     return a;
 }
-static inline I dot4(I a, B w, int32_t x) { return dot8(a, w, x); }
+static inline I dot6(I a, B w, int32_t x) { return dot8(a, w, x); }
 #else
 static inline I dot8(I a, B w, int32_t x) {
     const __m512i low = _mm512_set1_epi16(255), v = _mm512_set1_epi32(x);
@@ -96,7 +102,7 @@ static inline I dot8(I a, B w, int32_t x) {
     __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(v, 8));
     return {_mm512_add_epi32(a.v, _mm512_add_epi32(even, odd))};
 }
-static inline I dot4(I a, B w, int32_t x) {
+static inline I dot6(I a, B w, int32_t x) {
     __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x));
     return {_mm512_add_epi32(a.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 }

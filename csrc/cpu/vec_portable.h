@@ -98,6 +98,11 @@ static inline B expand(uint64_t mask, const uint8_t*& from) {
 }
 static inline B low4(B a) { for (int i = 0; i < 64; i++) a.v[i] &= 15; return a; }
 static inline B high4(B a) { for (int i = 0; i < 64; i++) a.v[i] >>= 4; return a; }
+template <int LEFT>
+static inline B with_bits(B a, B b, uint8_t mask) {
+    for (int i = 0; i < 64; i++) a.v[i] |= (LEFT >= 0 ? b.v[i] << (LEFT >= 0 ? LEFT : 0) : b.v[i] >> (LEFT < 0 ? -LEFT : 0)) & mask;
+    return a;
+}
 static inline I dot8(I a, B w, int32_t x) {
     int8_t v[4];
     memcpy(v, &x, 4);
@@ -105,14 +110,14 @@ static inline I dot8(I a, B w, int32_t x) {
     return a;
 }
 #if defined(__ARM_FEATURE_DOTPROD)
-static inline I dot4(I a, B w, int32_t x) {  // below 16 a byte is the same signed and unsigned
+static inline I dot6(I a, B w, int32_t x) {  // below 64 a byte is the same signed and unsigned
     const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
     for (int i = 0; i < 4; i++)
         vst1q_s32(a.v + 4 * i, vdotq_s32(vld1q_s32(a.v + 4 * i), vreinterpretq_s8_u8(vld1q_u8(w.v + 16 * i)), v));
     return a;
 }
 #else
-static inline I dot4(I a, B w, int32_t x) { return dot8(a, w, x); }
+static inline I dot6(I a, B w, int32_t x) { return dot8(a, w, x); }
 #endif
 static inline F dot_pairs(F a, B w, B x) {
     EACH {

@@ -5,8 +5,9 @@ the ops here do the same work with the same kernels, in float32 inside: a bfloat
 
 Weights are packed once, and the packed form replaces the dense one. `int8`: a scale a row; activations are rounded to 8 bits
 with a scale for every 32 of a token. Of an int8 weight with enough zeros (`SPARSE_FROM`), found in a checkpoint or by rounding,
-only the others are kept, with a bit for each place; pruning in patterns (2:4, N:M) is no case of its own. GGUF's Q8_0, Q4_0 and
-Q4_1 blocks are taken as they are.
+only the others are kept, with a bit for each place; pruning in patterns (2:4, N:M) is no case of its own. GGUF's blocks are
+taken as they are (`CPU_BLOCK_BYTES` has the types), and so are 4-bit weights by groups of 128 or 32 (`int4`, GPTQ, AWQ), whose
+inputs are rounded to 8 bits as well: with a scale for every 32 that costs next to nothing (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
     BlockLinear,
+    GroupedLinear,
     LayerKV,
     Linear,
     SamplingTensors,
     ScaledLinear,
 )
-from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
+from slipstream.kernels.quantize import ROWS_AT_ONCE, round_linear, unpack4
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 from slipstream.model.spec import Activation
 
 SPARSE_FROM = {"avx512-vbmi2": 0.5, "avx512-bf16": 0.5}
@@ -56,7 +59,7 @@ class NativeOps(CpuOps):
     """`isa` forces an instruction set (tests); by default the machine's best. `sparse_from`: instead of `SPARSE_FROM`."""
 
     name = "cpu"
-    block_types = CPU_BLOCK_TYPES
+    block_types = frozenset(CPU_BLOCK_BYTES)
 
     def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
@@ -72,8 +75,11 @@ class NativeOps(CpuOps):
     # --- Weights ----------------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
+        if scheme is not None and scheme.name == "int4":
+            scales = torch.float16 if scheme.group_size == 32 and weight.dtype == torch.float32 else weight.dtype
+            return self.adopt_linear(round_linear(weight, bias, scheme, scales))
         if scheme is not None and scheme.name != "int8":
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8'", field="quantization")
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8' or 'int4'", field="quantization")
         if scheme is not None:
             return _native(weight, bias, (self._eight_bits(weight, None),))
         kind = native.BF16 if weight.dtype == torch.bfloat16 else native.F32
@@ -84,6 +90,9 @@ class NativeOps(CpuOps):
     def adopt_linear(self, w: Linear) -> NativeLinear:
         if isinstance(w, BlockLinear):
             return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
+        if isinstance(w, GroupedLinear):
+            stand_in = torch.empty(len(w.weight), w.weight.shape[1] * 4, device="meta", dtype=w.scales.dtype)
+            return _native(stand_in, w.bias, (_pack_groups(w, self._arena),))
         if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
             stand_in = torch.empty_like(w.weight, device="meta", dtype=w.out_dtype)
             return _native(stand_in, w.bias, (self._eight_bits(w.weight, w.scales),))
@@ -319,6 +328,25 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
         packed.put_blocks(piece.blocks.ctypes.data, piece.rows, 0, piece.order)
         parts.append(packed)
     return tuple(parts)
+
+
+def _pack_groups(w: GroupedLinear, arena: Arena) -> Packed:
+    """4-bit codes as they are, with their scales in float32; in groups of 32 in float16, if that holds them exactly, as
+    GGUF's Q4_0."""
+    scales = w.scales.float().T.contiguous()
+    minima = None if w.zeros is None else -w.zeros.float().T * scales
+    kind = native.W4 if minima is None else native.W4M
+    if w.group_size == 32:
+        halves = minima is None and torch.equal(scales.half().float(), scales)
+        kind = native.Q4 if halves else native.W4M32
+        minima = -8 * scales if minima is None and not halves else minima
+    rows, inner = len(w.weight), w.weight.shape[1] * 4
+    packed = Packed.empty(kind, rows, inner, arena)
+    for row in range(0, rows, ROWS_AT_ONCE):
+        some = slice(row, row + ROWS_AT_ONCE)
+        codes = unpack4(w.weight[some], w.chunk).to(torch.uint8)
+        packed.put_codes4(codes, scales[some], None if minima is None else minima[some], row)
+    return packed
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -24,11 +24,11 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation
 
-ABI = 2
+ABI = 3
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 BUILD = "python -m slipstream.kernels.build"
 
-F32, BF16, I8, Q8, Q4, Q4M, S8 = range(7)
+F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32 = range(15)
 """Kinds of weights: csrc/cpu/formats.h."""
 
 CEILINGS = ("read", "int8", "bfloat16", "float32")
@@ -37,7 +37,18 @@ CEILINGS = ("read", "int8", "bfloat16", "float32")
 ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, row by row as torch keeps them."""
 
-KIND_NAMES = {F32: "float32", BF16: "bfloat16", I8: "int8", Q8: "Q8_0", Q4: "Q4_0", Q4M: "Q4_1", S8: "sparse int8"}
+BLOCK_KINDS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M, "Q5_0": Q5, "Q5_1": Q5M, "Q4_K": Q4K, "Q5_K": Q5K, "Q6_K": Q6K}
+"""GGUF's types that are used as they are."""
+
+KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
+    F32: "float32",
+    BF16: "bfloat16",
+    I8: "int8",
+    S8: "sparse int8",
+    W4: "int4",
+    W4M: "int4 with zero points",
+    W4M32: "int4 by 32",
+}
 """For a person."""
 
 FORM_F32, FORM_BF16, FORM_Q = range(3)
@@ -45,8 +56,6 @@ FORM_F32, FORM_BF16, FORM_Q = range(3)
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-BLOCK_KINDS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M}
-"""GGUF's types that are used as they are."""
 
 
 class LayerPointers(ctypes.Structure):
@@ -79,6 +88,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pack_dense": (None, [_I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
     "pack_codes": (None, [_L, _L, _P, _P, _P, _L, _L, _P]),
     "pack_blocks": (None, [_I, _L, _L, _P, _P, _L, _L, _P]),
+    "pack_codes4": (None, [_I, _L, _L, _P, _P, _P, _P, _L, _L, _P]),
     "num_zeros": (_L, [_L, _L, _P]),
     "sparse_bytes": (_L, [_L, _L, _P]),
     "pack_sparse": (None, [_L, _L, _P, _P]),
@@ -224,6 +234,18 @@ class Packed:
         load().ss_pack_codes(
             self.rows, self.inner, self.data.data_ptr(), codes.data_ptr(), scales.data_ptr(), len(codes), row0, _at(to)
         )
+
+    def put_codes4(self, codes: Tensor, scales: Tensor, minima: Tensor | None, row0: int = 0) -> None:
+        """Codes 0 … 15 uint8 [n, inner]; what they are scaled by and what is added to them, float32 [n, groups]."""
+        codes, scales = codes.contiguous(), scales.contiguous()
+        minima = None if minima is None else minima.contiguous()
+        self._check(codes.shape[0], codes.shape[1], row0, None)
+        assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float32)
+        assert scales.shape == (len(codes), self.inner // (128 if self.kind in (W4, W4M) else 32))
+        assert (minima is not None) == (self.kind in (W4M, W4M32))
+        assert minima is None or (minima.dtype, minima.shape) == (scales.dtype, scales.shape)
+        at = [_at(t) for t in (codes, scales, minima)]
+        load().ss_pack_codes4(self.kind, self.rows, self.inner, self.data.data_ptr(), *at, len(codes), row0, None)
 
     def put_blocks(self, blocks: int, count: int, row0: int = 0, to: Tensor | None = None) -> None:
         """`count` rows of GGUF's blocks at the address `blocks`."""

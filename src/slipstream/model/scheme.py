@@ -63,5 +63,15 @@ SCHEMES: dict[str, Scheme] = {
 }
 """What `quantization=` takes."""
 
-CPU_BLOCK_TYPES = frozenset(("Q8_0", "Q4_0", "Q4_1"))
-"""GGUF's types that a CPU's kernels use as they are; others are dequantised to the model's type."""
+CPU_BLOCK_BYTES = {
+    "Q8_0": 272,
+    "Q4_0": 144,
+    "Q4_1": 160,
+    "Q5_0": 176,
+    "Q5_1": 192,
+    "Q4_K": 148,
+    "Q5_K": 180,
+    "Q6_K": 210,
+}
+"""GGUF's types that a CPU's kernels use as they are, with the bytes that they hold 256 numbers in (csrc/cpu/formats.h): the
+file's, but for Q4_K and Q5_K, whose scales of 6 bits get bytes of their own. Others are dequantised to the model's type."""
