@@ -26,8 +26,9 @@ def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
     return Quantized((x.round() if inputs == "int8" else x.clamp(-top, top)).to(DTYPES[inputs]), scales)
 
 
-def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
-    """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time."""
+def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dtype: torch.dtype | None = None) -> Linear:
+    """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time. The scales of groups are of the weight's
+    type unless another is given."""
     if scheme.inputs is not None:
         parts = [quantize_rows(rows, scheme.inputs) for rows in weight.split(ROWS_AT_ONCE)]
         return ScaledLinear(
@@ -39,7 +40,8 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
     size = scheme.group_size
     assert size is not None
     chunk = chunk_of(weight.shape[1], scheme)
-    words, scales = zip(*(_round_groups(rows, size, chunk) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+    kind = scales_dtype or weight.dtype
+    words, scales = zip(*(_round_groups(rows, size, chunk, kind) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
     return GroupedLinear(
         weight=torch.cat(words), scales=torch.cat(scales, dim=1), bias=bias, group_size=size, chunk=chunk
     )
@@ -53,10 +55,12 @@ def chunk_of(inner: int, scheme: Scheme) -> int:
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
-def _round_groups(weight: Tensor, size: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """(int16 words [out, in / 4], scales [in / size, out] of the weight's type)."""
+def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(int16 words [out, in / 4], scales [in / size, out])."""
     groups = weight.float().unflatten(1, (-1, size))
-    scales = (groups.abs().amax(-1).clamp(min=SMALLEST) / 7.5).to(weight.dtype)
+    kind = torch.finfo(scales_dtype)
+    least = max(SMALLEST, 7.5 * kind.smallest_normal * kind.eps)  # a group of zeros has a scale, in float16 too
+    scales = (groups.abs().amax(-1).clamp(min=least) / 7.5).to(scales_dtype)
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
     return pack4(codes.flatten(1), chunk), scales.T.contiguous()
 

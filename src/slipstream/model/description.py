@@ -15,7 +15,7 @@ from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
-from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -59,7 +59,8 @@ class ModelDescription:
         """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
         if not self.stored:
             return None
-        return sum(t.num_bytes if t.name in CPU_BLOCK_TYPES else t.num_values * dtype_bytes for t in self.stored)
+        held = CPU_BLOCK_BYTES
+        return sum(t.num_values * held[t.name] // 256 if t.name in held else t.num_values * dtype_bytes for t in self.stored)
 
 
 def read_spec(path: Path) -> ModelDescription:

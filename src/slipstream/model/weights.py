@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
-
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+from slipstream.model.parameters import MinusOne, Placement, Transform, Transpose, Ungroup, Unpermute, parameters
 
 
 def load_parameters(
@@ -42,6 +40,8 @@ def load_parameters(
         ignored: tuple[str, ...] = ()
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
+        if description.quantization is not None and description.quantization.sparse:
+            stored = made_dense(stored)
         ignored = description.family.ignored
     filled: set[str] = set()
     prefixes = description.family.prefixes
