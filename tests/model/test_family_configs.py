@@ -45,6 +45,8 @@ PUBLISHED = {  # the numbers of parameters that the models are known by; tied he
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "flan-t5-small": 76_961_152,
+    "t5-large": 737_668_096,
 }
 
 
