@@ -3,7 +3,7 @@
     python benchmarks/cpu_start.py [--model smollm2] [--llamacpp PYTHON] [--openvino PYTHON] [--rounds 5]
 
 Each engine in a process of its own, taking turns; the model's file is in the page cache. The clock is the process's age when
-the first of 32 tokens comes, imports included (for Slipstream also without torch's, which is timed by itself); the memory is the
+the first of 32 tokens comes, imports included (for Slipstream also without torch's, timed by itself); the memory is the
 most that the process ever held. Medians.
 """
 
@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rounds[-1][name] = json.loads(done.stdout.splitlines()[-1])
     medians = {n: {k: statistics.median(r[n][k] for r in rounds) for k in rounds[0][n]} for n in engines}
     columns = sorted({k for m in medians.values() for k in m})
-    print_table("medians", ["", *columns], [[n, *(f"{m[c]:.2f}" if c in m else "–" for c in columns)] for n, m in medians.items()])
+    rows = [[n, *(f"{m[c]:.2f}" if c in m else "–" for c in columns)] for n, m in medians.items()]
+    print_table("medians", ["", *columns], rows)
     common.save(args.output, "cpu_start", medians=medians, rounds=rounds, threads=threads)
 
 
