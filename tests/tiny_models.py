@@ -79,6 +79,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere": {**_LLAMA, "model_type": "cohere"},
     "cohere2": {**_LLAMA, "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 6},
+    "gpt_oss": {
+        **_LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "rope_theta": None,
+    },
     "glm": {**_LLAMA, "model_type": "glm", "head_dim": 16},
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 16},
 }
@@ -97,7 +107,7 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():  # norms and biases that are all ones or zeros would hide mistakes
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.abs().sum() > 0, name
     model.save_pretrained(path)

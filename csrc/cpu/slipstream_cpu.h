@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 1  // changes with anything in this file
+#define SS_ABI 2  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -62,7 +62,8 @@ SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64
                                   int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes);
+                             int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes,
+                             const float* sinks);
 SS_API void ss_add_argmax(ss_program*, int32_t x, int32_t out, int64_t size);
 
 typedef struct {

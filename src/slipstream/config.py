@@ -187,7 +187,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device, args.quantization or model.scheme, model.kv_cache)
+    _reject_unsupported(args, device, args.quantization or model.scheme, model.scheme, model.kv_cache)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -339,7 +339,11 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
 
 
 def _reject_unsupported(
-    args: EngineArgs, device: DeviceFacts, quantization: str | None, checkpoint_kv: str | None
+    args: EngineArgs,
+    device: DeviceFacts,
+    quantization: str | None,
+    checkpoint_scheme: str | None,
+    checkpoint_kv: str | None,
 ) -> None:
     """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
     for name, only, what in (
@@ -367,6 +371,8 @@ def _reject_unsupported(
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
     for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
+        if name == "quantization" and given == checkpoint_scheme == "mxfp4":
+            continue  # a CPU expands the experts
         if on_cpu and given not in (None, "int8", "float32", "bfloat16", "float16"):
             raise ConfigError(
                 f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or "
@@ -391,7 +397,7 @@ def _choose_dense_copies(
 ) -> bool:
     """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
     scheme = None if quantization is None else SCHEMES[quantization]
-    if scheme is None or scheme.inputs is not None or not _has_tiles(args, device):
+    if scheme is None or scheme.inputs is not None or scheme.experts_only or not _has_tiles(args, device):
         if args.dense_copies:
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False

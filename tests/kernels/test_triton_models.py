@@ -26,6 +26,7 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("cohere2", {}),
         ("mixtral", {}),
         ("qwen2_moe", {}),
+        ("gpt_oss", {}),
     ],
     ids=str,
 )

@@ -75,6 +75,15 @@ CASES = {
     "phi3-long": ("phi3", {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
     "gemma2-capped": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "olmo2-gqa": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "gpt-oss-mha": (
+        "gpt_oss",
+        {
+            "num_key_value_heads": 4,
+            "swiglu_alpha": 1.0,
+            "swiglu_limit": 50.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
     "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
 }
 _rng = random.Random(1)

@@ -44,6 +44,7 @@ PUBLISHED = {  # the numbers of parameters that the models are known by; tied he
     "ministral-8b": 8_019_808_256,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
 }
 

@@ -141,6 +141,8 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
+    if scheme is not None and scheme.experts_only and not facts.is_cuda:
+        scheme = None  # expanded
     weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
     if not facts.is_cuda and config.device.kernels in ("auto", "cpu") and scheme is None:
         weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights

@@ -22,6 +22,7 @@ from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
     BlockLinear,
+    GroupedLinear,
     LayerKV,
     Linear,
     SamplingTensors,
@@ -80,12 +81,14 @@ class NativeOps(CpuOps):
             "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
         )
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        if scheme is not None:
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        if scheme is not None and scheme.name != "mxfp4":
             raise ConfigError(f"the CPU's kernels have no {scheme.name} product of experts; leave it out", field="quantization")
-        return super().prepare_experts(weight)
+        return super().prepare_experts(weight, scheme, bias)
 
     def adopt_experts(self, w: Linear) -> Linear:
+        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
+            return super().adopt_experts(w)
         raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
@@ -156,6 +159,8 @@ class NativeOps(CpuOps):
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
         assert inputs is None
+        if activation not in ACTIVATIONS:
+            return super().gated_activation(gate_up, activation)
         return self._activate(gate_up, activation, gate_up.shape[1] // 2, True)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
@@ -165,7 +170,8 @@ class NativeOps(CpuOps):
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
         out = torch.empty(len(x), size)
         p = Program(self.engine)
-        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, ACTIVATIONS[activation], gated, size)
+        kind = ACTIVATIONS[activation]  # type: ignore[index]
+        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, kind, gated, size)
         self._run(p, len(x))
         return out.to(x.dtype)
 
@@ -206,14 +212,15 @@ class NativeOps(CpuOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         _, num_heads, head_dim = q.shape
         out = torch.empty(len(q), num_heads * head_dim)
         p = Program(self.engine)
-        slopes = None if alibi_slopes is None else alibi_slopes.float()
+        of_heads = [None if t is None else t.float() for t in (alibi_slopes, sinks)]
         sizes = (num_heads, kv.k.shape[1], head_dim)
         rows = p.bound(_wide(q.flatten(1)))
-        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, slopes)
+        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, *of_heads)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)
         del kept

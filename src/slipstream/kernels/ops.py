@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,10 @@ class Linear:
 
     def part(self, rows: slice) -> Linear:
         """Some rows of it: one expert's."""
-        return Linear(weight=self.weight[rows])
+        return Linear(weight=self.weight[rows], bias=self._bias(rows))
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        return None if self.bias is None else self.bias[rows]
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -109,7 +112,8 @@ class ScaledLinear(Linear):
     out_dtype: torch.dtype
 
     def part(self, rows: slice) -> ScaledLinear:
-        return ScaledLinear(weight=self.weight[rows], scales=self.scales[rows], out_dtype=self.out_dtype)
+        bias, scales = self._bias(rows), self.scales[rows]
+        return ScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
 
     @property
     def inputs(self) -> InputFormat:
@@ -120,18 +124,28 @@ class ScaledLinear(Linear):
 class GroupedLinear(Linear):
     """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
     j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
-    `zeros` says otherwise. `weight` int16 [out, in / 4]."""
+    `zeros` says otherwise. `weight` int16 [out, in / 4].
+
+    `mxfp4` (OCP Microscaling Formats 1.0) has `codes` "e2m1": floats of a sign, two bits of exponent and one of mantissa, 0 to
+    ±6, with scales that are powers of two; for experts alone (`moe`)."""
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
+    codes: Literal["int4", "e2m1"] = "int4"
     dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
 
     def part(self, rows: slice) -> GroupedLinear:
-        zeros = None if self.zeros is None else self.zeros[:, rows]
-        scales, size = self.scales[:, rows], self.group_size
-        return GroupedLinear(weight=self.weight[rows], scales=scales, zeros=zeros, group_size=size, chunk=self.chunk)
+        return GroupedLinear(
+            weight=self.weight[rows],
+            bias=self._bias(rows),
+            scales=self.scales[:, rows],
+            zeros=None if self.zeros is None else self.zeros[:, rows],
+            group_size=self.group_size,
+            chunk=self.chunk,
+            codes=self.codes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +232,8 @@ class OpSet(ABC):
         return w
 
     @abstractmethod
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        """`prepare_linear` for the weights of all experts, one below the other, as `moe` reads them."""
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        """`prepare_linear` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -300,19 +314,21 @@ class OpSet(ABC):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] → [T, H, D]: causal attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
-        max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. Rows of padded
-        sequences (seq_len 0) are unspecified but finite. Softmax in float32.
+        max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. sinks [H]
+        join the softmax as the scores (scaled already, never capped) of a key more, whose value is 0 (Xiao et al. 2023,
+        arXiv:2309.17453, learned). Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax in float32.
         """
 
     @abstractmethod
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
-        """[T, 2F] → [T, F]: act(first half) · second half, quantised if `inputs` says so."""
+        """[T, 2F] → [T, F]: act(first half) · second half (or as the activation has it), quantised if `inputs` says so."""
 
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
@@ -324,7 +340,7 @@ class OpSet(ABC):
 
         With p the softmax of a row of router_logits in float32, the experts are its num_experts_per_token likeliest, and
         their weights p, divided by their sum if spec.normalize. `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold
-        the experts one below the other, without biases.
+        the experts one below the other, their biases too.
         """
 
     @abstractmethod

@@ -24,14 +24,24 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
+from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
+
+
+def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """What goes into the second product; float32."""
+    if isinstance(activation, ClampedSwiglu):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    return activate(gate, activation) * up
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The activation functions by name. A new one is a line here and in `triton/pointwise.py`."""
     match activation:
+        case ClampedSwiglu():
+            raise AssertionError("gated only")
         case "silu":
             return F.silu(x)
         case "gelu":
@@ -56,8 +66,8 @@ class ReferenceOps(OpSet):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return self.prepare_linear(weight, None, scheme)
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        return self.prepare_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -149,6 +159,7 @@ class ReferenceOps(OpSet):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(q)
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
@@ -157,14 +168,14 @@ class ReferenceOps(OpSet):
             if length == 0 or begin == end:
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+            out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes, sinks)
         return out
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return self._as(activate(gate, activation) * up, gate_up.dtype, inputs)
+        return self._as(activate_gated(gate, up, activation), gate_up.dtype, inputs)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return self._as(activate(x.float(), activation), x.dtype, inputs)
@@ -225,6 +236,7 @@ def attend(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [n, H, D] at the last n positions of keys, values [K, L, D] → [n, H, D]; causal, in float32."""
     num_queries, num_heads, _ = q.shape
@@ -241,8 +253,15 @@ def attend(
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    weights = softmax(scores.masked_fill(hidden, -math.inf), None if sinks is None else sinks[:, None, None])
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension of float32 scores, with a score more for each row that gets no weight."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    return torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:

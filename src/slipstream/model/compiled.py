@@ -31,13 +31,15 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: mixtures of experts, norms after the addition or over whole rows of q and k, scaled branches, clipped q, k and
-    v, and embeddings with a norm or a width of their own."""
+    """Not yet: mixtures of experts, activations the kernels don't know, norms after the addition or over whole rows of q and
+    k, scaled branches, clipped q, k and v, and embeddings with a norm or a width of their own."""
     if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
         return False
     for layer in spec.layers:
         a, norms = layer.attention, layer.norms
         if not isinstance(layer.mlp, DenseSpec) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
+            return False
+        if layer.mlp.activation not in ACTIVATIONS:
             return False
         if a.qk_norm is not None and a.qk_norm.over != "head":
             return False
@@ -161,14 +163,15 @@ class CompiledStep:
         interleaved = isinstance(s.position, RopeSpec) and s.position.style == "interleaved"
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
-        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes)
+        of_heads = attention.slopes, None if attention.sinks is None else attention.sinks.float()
+        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, *of_heads)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:
         s, p = mlp.spec, self.program
         assert isinstance(mlp.up, NativeLinear)
         assert isinstance(mlp.down, NativeLinear)
-        form, kind = mlp.down.form, ACTIVATIONS[s.activation]
+        form, kind = mlp.down.form, ACTIVATIONS[s.activation]  # type: ignore[index]
         inner = self._buffer("inner", form, s.intermediate_size)
         if s.gated and len(mlp.up.parts) == 1 and s.intermediate_size % 32 == 0:
             part = mlp.up.parts[0]

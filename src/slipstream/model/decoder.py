@@ -68,6 +68,7 @@ class Attention:
     k_norm: Tensor | None
     cos_sin: Tensor | None
     slopes: Tensor | None
+    sinks: Tensor | None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
@@ -92,7 +93,16 @@ class Attention:
             norm_eps=in_rope.eps if in_rope else 0.0,
             norm_offset=in_rope.weight_offset if in_rope else 0.0,
         )
-        seen = ops.attention(q, kv, meta, scale=s.scale, window=s.window, softcap=s.softcap, alibi_slopes=self.slopes)
+        seen = ops.attention(
+            q,
+            kv,
+            meta,
+            scale=s.scale,
+            window=s.window,
+            softcap=s.softcap,
+            alibi_slopes=self.slopes,
+            sinks=self.sinks,
+        )
         return ops.linear(seen.flatten(1), self.out)
 
     def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec) -> Tensor:
@@ -212,6 +222,7 @@ class Decoder:
         rounded: Mapping[str, Linear] | None = None,
     ) -> None:
         rounded = rounded or {}
+        of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
         self.spec = spec
         self.ops = ops
         held = rounded.get("embed.weight")
@@ -250,6 +261,7 @@ class Decoder:
                 parameters.pop(f"{name}.k_norm.weight", None),
                 cos_sin,
                 slopes,
+                parameters.pop(f"{name}.sinks.weight", None),
             )
 
         def mlp(s: DenseSpec, name: str) -> MLP:
@@ -257,7 +269,7 @@ class Decoder:
             return MLP(s, up, down)
 
         def mixture(s: MoESpec, name: str) -> MoE:
-            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, of_experts, rounded) for part in ("up", "down"))
             weighed = s.shared is not None and s.shared.weighed
             return MoE(
                 s,
@@ -329,5 +341,8 @@ def _linear(
 def _experts(
     name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
 ) -> Linear:
+    bias = parameters.pop(f"{name}.bias", None)
     held = rounded.get(f"{name}.weight")
-    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme) if held is None else ops.adopt_experts(held)
+    if held is not None:
+        return ops.adopt_experts(dataclasses.replace(held, bias=bias))
+    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme, bias)

@@ -92,7 +92,9 @@ def _read_folder(path: Path) -> ModelDescription:
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
-    dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    if dtype is None:  # what is rounded was of 16 bits
+        dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
     return ModelDescription(
         name=path.name,
         path=path,

@@ -40,7 +40,14 @@ class MinusOne:
     """Stored with one added (GGUF's Gemma norms)."""
 
 
-Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne
+@dataclass(frozen=True, slots=True)
+class Untwine:
+    """The rows of gate and up stand in turn (gpt-oss); `transposed`: and as [in, out]."""
+
+    transposed: bool
+
+
+Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +94,12 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     for x, size in zip("qk", a.qk_norm_sizes, strict=True):
         if size:
             found[f"attention.{x}_norm.weight"] = (size,)
+    if a.sinks:
+        found["attention.sinks.weight"] = (a.num_heads,)
     found.update(_linear("attention.out", hidden, a.q_size, a.out_bias))
     if isinstance(m, DenseSpec):
         return found | _mlp("mlp", m, hidden)
-    found.update(_linear("router", m.num_experts, hidden, False))
+    found.update(_linear("router", m.num_experts, hidden, m.router_bias))
     found.update(_mlp("experts", m.expert, hidden, m.num_experts))
     if m.shared is not None:
         found.update(_mlp("shared", m.shared.mlp, hidden))

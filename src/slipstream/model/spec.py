@@ -12,8 +12,23 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+NamedActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`gelu` is exact (erf), `gelu_tanh` the tanh approximation (`gelu_new`, `gelu_pytorch_tanh`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiglu:
+    """g · σ(alpha · g) · (u + 1), with g the gate cut to at most `limit` and u the other half cut to ± it (gpt-oss). Only where
+    there is a gate."""
+
+    alpha: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"clamped swiglu (±{self.limit:g})"
+
+
+Activation: TypeAlias = NamedActivation | ClampedSwiglu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +71,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor. The bounds of the part between
+    are whole dimensions, unless not to be `truncate`d (gpt-oss)."""
 
     factor: float
     original_max_position: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +151,8 @@ class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, MQA and GQA alike).
 
     `window`: a token sees itself and the window − 1 tokens before it. `softcap`: scores pass tanh(s / cap) · cap.
-    `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT).
+    `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT). `sinks`: a learned number of each head joins
+    the sum that its softmax divides by, as the score of a key without a value (gpt-oss).
     """
 
     num_heads: int
@@ -148,6 +166,7 @@ class AttentionSpec:
     softcap: float | None = None
     clip_qkv: float | None = None
     qk_norm: QKNormSpec | None = None
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -167,7 +186,8 @@ class AttentionSpec:
     def num_parameters(self, hidden_size: int) -> int:
         qkv = self.q_size + 2 * self.kv_size
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
-        return hidden_size * (qkv + self.q_size) + biases + sum(self.qk_norm_sizes)
+        own = sum(self.qk_norm_sizes) + self.num_heads * self.sinks
+        return hidden_size * (qkv + self.q_size) + biases + own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +231,14 @@ class SharedExpertSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
     """A mixture of experts (Shazeer et al. 2017): a token passes the `num_experts_per_token` of `num_experts` that the router
-    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is."""
+    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is. `router_bias`:
+    the router is a product with a bias."""
 
     num_experts: int
     num_experts_per_token: int
     expert: DenseSpec
     normalize: bool
+    router_bias: bool = False
     shared: SharedExpertSpec | None = None
 
     @property
@@ -228,7 +250,7 @@ class MoESpec:
         return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
 
     def num_parameters(self, hidden_size: int) -> int:
-        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size)
+        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias)
         if self.shared is None:
             return routed
         return routed + self.shared.mlp.num_parameters(hidden_size) + hidden_size * self.shared.weighed

@@ -19,7 +19,18 @@ from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
+from slipstream.model.mxfp4 import Mxfp4Weights
+from slipstream.model.parameters import (
+    MinusOne,
+    Placement,
+    Shape,
+    Transform,
+    Transpose,
+    Ungroup,
+    Unpermute,
+    Untwine,
+    parameters,
+)
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
 """A tensor of a checkpoint: its name, its shape, and how to read it."""
@@ -30,7 +41,7 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rounded: RoundedWeights | BlockWeights | None = None,
+    rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> dict[str, Tensor]:
     """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
@@ -66,7 +77,7 @@ def load_parameters(
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
         into = _place(values[placement.target], placement)
-        expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
+        expected = stored_shape(tuple(into.shape), placement.transform)
         if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
@@ -108,12 +119,18 @@ def _place(target: Tensor, placement: Placement) -> Tensor:
     return whole.narrow(dim, placement.start, rows)
 
 
+def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
+    """How a checkpoint stores what becomes `shape`."""
+    turned = isinstance(transform, Transpose) or (isinstance(transform, Untwine) and transform.transposed)
+    return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+
+
 def _transform(value: Tensor, transform: Transform | None) -> Tensor:
     match transform:
         case None:
             return value
         case Transpose():
-            return value.T
+            return value.mT
         case Ungroup(num_kv_heads=k, group=group):
             heads = value.view(k, group + 2, value.shape[0] // (k * (group + 2)), *value.shape[1:])
             return torch.cat([part.flatten(0, 2) for part in (heads[:, :group], heads[:, group:-1], heads[:, -1:])])
@@ -121,6 +138,10 @@ def _transform(value: Tensor, transform: Transform | None) -> Tensor:
             return value.view(n, value.shape[0] // n // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         case MinusOne():
             return value.float() - 1.0
+        case Untwine(transposed=transposed):
+            if transposed:
+                return torch.cat((value[..., ::2].mT, value[..., 1::2].mT), dim=-2)
+            return torch.cat((value[:, ::2], value[:, 1::2]), dim=1)  # [experts, rows …]
 
 
 def _canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:

@@ -29,6 +29,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
 
     for layer in spec.layers:
         for product in layer.products(hidden):
+            if scheme.experts_only and product.copies == 1:
+                continue
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)

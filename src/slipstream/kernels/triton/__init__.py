@@ -65,8 +65,8 @@ class TritonOps(OpSet):
             return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
         return w
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return Linear(weight=weight) if scheme is None else round_linear(weight, None, scheme)
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -144,6 +144,7 @@ class TritonOps(OpSet):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
@@ -154,6 +155,7 @@ class TritonOps(OpSet):
             window=window,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,

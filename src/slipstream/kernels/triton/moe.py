@@ -8,7 +8,7 @@ start as there can be at most, and those without a tile end at once. All sums ha
 | weights | as `kernels.ops` holds them, the experts one below the other |
 | --- | --- |
 | dense, fp8, int8 | `_experts_kernel`, K in blocks |
-| int4 | `_experts_kernel`, K in chunks, codes made numbers of the model's type first |
+| int4, mxfp4 | `_experts_kernel`, K in chunks, codes made numbers of the model's type first |
 """
 
 from __future__ import annotations
@@ -159,12 +159,21 @@ def group(chosen: Tensor, num_experts: int) -> Groups:
 
 
 @triton.jit
+def _e2m1(code):
+    """The number that a 4-bit float stands for: a sign, two bits of exponent, one of mantissa."""
+    digits = code & 7
+    twice = tl.where(digits < 2, digits, (2 | digits & 1) << (tl.maximum(digits, 2) // 2 - 1))  # in halves
+    return twice.to(tl.float32) * tl.where(code < 8, 0.5, -0.5)
+
+
+@triton.jit
 def _experts_kernel(
     x_ptr,
     x_scale_ptr,
     w_ptr,
     w_scale_ptr,
     zero_ptr,
+    bias_ptr,
     y_ptr,
     order_ptr,
     starts_ptr,
@@ -176,6 +185,8 @@ def _experts_kernel(
     GATHER: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    E2M1: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     ACC: tl.constexpr,
@@ -220,7 +231,11 @@ def _experts_kernel(
                     zero = 8.0
                     if HAS_ZEROS:
                         zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
-                    w = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
+                    code = (words >> (4 * i)) & 0xF
+                    if E2M1:
+                        w = _e2m1(code) * scale
+                    else:
+                        w = (code.to(tl.float32) - zero) * scale
                     k = chunk * CHUNK + i * QUARTER + js
                     x = tl.load(x_ptr + source[None, :] * K + k[:, None], mask=live[None, :], other=0.0)
                     acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION)
@@ -228,6 +243,8 @@ def _experts_kernel(
         if SCALED:
             y *= tl.load(w_scale_ptr + row, mask=n < N, other=0.0)[:, None]
             y *= tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + row, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(y_ptr + target[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
 
 
@@ -248,6 +265,7 @@ def experts(
         w.weight,
         scales,
         scales if zeros is None else zeros,
+        values if w.bias is None else w.bias,
         y,
         groups.order,
         groups.starts,
@@ -259,6 +277,8 @@ def experts(
         GATHER=gather,
         SCALED=scaled,
         HAS_ZEROS=zeros is not None,
+        HAS_BIAS=w.bias is not None,
+        E2M1=isinstance(w, GroupedLinear) and w.codes == "e2m1",
         SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
         CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0,
         ACC=tl.int32 if w.inputs == "int8" else tl.float32,

@@ -15,7 +15,7 @@ from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Quan
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.model.scheme import InputFormat
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2}
 """How a kernel is told the form of its output rows."""
@@ -364,7 +364,8 @@ def rope_and_cache(
     return q
 
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+CLAMPED_SWIGLU = 5
 
 
 @triton.jit
@@ -387,6 +388,8 @@ def _activation_kernel(
     scales_ptr,
     size,
     row_size,
+    alpha,
+    limit,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -399,9 +402,16 @@ def _activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
-    y = _activate(tl.load(x_ptr + row * row_size + at, mask=mask, other=0.0).to(tl.float32), KIND)
+    y = tl.load(x_ptr + row * row_size + at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        y *= tl.load(x_ptr + row * row_size + size + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * row_size + size + at, mask=mask, other=0.0).to(tl.float32)
+        if KIND == 5:  # CLAMPED_SWIGLU
+            y = tl.minimum(y, limit)
+            y = y * tl.sigmoid(alpha * y) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+        else:
+            y = _activate(y, KIND) * up
+    else:
+        y = _activate(y, KIND)
     _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
 
 
@@ -410,6 +420,7 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
     size = row_size // 2 if gated else row_size
     out, scales = _rows(num_rows, size, x, inputs)
     if num_rows:
+        alpha, limit = (kind.alpha, kind.limit) if isinstance(kind, ClampedSwiglu) else (0.0, 0.0)
         block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
         grid = (num_rows, triton.cdiv(size, block))
         _activation_kernel[grid](
@@ -418,7 +429,9 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
             scales,
             size,
             row_size,
-            KIND=ACTIVATIONS[kind],
+            alpha,
+            limit,
+            KIND=CLAMPED_SWIGLU if isinstance(kind, ClampedSwiglu) else ACTIVATIONS[kind],
             GATED=gated,
             FORMAT=FORMATS[inputs],
             BLOCK=block,

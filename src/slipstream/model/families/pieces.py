@@ -209,8 +209,11 @@ def _rope_from(
             original_max_position=int(number("original_max_position_embeddings", max_position)),
         )
     elif kind == "yarn":
-        attention_factor = raw.pop("attention_factor", None)
+        attention_factor, truncate = raw.pop("attention_factor", None), raw.pop("truncate", True)
+        if not isinstance(truncate, bool):
+            raise c.unsupported(key, "truncate must be true or false")
         scaling = YarnScaling(
+            truncate=truncate,
             factor=number("factor"),
             original_max_position=int(number("original_max_position_embeddings", max_position)),
             beta_fast=number("beta_fast", 32.0),
