@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hi
 
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import MoESpec
+from slipstream.model.spec import LatentAttentionSpec, MoESpec
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -209,6 +209,11 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
     kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
+    if kv_dtype != dtype and any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} does not cover latent attention, whose cache is small already; leave it out",
+            field="kv_cache_dtype",
+        )
     if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
@@ -278,8 +283,12 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
-    if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
-        raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")
+    if args.deterministic and any(
+        isinstance(layer.mlp, MoESpec) or isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
+    ):
+        raise ConfigError(
+            "deterministic=True does not cover mixtures of experts and latent attention; leave it out", field="deterministic"
+        )
     dense_copies = _choose_dense_copies(args, model, device, quantization, choose)
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
 

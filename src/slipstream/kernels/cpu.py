@@ -1,4 +1,5 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, experts and
+latent attention, which are torch's.
 
 A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
@@ -191,6 +192,9 @@ class NativeOps(CpuOps):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
+        if kv.latent:
+            options = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=cos_sin)
+            return super().rope_and_cache(qkv, kv, meta, **options, interleaved=interleaved)  # type: ignore[arg-type]
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
         p = Program(self.engine)
         norms = [None if t is None else t.float() for t in (q_norm, k_norm)]
@@ -214,6 +218,8 @@ class NativeOps(CpuOps):
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if kv.latent:
+            return super().attention(q, kv, meta, scale=scale)
         _, num_heads, head_dim = q.shape
         out = torch.empty(len(q), num_heads * head_dim)
         p = Program(self.engine)

@@ -149,9 +149,18 @@ class CpuOps(ReferenceOps):
             return self.adopt_experts(round_linear(weight, bias, scheme))
         return Linear(weight=weight, bias=bias) if scheme is None else self.prepare_linear(weight, bias, scheme)
 
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
-        weights, chosen = route(router_logits, spec)
+        weights, chosen = route(router_logits, spec, correction)
         by_expert, order = chosen.flatten().sort(stable=True)
         ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
         per_expert = (spec.num_experts, -1, x.shape[1])
@@ -237,7 +246,7 @@ class CpuOps(ReferenceOps):
                 "kv_cache_dtype='auto'",
                 field="kv_cache_dtype",
             )
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        heads = qkv.view(-1, num_heads + (1 if kv.latent else 2) * num_kv_heads, head_dim)
         v = heads[:, num_heads + num_kv_heads :]
         qk = heads[:, : num_heads + num_kv_heads]
         if q_norm is not None and k_norm is not None:
@@ -254,7 +263,7 @@ class CpuOps(ReferenceOps):
         slots = self._once_a_step(
             meta, ("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size)
         )
-        for cache, new in ((kv.k, qk[:, num_heads:]), (kv.v, v)):
+        for cache, new in ((kv.k, qk[:, num_heads:]), *(() if kv.latent else ((kv.v, v),))):
             cache.view(-1, head_dim).index_copy_(0, slots, new.reshape(-1, head_dim).to(cache.dtype))
         return qk[:, :num_heads]
 
@@ -278,7 +287,7 @@ class CpuOps(ReferenceOps):
         )
         if len(groups) == 1 and groups[0].rows is None:
             return _decode(q, kv, groups[0], scale, softcap, alibi_slopes, sinks)
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape[:2], kv.v.shape[3])
         for group in groups:
             assert group.rows is not None
             out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes, sinks)
@@ -408,7 +417,9 @@ def _decode(
     num_kv_heads, size = kv.k.shape[1:3]
     # One gather lays a head's blocks end to end; the query heads of a kv head are rows of one product.
     shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
-    keys, values = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in (kv.k, kv.v))
+    gathered = (kv.k,) if kv.latent else (kv.k, kv.v)
+    keys, *others = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in gathered)
+    values = others[0] if others else keys[..., -kv.v.shape[3] :]
     rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
     if softcap is None and alibi_slopes is None and sinks is None:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
@@ -421,7 +432,7 @@ def _decode(
             scores = scores - alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
         rest = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
         out = (softmax(scores + group.mask, rest) @ values.float()).to(q.dtype)
-    out = out.reshape(num_seqs, num_heads, head_dim)
+    out = out.reshape(num_seqs, num_heads, -1)
     return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
 
 
@@ -432,8 +443,8 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float,
     """q [n, H, D] at the end of keys, values [K, L, D]; writes into `out`."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
-    group = num_heads // num_kv_heads
-    if num_queries == length and (window is None or window >= length):
+    group, latent = num_heads // num_kv_heads, values.shape[2] < head_dim  # whose single kv head is not copied for each of many
+    if num_queries == length and not latent and (window is None or window >= length):
         if group > 1:
             keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
         mixed = F.scaled_dot_product_attention(
@@ -458,7 +469,7 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float,
         mixed = F.scaled_dot_product_attention(
             rows[None], keys[None, :, low:last], values[None, :, low:last], attn_mask=mask, scale=scale
         )[0]
-        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, values.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _tiled(

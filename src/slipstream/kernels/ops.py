@@ -13,6 +13,7 @@ everything from the cache: prefill, chunked prefill and decode are one op.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
+from slipstream.model.spec import Activation, AttentionKind, LatentAttentionSpec, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,34 @@ class LayerKV:
     """
 
     k: Tensor  # [B, K, block_size, D]
-    v: Tensor  # [B, K, block_size, D]
+    v: Tensor  # [B, K, block_size, D], or of latent attention the last numbers of each key: a view of `k`
     k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
     v_scale: Tensor | None = None  # float32 [K]
 
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def latent(self) -> bool:
+        """The values are part of the keys, and are not written by themselves."""
+        return self.v.shape[3] < self.k.shape[3]
+
+
+def cache_tensors(
+    attention: AttentionKind,
+    num_blocks: int,
+    block_size: int,
+    new: Callable[[tuple[int, ...]], Tensor],
+    *,
+    values_by_dim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`LayerKV`'s k and v for a layer, of tensors that `new` makes."""
+    shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
+    k = new(shape)
+    if isinstance(attention, LatentAttentionSpec):
+        return k, k[..., attention.rotary_dim :]
+    return k, new((*shape[:2], shape[3], shape[2])).transpose(2, 3) if values_by_dim else new(shape)
 
 
 def by_dim(v: Tensor) -> Tensor:
@@ -295,7 +317,8 @@ class OpSet(ABC):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
-        """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache.
+        """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
+        `kv.latent`.
 
         q and k of each head are RMS-normed first if q_norm, k_norm [D] are given, then rotated by `cos_sin`
         float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second, read at
@@ -316,7 +339,7 @@ class OpSet(ABC):
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [T, H, D] → [T, H, D]: causal attention of each token over its own sequence's cache.
+        """q [T, H, D] → [T, H, D] (as wide as the values): causal attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
         max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. sinks [H]
@@ -335,12 +358,22 @@ class OpSet(ABC):
         """[T, F] → [T, F]."""
 
     @abstractmethod
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
         """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
 
-        With p the softmax of a row of router_logits in float32, the experts are its num_experts_per_token likeliest, and
-        their weights p, divided by their sum if spec.normalize. `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold
-        the experts one below the other, their biases too.
+        With p the softmax (or logistic function) of a row of router_logits in float32, the experts are the
+        num_experts_per_token with the largest p (+ `correction`, float32 [X], if spec.correction), within spec.groups; their
+        weights are p, divided by their sum if spec.normalize, times spec.weight_scale. `up` [X · 2F, E] (or [X · F, E]) and
+        `down` [X · E, F] hold the experts one below the other, their biases too.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.native import ACTIVATIONS, FORM_F32, Program
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import DenseSpec, ModelSpec, PostNormBlock, RopeSpec, SequentialBlock
+from slipstream.model.spec import DenseSpec, LatentAttentionSpec, ModelSpec, PostNormBlock, RopeSpec, SequentialBlock
 
 if TYPE_CHECKING:
     from slipstream.model.decoder import MLP, Attention, Decoder, Norm
@@ -31,12 +31,14 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: mixtures of experts, activations the kernels don't know, norms after the addition or over whole rows of q and
-    k, scaled branches, clipped q, k and v, and embeddings with a norm or a width of their own."""
+    """Not yet: latent attention, mixtures of experts, activations the kernels don't know, norms after the addition or over
+    whole rows of q and k, scaled branches, clipped q, k and v, and embeddings with a norm or a width of their own."""
     if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
         return False
     for layer in spec.layers:
         a, norms = layer.attention, layer.norms
+        if isinstance(a, LatentAttentionSpec):
+            return False
         if not isinstance(layer.mlp, DenseSpec) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
             return False
         if layer.mlp.activation not in ACTIVATIONS:
@@ -52,7 +54,7 @@ def covers(spec: ModelSpec) -> bool:
 
 class CompiledStep:
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
-        from slipstream.model.decoder import MoE
+        from slipstream.model.decoder import LatentAttention, MoE
 
         self.program = p = Program(ops.engine)
         self.hidden_size = hidden = decoder.spec.hidden_size
@@ -67,6 +69,7 @@ class CompiledStep:
         for index, layer in enumerate(decoder.layers):
             norms, attention, mlp = layer.norms, layer.attention, layer.mlp
             assert not isinstance(mlp, MoE)
+            assert not isinstance(attention, LatentAttention)
             if isinstance(layer.spec.block, SequentialBlock):
                 post = norms.get("post_attention"), norms.get("post_mlp")
                 x = self._norm(norms["pre_attention"], attention.qkv, waiting)

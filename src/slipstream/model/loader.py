@@ -18,7 +18,7 @@ from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES, Scheme
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import AttentionSpec, ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
 
@@ -99,7 +99,12 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
         )
     if scheme.inputs is not None:
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
-        kv_rows = [("num_kv_heads · head_dim", layer.attention.kv_size) for layer in spec.layers]
+        kv_rows = [
+            ("num_kv_heads · head_dim", a.kv_size)
+            if isinstance(a, AttentionSpec)
+            else ("kv_lora_rank + qk_rope_head_dim", a.head_dim)
+            for a in (layer.attention for layer in spec.layers)
+        ]
         for name, rows in (*heads, *kv_rows):
             if rows % 16:
                 raise ConfigError(

@@ -8,7 +8,7 @@ layer, so that layers may differ. Nothing here imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
@@ -72,7 +72,8 @@ class Llama3Scaling:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor. The bounds of the part between
-    are whole dimensions, unless not to be `truncate`d (gpt-oss)."""
+    are whole dimensions, unless not to be `truncate`d (gpt-oss). `mscale_all_dim`: with m = 0.1 · it · ln(factor) + 1, DeepSeek
+    multiplies the scores by m²."""
 
     factor: float
     original_max_position: int
@@ -80,6 +81,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +185,79 @@ class AttentionSpec:
             return 0, 0
         return (self.head_dim, self.head_dim) if self.qk_norm.over == "head" else (self.q_size, self.kv_size)
 
+    @property
+    def cached_size(self) -> int:
+        """Numbers that a token puts into the cache."""
+        return 2 * self.kv_size
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        qkv = Product("attention", self.q_size + 2 * self.kv_size, hidden_size)
+        return qkv, Product("attention", hidden_size, self.q_size)
+
     def num_parameters(self, hidden_size: int) -> int:
         qkv = self.q_size + 2 * self.kv_size
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
         own = sum(self.qk_norm_sizes) + self.num_heads * self.sinks
         return hidden_size * (qkv + self.q_size) + biases + own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are products of a
+    latent of `kv_rank` numbers a token, RMS-normed; beside it stands one rotated key of `rotary_dim`, the same for all heads.
+    Only these two are cached: one kv head, whose keys are [rotated, latent] and whose values are the latents.
+
+    A query head has `rotary_dim` numbers for the rotated key and `plain_dim` for the latent's; `value_dim` come out. With
+    `q_rank` queries are made of a latent, too. `bias`: of the products into the latents and of the last one.
+    """
+
+    num_heads: int
+    plain_dim: int
+    value_dim: int
+    kv_rank: int
+    q_rank: int | None
+    scale: float
+    position: RopeSpec
+    eps: float
+    bias: bool = False
+
+    num_kv_heads: ClassVar[int] = 1
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.position.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Of the cached keys."""
+        return self.rotary_dim + self.kv_rank
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * (self.plain_dim + self.rotary_dim)
+
+    @property
+    def cached_size(self) -> int:
+        return self.head_dim
+
+    @property
+    def out_inner(self) -> int:
+        return self.num_heads * self.value_dim
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        """Those that schemes round: `expand`, of the latent, stays, since it is taken apart by heads."""
+        sizes = [(self.head_dim, hidden_size), (hidden_size, self.out_inner)]
+        sizes += [(self.q_size, self.q_rank or hidden_size)] + ([(self.q_rank, hidden_size)] if self.q_rank else [])
+        return tuple(Product("attention", *size) for size in sizes)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        products = sum(p.rows * p.inner for p in self.products(hidden_size))
+        expand = self.num_heads * (self.plain_dim + self.value_dim) * self.kv_rank
+        biases = (self.head_dim + hidden_size + (self.q_rank or 0)) * self.bias
+        return products + expand + biases + self.kv_rank + (self.q_rank or 0)
+
+
+AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,16 +299,34 @@ class SharedExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimit:
+    """Experts stand in `num_groups` of equal size, and a token's are chosen among those of its best `num_chosen` groups: of a
+    group counts its best expert, or the sum of its best two (DeepSeek V2, V3)."""
+
+    num_groups: int
+    num_chosen: int
+    by: Literal["best", "best_two"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
     """A mixture of experts (Shazeer et al. 2017): a token passes the `num_experts_per_token` of `num_experts` that the router
     gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is. `router_bias`:
-    the router is a product with a bias."""
+    the router is a product with a bias.
+
+    `scores`: what the router's numbers become, the softmax over all experts or each one's logistic function. `correction`: a
+    learned number is added to each expert's score where experts are chosen, not where they are weighed (DeepSeek V3,
+    arXiv:2412.19437, section 2.1.2). `weight_scale` multiplies the weights in the end."""
 
     num_experts: int
     num_experts_per_token: int
     expert: DenseSpec
     normalize: bool
     router_bias: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: GroupLimit | None = None
+    weight_scale: float = 1.0
     shared: SharedExpertSpec | None = None
 
     @property
@@ -250,7 +338,7 @@ class MoESpec:
         return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
 
     def num_parameters(self, hidden_size: int) -> int:
-        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias)
+        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias + self.correction)
         if self.shared is None:
             return routed
         return routed + self.shared.mlp.num_parameters(hidden_size) + hidden_size * self.shared.weighed
@@ -311,7 +399,7 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 class LayerSpec:
     """`residual_scale` multiplies what attention and MLP add to the residual (Granite)."""
 
-    attention: AttentionSpec
+    attention: AttentionKind
     mlp: MLPSpec
     block: BlockSpec
     residual_scale: float = 1.0
@@ -322,9 +410,7 @@ class LayerSpec:
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        a = self.attention
-        own = Product("attention", a.q_size + 2 * a.kv_size, hidden_size), Product("attention", hidden_size, a.q_size)
-        return own + self.mlp.products(hidden_size)
+        return self.attention.products(hidden_size) + self.mlp.products(hidden_size)
 
     def num_parameters(self, hidden_size: int) -> int:
         norms = sum(n.num_parameters for n in self.norms.values())
@@ -370,6 +456,16 @@ class ModelSpec:
                     f"num_experts_per_tok ({m.num_experts_per_token}) must be 1 to the number of experts ({m.num_experts})",
                     field="num_experts_per_tok",
                 )
+            g = m.groups if isinstance(m, MoESpec) else None
+            if isinstance(m, MoESpec) and g is not None:
+                each = m.num_experts // g.num_groups
+                fits = m.num_experts % g.num_groups == 0 and each >= (2 if g.by == "best_two" else 1)
+                if not fits or not m.num_experts_per_token <= g.num_chosen * each <= m.num_experts:
+                    raise UnsupportedModelError(
+                        f"{m.num_experts_per_token} of {m.num_experts} experts can't be chosen from {g.num_chosen} of "
+                        f"{g.num_groups} groups",
+                        field="n_group",
+                    )
 
     @property
     def num_layers(self) -> int:
@@ -400,5 +496,5 @@ class ModelSpec:
         return self.embedding_parameters + self.head_parameters + norms + body
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ."""
-        return sum(2 * layer.attention.kv_size * element_bytes for layer in self.layers)
+        """2 · kv_heads · head_dim · bytes (with latent attention: (kv_rank + rotary_dim) · bytes), summed over layers."""
+        return sum(layer.attention.cached_size * element_bytes for layer in self.layers)

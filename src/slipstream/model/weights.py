@@ -47,7 +47,7 @@ def load_parameters(
     """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
     CheckpointError names the tensor at fault."""
     shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
-    values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
         ignored: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def dummy_parameters(
     generator = torch.Generator(device).manual_seed(seed)
     values = {}
     for name, shape in parameters(description.spec).items():
-        value = torch.empty(shape, dtype=dtype, device=device)
+        value = torch.empty(shape, dtype=_dtype(name, dtype), device=device)
         if name.endswith(".bias"):
             value.zero_()
         elif len(shape) == 1:
@@ -109,6 +109,11 @@ def dummy_parameters(
             value.normal_(0.0, 0.02, generator=generator)
         values[name] = value
     return values
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What is added to the scores that experts are chosen by decides among near ones."""
+    return torch.float32 if name.endswith(".correction.weight") else dtype
 
 
 def _place(target: Tensor, placement: Placement) -> Tensor:

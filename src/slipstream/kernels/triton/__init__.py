@@ -23,6 +23,7 @@ from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, linear, moe, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.latent import latent_attention
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 
@@ -146,6 +147,8 @@ class TritonOps(OpSet):
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if kv.latent:
+            return latent_attention(q, kv, meta, scale=scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
@@ -169,8 +172,17 @@ class TritonOps(OpSet):
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return pointwise.activation(x, activation, False, inputs)
 
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
-        return moe.moe(x, router_logits, up, down, spec)
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
+        return moe.moe(x, router_logits, up, down, spec, correction)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -176,6 +176,7 @@ def _rope_kernel(
     T,
     H: tl.constexpr,
     K: tl.constexpr,
+    V: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -190,7 +191,7 @@ def _rope_kernel(
     PDL: tl.constexpr,
 ):
     """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; others
-    pass. Then ⌈T / BLOCK_T⌉ · K programs that bring the values of BLOCK_T tokens into the cache."""
+    pass. Then ⌈T / BLOCK_T⌉ · V programs that bring the values of BLOCK_T tokens into the cache (V = K, or 0: none)."""
     if PDL:
         follow()
     pid = tl.program_id(0)
@@ -198,13 +199,14 @@ def _rope_kernel(
     if pid >= T * pieces:
         pid -= T * pieces
         _store_values(
-            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM
-        )
+            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, V, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED,
+            BY_DIM,
+        )  # fmt: skip
         return
     token = (pid // pieces).to(tl.int64)
     head = pid % pieces * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     is_q, is_k, live = head < H, (head >= H) & (head < H + K), head < H + K
-    source = qkv_ptr + (token * (H + 2 * K) + head) * D
+    source = qkv_ptr + (token * (H + K + V) + head) * D
     slot = tl.load(slots_ptr + token)
     query = q_ptr + (token * H + head) * D
     key = k_ptr + ((slot // BLOCK_SIZE * K + head - H) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
@@ -279,6 +281,7 @@ def _store_values(
     T,
     H: tl.constexpr,
     K: tl.constexpr,
+    V: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -290,7 +293,7 @@ def _store_values(
     block are then written side by side."""
     tokens, ds = piece * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
-    source = qkv_ptr + (tokens.to(tl.int64) * (H + 2 * K) + H + K + head)[:, None] * D + ds[None, :]
+    source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
     scale = 1.0
     if SCALED:
         scale = tl.load(v_scale_ptr + head)
@@ -327,9 +330,9 @@ def rope_and_cache(
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     if num_tokens:
-        turned = num_heads + num_kv_heads
-        block = min(HEADS_AT_ONCE, triton.next_power_of_2(turned))
-        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_AT_ONCE) * num_kv_heads
+        turned, num_values = num_heads + num_kv_heads, 0 if kv.latent else num_kv_heads
+        block = min(HEADS_AT_ONCE, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
+        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_AT_ONCE) * num_values
         _rope_kernel[(grid,)](
             qkv.contiguous(),
             q,
@@ -347,6 +350,7 @@ def rope_and_cache(
             num_tokens,
             H=num_heads,
             K=num_kv_heads,
+            V=num_values,
             D=head_dim,
             R=rotary,
             BLOCK_SIZE=kv.block_size,
@@ -454,5 +458,5 @@ def _copy_kernel(k_ptr, v_ptr, source_ptr, target_ptr, size, BLOCK: tl.constexpr
 def copy_blocks(kv: LayerKV, source: Tensor, target: Tensor) -> None:
     size = kv.k[0].numel()
     _copy_kernel[(len(source), triton.cdiv(size, 1024))](
-        kv.k, kv.v, source.contiguous(), target.contiguous(), size, BLOCK=1024
+        kv.k, kv.k if kv.latent else kv.v, source.contiguous(), target.contiguous(), size, BLOCK=1024
     )

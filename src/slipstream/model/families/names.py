@@ -16,7 +16,7 @@ from slipstream.model.parameters import (
     Untwine,
     parameters,
 )
-from slipstream.model.spec import LayerSpec, ModelSpec, MoESpec
+from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one", "untwine", "untwine_transpose"]
@@ -123,8 +123,11 @@ def gguf_table(
 
 
 def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
+    if stem != "attention.qkv":
+        return whole // 2, whole // 2
     a = layer.attention
-    return (a.q_size, a.kv_size, a.kv_size) if stem == "attention.qkv" else (whole // 2, whole // 2)
+    assert isinstance(a, AttentionSpec)
+    return a.q_size, a.kv_size, a.kv_size
 
 
 def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0) -> Transform | None:
