@@ -119,6 +119,7 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
             if (inner := product.inner) % scheme.multiple:
                 name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
                 name = "hidden_size" if inner == spec.hidden_size else name
+                name = "q_lora_rank" if inner == getattr(layer.attention, "q_rank", None) else name
                 other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "
