@@ -39,8 +39,9 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
     "cli": (
-        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", *DESCRIPTION),
-        *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
+        *(*BASE, "hub", "plan", "engine", "server", "bench", *DESCRIPTION),
+        *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
+        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }

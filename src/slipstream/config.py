@@ -37,6 +37,7 @@ class DeviceFacts:
     num_threads: int = 1
     compute_capability: tuple[int, int] | None = None
     dtype_reason: str = ""
+    isa: str | None = None  # of the C++ kernels, on a CPU where they are built
 
     @property
     def is_cuda(self) -> bool:

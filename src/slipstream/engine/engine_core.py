@@ -20,7 +20,7 @@ import torch
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import EngineError
-from slipstream.hub import resolve_model, tiles_folder
+from slipstream.hub import machine_folder, resolve_model, tiles_folder
 from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
@@ -70,7 +70,7 @@ class EngineCore:
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
         progress("device")
-        config = resolve(args, description, detect(args.device, args.num_threads))
+        config = resolve(args, description, detect(args.device, machine_folder(), num_threads=args.num_threads))
         found = time.perf_counter() - begin
         progress("weights")
         tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())

@@ -395,13 +395,14 @@ def select_ops(
     tiles: TileTable = NO_TILES,
     *,
     num_threads: int = 1,
+    isa: str | None = None,
     deterministic: bool = False,
     dense_copies: bool = False,
 ) -> OpSet:
     """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
-    CPU auto is cpu, the C++ kernels with `num_threads`, or torch where they are not built (`slipstream doctor` says so).
-    `tiles` are for triton, and so are `deterministic` (the result for a token depends on nothing but the tokens before it)
-    and `dense_copies` (4-bit weights are kept dense as well)."""
+    CPU auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the last that the machine has), or
+    torch where they are not built (`slipstream doctor` says so). `tiles` are for triton, and so are `deterministic` (the result
+    for a token depends on nothing but the tokens before it) and `dense_copies` (4-bit weights are kept dense as well)."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
@@ -415,7 +416,7 @@ def select_ops(
     if implementation == "cpu" and device.type == "cpu":
         from slipstream.kernels.cpu import NativeOps
 
-        return NativeOps(num_threads)
+        return NativeOps(num_threads, isa)
     if implementation == "torch" and device.type == "cpu":
         from slipstream.kernels.cpu_torch import CpuOps
 
