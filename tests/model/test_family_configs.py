@@ -18,7 +18,15 @@ from slipstream.kernels.ops import select_ops
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import AlibiSpec, LongRopeScaling, MoESpec, ParallelBlock, PostNormBlock, RopeSpec, SequentialBlock
+from slipstream.model.spec import (
+    AlibiSpec,
+    LongRopeScaling,
+    MoESpec,
+    ParallelBlock,
+    PostNormBlock,
+    RopeSpec,
+    SequentialBlock,
+)
 from slipstream.plan.memory import block_bytes, weights_bytes
 from tests import tiny_models
 from tests.model.harness import CPU, load, run
@@ -311,7 +319,7 @@ def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
         save_file(tensors, file)
 
 
-# --- DeepSeek -------------------------------------------------------------------------------------------------------------------
+# --- DeepSeek -----------------------------------------------------------------------------------------------------------------
 
 
 def deepseek(folder, name="deepseek-v3", **changes):
