@@ -86,6 +86,7 @@ CASES = {
     "phi3-long": ("phi3", {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
     "gemma2-capped": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "olmo2-gqa": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "command-r-plus": ("cohere", {"use_qk_norm": True}),
     "deepseek-v2-groups": (
         "deepseek_v2",
         {

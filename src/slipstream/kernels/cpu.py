@@ -166,6 +166,8 @@ class NativeOps(CpuOps):
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         assert inputs is None
+        if activation not in ACTIVATIONS:
+            return super().activation(x, activation)
         return self._activate(x, activation, x.shape[1], False)
 
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:

@@ -219,10 +219,12 @@ class CpuOps(ReferenceOps):
         if inputs is not None:
             return super().gated_activation(gate_up, activation, inputs=inputs)
         gate, up = gate_up.chunk(2, dim=-1)
-        return activate_gated(gate.float(), up, activation).to(gate_up.dtype)
+        return activate_gated(gate.float(), up.float(), activation).to(gate_up.dtype)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        return super().activation(x, activation, inputs=inputs) if inputs is not None else activate(x, activation)
+        if inputs is not None or not isinstance(activation, str):
+            return super().activation(x, activation, inputs=inputs)
+        return activate(x, activation)
 
     def rope_and_cache(
         self,

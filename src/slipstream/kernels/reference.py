@@ -24,7 +24,7 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec
+from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec, OwnActivation
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
@@ -34,6 +34,9 @@ def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    if isinstance(activation, OwnActivation):
+        made: Tensor = activation.function(gate, up)
+        return made
     return activate(gate, activation) * up
 
 
@@ -42,6 +45,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     match activation:
         case ClampedSwiglu():
             raise AssertionError("gated only")
+        case OwnActivation(function=function):
+            made: Tensor = function(x)
+            return made
         case "silu":
             return F.silu(x)
         case "gelu":

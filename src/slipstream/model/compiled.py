@@ -16,7 +16,15 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.native import ACTIVATIONS, FORM_F32, Program
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import DenseSpec, LatentAttentionSpec, ModelSpec, PostNormBlock, RopeSpec, SequentialBlock
+from slipstream.model.spec import (
+    DenseSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    OwnNorm,
+    PostNormBlock,
+    RopeSpec,
+    SequentialBlock,
+)
 
 if TYPE_CHECKING:
     from slipstream.model.decoder import MLP, Attention, Decoder, Norm
@@ -31,13 +39,15 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: latent attention, mixtures of experts, activations the kernels don't know, norms after the addition or over
+    """Not yet: latent attention, mixtures of experts, activations and norms of one's own, norms after the addition or over
     whole rows of q and k, scaled branches, clipped q, k and v, and embeddings with a norm or a width of their own."""
     if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
         return False
+    if isinstance(spec.final_norm.kind, OwnNorm):
+        return False
     for layer in spec.layers:
         a, norms = layer.attention, layer.norms
-        if isinstance(a, LatentAttentionSpec):
+        if isinstance(a, LatentAttentionSpec) or any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
             return False
         if not isinstance(layer.mlp, DenseSpec) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
             return False

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
 from slipstream.model.compiled import compile_step
@@ -31,6 +32,7 @@ from slipstream.model.spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    OwnNorm,
     ParallelBlock,
     PostNormBlock,
     QKNormSpec,
@@ -55,6 +57,10 @@ class Norm:
     ) -> tuple[Activations, Tensor]:
         """The same, in the form that the product after it wants."""
         s = self.spec
+        if isinstance(s.kind, OwnNorm):
+            total = _sum(x, residual)
+            h = s.kind.function(total.float(), self.weight, self.bias, s.eps).to(x.dtype)
+            return h if inputs is None else ops.quantize(h, inputs), total
         if s.kind == "rms":
             return ops.rms_norm(x, self.weight, s.eps, residual=residual, weight_offset=s.weight_offset, inputs=inputs)
         return ops.layer_norm(x, self.weight, self.bias, s.eps, residual=residual, inputs=inputs)
@@ -110,6 +116,11 @@ class Attention:
         assert self.q_norm is not None
         assert self.k_norm is not None
         q, k, v = qkv.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=1)
+        if norm.over == "each":
+            qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, self.spec.head_dim))
+            weights = torch.cat((self.q_norm, self.k_norm)).float()
+            heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * weights
+            return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
         normed = (
             ops.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
             for x, weight in ((q, self.q_norm), (k, self.k_norm))

@@ -109,7 +109,8 @@ def _attention(a: AttentionSpec, hidden: int) -> dict[str, Shape]:
     found = _linear("attention.qkv", a.q_size + 2 * a.kv_size, hidden, a.qkv_bias)
     for x, size in zip("qk", a.qk_norm_sizes, strict=True):
         if size:
-            found[f"attention.{x}_norm.weight"] = (size,)
+            each = a.qk_norm is not None and a.qk_norm.over == "each"
+            found[f"attention.{x}_norm.weight"] = (size // a.head_dim, a.head_dim) if each else (size,)
     if a.sinks:
         found["attention.sinks.weight"] = (a.num_heads,)
     return found | _linear("attention.out", hidden, a.q_size, a.out_bias)

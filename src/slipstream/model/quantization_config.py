@@ -51,8 +51,8 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
     if kind == "fp8":
         raise read.unsupported(
             "quant_method",
-            "scales for blocks of 128 × 128 (DeepSeek V3) are not supported: take a checkpoint of compressed-tensors with a scale "
-            "a row, or one in bfloat16 with quantization='fp8'",
+            "scales for blocks of 128 × 128 (DeepSeek V3) are not supported: take a checkpoint of compressed-tensors with a "
+            "scale a row, or one in bfloat16 with quantization='fp8'",
         )
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")

@@ -7,8 +7,9 @@ layer, so that layers may differ. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
@@ -28,17 +29,39 @@ class ClampedSwiglu:
         return f"clamped swiglu (±{self.limit:g})"
 
 
-Activation: TypeAlias = NamedActivation | ClampedSwiglu
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnActivation:
+    """One that the kernels don't know (docs/adding-a-model.md): `function(gate, up)` of two float32 tensors, or `function(x)`
+    where nothing is gated. `triton`: a `triton.jit` function of the same, elementwise in float32, which a GPU needs."""
+
+    name: str
+    function: Callable[..., Any]
+    triton: Any = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Activation: TypeAlias = NamedActivation | ClampedSwiglu | OwnActivation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnNorm:
+    """A norm that the kernels don't know: `function(x, weight, bias, eps)` of x [T, E] in float32 → the same; weight [E] and
+    bias [E] or None as they are stored. It runs in torch on every device."""
+
+    name: str
+    function: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias.
+    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function.
 
     Gemma stores its weights less one: weight_offset is 1 there.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer"] | OwnNorm
     size: int
     eps: float
     bias: bool = False
@@ -140,10 +163,10 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKNormSpec:
-    """q and k are RMS-normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), or
-    the `row` of all heads together (OLMo 2)."""
+    """q and k are normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), the `row`
+    of all heads together (OLMo 2), or `each` head with a weight of its own (Command R+): there a layer norm, otherwise RMS."""
 
-    over: Literal["head", "row"]
+    over: Literal["head", "row", "each"]
     eps: float
     weight_offset: float = 0.0
 

@@ -103,7 +103,7 @@ def dummy_parameters(
         value = torch.empty(shape, dtype=_dtype(name, dtype), device=device)
         if name.endswith(".bias"):
             value.zero_()
-        elif len(shape) == 1:
+        elif len(shape) == 1 or name.endswith("norm.weight"):
             value.fill_(1.0)
         else:
             value.normal_(0.0, 0.02, generator=generator)

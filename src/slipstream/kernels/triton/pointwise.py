@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Quantized
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.model.scheme import InputFormat
-from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation
+from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2}
 """How a kernel is told the form of its output rows."""
@@ -369,7 +370,7 @@ def rope_and_cache(
 
 
 ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-CLAMPED_SWIGLU = 5
+CLAMPED_SWIGLU, OWN = 5, 6
 
 
 @triton.jit
@@ -395,6 +396,7 @@ def _activation_kernel(
     alpha,
     limit,
     KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -412,11 +414,27 @@ def _activation_kernel(
         if KIND == 5:  # CLAMPED_SWIGLU
             y = tl.minimum(y, limit)
             y = y * tl.sigmoid(alpha * y) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+        elif KIND == 6:  # OWN
+            y = FUNCTION(y, up)
         else:
             y = _activate(y, KIND) * up
+    elif KIND == 6:
+        y = FUNCTION(y)
     else:
         y = _activate(y, KIND)
     _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
+
+
+def _kind(activation: Activation) -> int:
+    if isinstance(activation, OwnActivation):
+        if activation.triton is None:
+            raise UnsupportedModelError(
+                f"the activation {activation.name!r} has no Triton function, which a GPU needs: give OwnActivation one, or run "
+                "on a CPU",
+                field="activation",
+            )
+        return OWN
+    return CLAMPED_SWIGLU if isinstance(activation, ClampedSwiglu) else ACTIVATIONS[activation]
 
 
 def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | None = None) -> Activations:
@@ -435,7 +453,8 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
             row_size,
             alpha,
             limit,
-            KIND=CLAMPED_SWIGLU if isinstance(kind, ClampedSwiglu) else ACTIVATIONS[kind],
+            KIND=_kind(kind),
+            FUNCTION=kind.triton if isinstance(kind, OwnActivation) else None,
             GATED=gated,
             FORMAT=FORMATS[inputs],
             BLOCK=block,
