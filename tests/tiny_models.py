@@ -130,7 +130,7 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**FAMILIES[family], **overrides}
-    for key in [k for k, v in settings.items() if v is None and k != "pad_token_id"]:
+    for key in [k for k, v in settings.items() if v is None and k not in ("pad_token_id", "q_lora_rank")]:
         del settings[key]
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
-from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
 from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
@@ -115,6 +115,8 @@ def _read_gguf(path: Path) -> ModelDescription:
     assert family.gguf is not None
     prefix = f"{architecture}."
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
+    said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     reader = ConfigReader(said, path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     config = family.gguf.config(reader)
     reader.finish()

@@ -18,6 +18,7 @@ from slipstream.errors import CheckpointError
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
+from slipstream.model.families.base import GGUF_FREQUENCIES
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import (
@@ -50,7 +51,7 @@ def load_parameters(
     values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
-        ignored: tuple[str, ...] = ()
+        ignored: tuple[str, ...] = tuple(re.escape(name) for name in GGUF_FREQUENCIES)
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         ignored = description.family.ignored

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from slipstream.model.families.base import ConfigReader, Family, Names
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.model.families.llama import ROTARY_BUFFERS
-from slipstream.model.families.names import LLAMA, Theirs, table
+from slipstream.model.families.metadata import yarn_gguf_config
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.model.families.pieces import before, gated, model, rms, rope
+from slipstream.model.parameters import Placement, Transpose
 from slipstream.model.spec import (
     GroupLimit,
     LatentAttentionSpec,
@@ -23,6 +25,9 @@ from slipstream.model.spec import (
 
 
 def read_v2(c: ConfigReader) -> ModelSpec:
+    """llama.cpp has one architecture for both."""
+    if c.take("scoring_func", str, "softmax") == "sigmoid":
+        return read_v3(c)
     c.require("norm_topk_prob", False)
     c.require("scoring_func", "softmax")
     method = c.take("topk_method", str, "greedy")
@@ -135,6 +140,67 @@ def names(spec: ModelSpec) -> Names:
     return table({**NAMES, "attention.q": q})(spec)
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """As llama.cpp writes them since it runs latent attention over latents (files from before hold `attn_kv_b`)."""
+    rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
+    m.require("attention.head_count_kv", 1)
+    m.require("attention.key_length", kv_rank + rotary)
+    m.require("attention.value_length", kv_rank)
+    log_multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float, 0.0)
+    groups = m.size("expert_group_count", 1)
+    config: dict[str, Any] = {
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
+        "intermediate_size": m.size("feed_forward_length"),
+        "num_attention_heads": m.size("attention.head_count"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": m.size("attention.key_length_mla") - rotary,
+        "v_head_dim": m.size("attention.value_length_mla"),
+        "kv_lora_rank": kv_rank,
+        "q_lora_rank": m.maybe("attention.q_lora_rank", int),
+        "max_position_embeddings": m.size("context_length"),
+        "rope_theta": m.take("rope.freq_base", float, 10000.0),
+        **yarn_gguf_config(m, mscale=log_multiplier, mscale_all_dim=log_multiplier),
+        "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
+        "hidden_act": "silu",
+        "n_routed_experts": m.size("expert_count"),
+        "n_shared_experts": m.maybe("expert_shared_count", int),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "first_k_dense_replace": m.take("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+        "n_group": groups,
+        "topk_group": m.size("expert_group_used_count", 1),
+        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
+    }
+    m.require("expert_gating_func", 1, 2)
+    if m.take("expert_gating_func", int, 1) == 2:
+        return {**config, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return {**config, "topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
+
+
+GGUF_NAMES: dict[str, Theirs] = {
+    "attention.q_latent": "attn_q_a",
+    "attention.q_norm": "attn_q_a_norm",
+    "attention.latent": "attn_kv_a_mqa",
+    "attention.k_norm": "attn_kv_a_norm",
+    "attention.expand": "attn_kv_b",
+    "correction": {"weight": "exp_probs_b.bias"},
+}
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    """What makes keys of a latent stands apart from what makes values, head by head, and transposed."""
+    a = spec.layers[0].attention
+    assert isinstance(a, LatentAttentionSpec)
+    found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)
+    for i in range(spec.num_layers):
+        expand = found.pop(f"blk.{i}.attn_kv_b.weight").target
+        found[f"blk.{i}.attn_k_b.weight"] = Placement(expand, 0, a.plain_dim, Transpose(), a.num_heads)
+        found[f"blk.{i}.attn_v_b.weight"] = Placement(expand, a.plain_dim, a.value_dim, None, a.num_heads)
+    return found
+
+
 FAMILIES = (
     Family(
         model_type="deepseek_v2",
@@ -142,6 +208,7 @@ FAMILIES = (
         read=read_v2,
         names=names,
         ignored=ROTARY_BUFFERS,
+        gguf=GGUFFamily(architecture="deepseek2", config=gguf_config, names=gguf_names),
     ),
     Family(
         model_type="deepseek_v3",

@@ -65,6 +65,20 @@ def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:
     return {"rope_scaling": {**scaling, **more}}
 
 
+def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Frequencies that are divided one by one, if the file has such tensors: Llama 3.1's for all lengths, LongRoPE's by length."""
+    long = m.maybe("rope_factors_long.weight", list)
+    if long is not None:
+        short, factor = m.take("rope_factors_short.weight", list), m.take("rope.scaling.attn_factor", float)
+        original = m.size("rope.scaling.original_context_length")
+    elif (long := m.maybe("rope_freqs.weight", list)) is not None:
+        short, factor, original = long, 1.0, m.size("context_length")
+    else:
+        return {}
+    factors = {"short_factor": short, "long_factor": long, "attention_factor": factor}
+    return {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}}
+
+
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:
     """Models with layer norms, whose epsilon a config calls `eps`."""
     return _present({**gguf_config(m, partial=partial), eps: m.take("attention.layer_norm_epsilon", float)})
