@@ -66,7 +66,7 @@ def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:
 
 
 def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Frequencies that are divided one by one, if the file has such tensors: Llama 3.1's for all lengths, LongRoPE's by length."""
+    """Frequencies that are divided one by one, if the file has such tensors: Llama 3.1's always, LongRoPE's by length."""
     long = m.maybe("rope_factors_long.weight", list)
     if long is not None:
         short, factor = m.take("rope_factors_short.weight", list), m.take("rope.scaling.attn_factor", float)
