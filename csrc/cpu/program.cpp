@@ -126,12 +126,13 @@ struct Linear : Op {
         tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
         return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
-    void run(Program& p, int chunk, int) override {
+    int64_t scratch_floats(Program&) override { return linear_scratch(args.linear); }
+    void run(Program& p, int chunk, int thread) override {
         const int64_t pair0 = chunk % pair_chunks * pairs_per_chunk, token0 = chunk / pair_chunks * tokens_per_chunk;
         const int64_t pair1 = std::min(pairs, pair0 + pairs_per_chunk);
         const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
-        if (gated) p.kernels().gated(args, pair0, pair1, token0, token1);
-        else p.kernels().linear(args.linear, pair0, pair1, token0, token1);
+        if (gated) p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
+        else p.kernels().linear(args.linear, pair0, pair1, token0, token1, p.scratch(thread));
     }
 };
 

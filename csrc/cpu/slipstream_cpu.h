@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 2  // changes with anything in this file
+#define SS_ABI 4  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -38,6 +38,11 @@ SS_API void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_
                           int64_t row0, const int32_t* to);
 SS_API void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
                            const int32_t* to);
+SS_API void ss_pack_codes4(int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes, const float* scales,
+                           const float* minima, int64_t count, int64_t row0, const int32_t* to);
+SS_API int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed);
+SS_API int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed);
+SS_API void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse);
 SS_API void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count,
                            float* out);
 

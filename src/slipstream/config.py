@@ -383,10 +383,10 @@ def _reject_unsupported(
     for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
         if name == "quantization" and given == checkpoint_scheme == "mxfp4":
             continue  # a CPU expands the experts
-        if on_cpu and given not in (None, "int8", "float32", "bfloat16", "float16"):
+        if on_cpu and given not in (None, "int8", "int4", "int4-g32", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or "
-                f"{off} (or take kernels='reference', which is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int4' and 'int4-g32' too, and GGUF's "
+                f"blocks as they are): take that, or {off} (or take kernels='reference', which is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability

@@ -19,6 +19,7 @@ from slipstream.model.parameters import parameters
 from slipstream.model.positions import rope_table
 from slipstream.model.spec import Llama3Scaling, RopeSpec
 from tests import tiny_models
+from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
 
 
@@ -37,6 +38,9 @@ def write(path, tensors, architecture="llama", **metadata):
         else:
             writer.add_string(key, value)
     for name, (value, kind) in tensors.items():
+        if isinstance(value, np.ndarray) and value.dtype == np.uint8:  # blocks as they are
+            writer.add_tensor(name, value, raw_dtype=gguf.GGMLQuantizationType[kind])
+            continue
         value = np.ascontiguousarray(value, dtype=np.float32)
         if kind == "F32":
             writer.add_tensor(name, value)
@@ -428,7 +432,7 @@ def test_an_unknown_architecture_is_named(tmp_path):
         read_spec(path)
 
 
-@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q8_0", "Q5_0")], ids="+".join)
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q5_1", "Q5_0"), ("Q8_0", "F16")], ids="+".join)
 def test_blocks_are_used_as_they_are(tmp_path, kinds):
     """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
     product that another type fills in part, nothing is taken."""
@@ -447,7 +451,8 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     assert [p.kind for p in attention.qkv.parts] == {
         "Q4_1": [native.Q4M],  # one type: one part
         "Q8_0": [native.Q4, native.Q4, native.Q8],
-        "Q5_0": [native.F32],  # dequantised as a whole
+        "Q5_0": [native.Q5M, native.Q5M, native.Q5],
+        "F16": [native.F32],  # dequantised as a whole
     }[kinds[1]]
     assert [p.kind for p in attention.out.parts] == [native.BLOCK_KINDS[kinds[0]]]
     assert ours.weights_bytes < exact.weights_bytes
@@ -456,6 +461,33 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
     alone = run(ours, tokens[:5], (2, 3))
     assert torch.equal(alone, run(ours, tokens[:5], (2, 3)))
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")], ids="+".join)
+def test_superblocks_are_used_as_they_are(tmp_path, kinds):
+    """As llama.cpp's Q4_K_M and Q5_K_M mix them. What they take is what `info` says beforehand."""
+    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.build(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
+    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
+    shapes = parameters(spec)
+    for name, place in find_gguf_family("llama").gguf.names(spec).items():
+        rows, *inner = shapes[place.target]
+        shape = (rows if place.rows is None else place.rows, *inner)
+        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
+        tensors[name] = (any_blocks(rng, kind, *shape, size=1e-4) if inner else np.ones(shape), kind)
+    metadata = {**LEAST, "block_count": 2, "embedding_length": 256, "feed_forward_length": 512, "attention.head_count_kv": 2}
+    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
+    first, last = (native.BLOCK_KINDS[kind] for kind in kinds)
+    assert [p.kind for p in ours.decoder.layers[1].attention.qkv.parts] == [first, first, last]
+    assert {form.name for form in ours.forms} == set(kinds)
+    norms = sum(v.size for v, kind in tensors.values() if kind == "F32") * 4
+    table = ours.decoder.layers[0].attention.cos_sin
+    planned = ours.description.bytes_on_cpu(4)
+    assert ours.weights_bytes - table.numel() * 4 == planned == sum(f.num_bytes for f in ours.forms) + norms
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    a, b = run(ours, tokens), run(exact, tokens)
+    assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
 
 
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):

@@ -15,7 +15,7 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.model.scheme import CPU_BLOCK_TYPES, SCHEMES
+from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
 from slipstream.model.spec import DenseSpec, LatentAttentionSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         ("hidden size", f"{spec.hidden_size:,}"),
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
+        *([("stored as", "products without their zeros")] if (q := description.quantization) is not None and q.sparse else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"),
     ]
     print_facts(settings.model, rows)
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def stored_as(description: ModelDescription) -> str:
     """A GGUF file's types, and which of them are not blown up on a CPU."""
-    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_TYPES)
+    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
     return types + (f"; on a CPU {kept} used as is" if kept else "")
 

@@ -5,7 +5,10 @@ A whole step runs as one program without coming back to Python (`model/compiled.
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
 
 Weights are packed once, and the packed form replaces the dense one. `int8`: a scale a row; activations are rounded to 8 bits
-with a scale for every 32 of a token. GGUF's Q8_0, Q4_0 and Q4_1 blocks are taken as they are.
+with a scale for every 32 of a token. Of an int8 weight with enough zeros (`SPARSE_FROM`), found in a checkpoint or by rounding,
+only the others are kept, with a bit for each place; pruning in patterns (2:4, N:M) is no case of its own. GGUF's blocks are
+taken as they are (`CPU_BLOCK_BYTES` has the types), and so are 4-bit weights by groups of 128 or 32 (`int4`, GPTQ, AWQ), whose
+inputs are rounded to 8 bits as well: with a scale for every 32 that costs next to nothing (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -29,8 +32,15 @@ from slipstream.kernels.ops import (
     SamplingTensors,
     ScaledLinear,
 )
-from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
+from slipstream.kernels.quantize import ROWS_AT_ONCE, round_linear, unpack4
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 from slipstream.model.spec import Activation
+
+SPARSE_FROM = {"avx512-vbmi2": 0.5, "avx512-bf16": 0.5}
+SPARSE_FROM_ELSEWHERE = 0.8
+"""The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
+the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
+the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +57,16 @@ class NativeLinear(Linear):
 
 
 class NativeOps(CpuOps):
-    """`isa` forces an instruction set (tests); by default the machine's best."""
+    """`isa` forces an instruction set (tests); by default the machine's best. `sparse_from`: instead of `SPARSE_FROM`."""
 
     name = "cpu"
-    block_types = CPU_BLOCK_TYPES
+    block_types = frozenset(CPU_BLOCK_BYTES)
 
-    def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
+    def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
         self.engine = Engine(num_threads, isa)
+        chosen = SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
+        self._sparse_from = chosen if sparse_from is None else sparse_from
         self._arena = Arena()
         self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
@@ -64,9 +76,14 @@ class NativeOps(CpuOps):
     # --- Weights ----------------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
+        if scheme is not None and scheme.name == "int4":
+            scales = torch.float16 if scheme.group_size == 32 and weight.dtype == torch.float32 else weight.dtype
+            return self.adopt_linear(round_linear(weight, bias, scheme, scales))
         if scheme is not None and scheme.name != "int8":
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8'", field="quantization")
-        kind = native.I8 if scheme is not None else native.BF16 if weight.dtype == torch.bfloat16 else native.F32
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8' or 'int4'", field="quantization")
+        if scheme is not None:
+            return _native(weight, bias, (self._eight_bits(weight, None),))
+        kind = native.BF16 if weight.dtype == torch.bfloat16 else native.F32
         packed = Packed.empty(kind, weight.shape[0], weight.shape[1], self._arena)
         packed.put_dense(weight)
         return _native(weight, bias, (packed,))
@@ -74,13 +91,24 @@ class NativeOps(CpuOps):
     def adopt_linear(self, w: Linear) -> NativeLinear:
         if isinstance(w, BlockLinear):
             return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
+        if isinstance(w, GroupedLinear):
+            stand_in = torch.empty(len(w.weight), w.weight.shape[1] * 4, device="meta", dtype=w.scales.dtype)
+            return _native(stand_in, w.bias, (_pack_groups(w, self._arena),))
         if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
-            packed = Packed.empty(native.I8, w.weight.shape[0], w.weight.shape[1], self._arena)
-            packed.put_codes(w.weight, w.scales)
-            return _native(torch.empty_like(w.weight, device="meta", dtype=w.out_dtype), w.bias, (packed,))
+            stand_in = torch.empty_like(w.weight, device="meta", dtype=w.out_dtype)
+            return _native(stand_in, w.bias, (self._eight_bits(w.weight, w.scales),))
         raise ConfigError(
             "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
         )
+
+    def _eight_bits(self, weight: Tensor, scales: Tensor | None) -> Packed:
+        """Codes with their scales, or numbers that are rounded here, in the form that is faster."""
+        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(0))
+        if scales is None:
+            dense.put_dense(weight)
+        else:
+            dense.put_codes(weight, scales)
+        return dense.sparse(self._arena) if dense.zeros >= self._sparse_from else dense.moved(self._arena)
 
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
         if scheme is not None and scheme.name != "mxfp4":
@@ -93,7 +121,7 @@ class NativeOps(CpuOps):
         raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        if isinstance(tied, NativeLinear) and all(p.kind != native.I8 for p in tied.parts):
+        if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
             return tied  # the head's rows are the table's, exactly
         return self.adopt_linear(table) if isinstance(table, Linear) else table
 
@@ -104,6 +132,11 @@ class NativeOps(CpuOps):
         assert len(table.parts) == 1
         rows = table.parts[0].rows_of(token_ids).to(table.weight.dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        if not isinstance(w, NativeLinear):
+            return super().forms_of(w)
+        return [(native.KIND_NAMES[part.kind], part.data.numel()) for part in w.parts]
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
@@ -309,6 +342,25 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
         packed.put_blocks(piece.blocks.ctypes.data, piece.rows, 0, piece.order)
         parts.append(packed)
     return tuple(parts)
+
+
+def _pack_groups(w: GroupedLinear, arena: Arena) -> Packed:
+    """4-bit codes as they are, with their scales in float32; in groups of 32 in float16, if that holds them exactly, as
+    GGUF's Q4_0."""
+    scales = w.scales.float().T.contiguous()
+    minima = None if w.zeros is None else -w.zeros.float().T * scales
+    kind = native.W4 if minima is None else native.W4M
+    if w.group_size == 32:
+        halves = minima is None and torch.equal(scales.half().float(), scales)
+        kind = native.Q4 if halves else native.W4M32
+        minima = -8 * scales if minima is None and not halves else minima
+    rows, inner = len(w.weight), w.weight.shape[1] * 4
+    packed = Packed.empty(kind, rows, inner, arena)
+    for row in range(0, rows, ROWS_AT_ONCE):
+        some = slice(row, row + ROWS_AT_ONCE)
+        codes = unpack4(w.weight[some], w.chunk).to(torch.uint8)
+        packed.put_codes4(codes, scales[some], None if minima is None else minima[some], row)
+    return packed
 
 
 def _wide(x: Tensor) -> Tensor:

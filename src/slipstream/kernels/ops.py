@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -256,6 +256,11 @@ class OpSet(ABC):
     @abstractmethod
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
         """`prepare_linear` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        """For a person: how the parts of a product's weight are held, and in how many bytes."""
+        tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
+        return [(str(w.weight.dtype).removeprefix("torch."), sum(t.numel() * t.element_size() for t in tensors))]
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

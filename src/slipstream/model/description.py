@@ -13,7 +13,7 @@ from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
-from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -55,7 +55,8 @@ class ModelDescription:
         """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
         if not self.stored:
             return None
-        return sum(t.num_bytes if t.name in CPU_BLOCK_TYPES else t.num_values * dtype_bytes for t in self.stored)
+        held = CPU_BLOCK_BYTES
+        return sum(t.num_values * held[t.name] // 256 if t.name in held else t.num_values * dtype_bytes for t in self.stored)
 
 
 def read_spec(path: Path) -> ModelDescription:

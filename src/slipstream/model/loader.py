@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.ops import Linear, OpSet
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
@@ -17,7 +18,7 @@ from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
-from slipstream.model.scheme import SCHEMES, Scheme
+from slipstream.model.scheme import SCHEMES, Scheme, WeightForm
 from slipstream.model.spec import AttentionSpec, ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
@@ -25,11 +26,13 @@ from slipstream.model.weights import dummy_parameters, load_parameters
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables. `cache_scales`
-    are the checkpoint's, for an 8-bit cache of the form that its description names."""
+    are the checkpoint's, for an 8-bit cache of the form that its description names. `forms` are the
+    products', the largest first."""
 
     description: ModelDescription
     decoder: Decoder
     weights_bytes: int
+    forms: tuple[WeightForm, ...]
     cache_scales: CacheScales | None = None
 
     @property
@@ -87,7 +90,7 @@ def load_model(
         context = max_model_len if max_model_len is not None else description.spec.max_position
         linears = rounded.linears() if rounded is not None else {}
         decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
-    return LoadedModel(description, decoder, _bytes(decoder), cache_scales)
+    return LoadedModel(description, decoder, _bytes(decoder), _forms(decoder), cache_scales)
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
@@ -128,25 +131,31 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                 )
 
 
-def _bytes(decoder: Decoder) -> int:
-    """Bytes of all distinct tensors that the decoder holds."""
-    found: dict[int, int] = {}
-
-    def visit(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.device.type != "meta":  # a packed weight's stand-in
-                key = id(value) if value.is_mkldnn else value.data_ptr()
-                found[key] = value.numel() * value.element_size()
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
+def _held(decoder: Decoder) -> Iterator[object]:
+    """Everything that the decoder's parts hold, inside out or not, with repetitions."""
+    waiting: list[object] = [*vars(decoder).values()]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, (list, tuple)):
+            waiting.extend(value)
         elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
+            waiting.extend(value.values())
         elif hasattr(value, "__dataclass_fields__"):
-            for name in value.__dataclass_fields__:
-                visit(getattr(value, name))
+            waiting.extend(getattr(value, name) for name in value.__dataclass_fields__)
 
-    for value in vars(decoder).values():
-        visit(value)
-    return sum(found.values())
+
+def _bytes(decoder: Decoder) -> int:
+    """Bytes of all distinct tensors that the decoder holds, but a packed weight's stand-in."""
+    tensors = (v for v in _held(decoder) if isinstance(v, torch.Tensor) and v.device.type != "meta")
+    return sum({id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _forms(decoder: Decoder) -> tuple[WeightForm, ...]:
+    linears = {id(v): v for v in _held(decoder) if isinstance(v, Linear)}
+    found: dict[str, list[int]] = {}
+    for w in linears.values():
+        for name, num_bytes in decoder.ops.forms_of(w):
+            found.setdefault(name, []).append(num_bytes)
+    forms = (WeightForm(name, len(sizes), sum(sizes)) for name, sizes in found.items())
+    return tuple(sorted(forms, key=lambda f: -f.num_bytes))

@@ -48,6 +48,15 @@ class Scheme:
         return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How some of a model's products hold their weights: a type or scheme, or `sparse int8`."""
+
+    name: str
+    num_products: int
+    num_bytes: int
+
+
 SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme("fp8", 8, "fp8"),
     "fp8-head": Scheme("fp8", 8, "fp8", head=True),
@@ -58,5 +67,15 @@ SCHEMES: dict[str, Scheme] = {
 }
 """What `quantization=` takes."""
 
-CPU_BLOCK_TYPES = frozenset(("Q8_0", "Q4_0", "Q4_1"))
-"""GGUF's types that a CPU's kernels use as they are; others are dequantised to the model's type."""
+CPU_BLOCK_BYTES = {
+    "Q8_0": 272,
+    "Q4_0": 144,
+    "Q4_1": 160,
+    "Q5_0": 176,
+    "Q5_1": 192,
+    "Q4_K": 148,
+    "Q5_K": 180,
+    "Q6_K": 210,
+}
+"""GGUF's types that a CPU's kernels use as they are, with the bytes that they hold 256 numbers in (csrc/cpu/formats.h): the
+file's, but for Q4_K and Q5_K, whose scales of 6 bits get bytes of their own. Others are dequantised to the model's type."""

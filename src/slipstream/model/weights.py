@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
@@ -32,9 +33,6 @@ from slipstream.model.parameters import (
     Untwine,
     parameters,
 )
-
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
 
 
 def load_parameters(
@@ -54,6 +52,8 @@ def load_parameters(
         ignored: tuple[str, ...] = tuple(re.escape(name) for name in GGUF_FREQUENCIES)
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
+        if description.quantization is not None and description.quantization.sparse:
+            stored = made_dense(stored)
         ignored = description.family.ignored
     filled: set[str] = set()
     prefixes = description.family.prefixes

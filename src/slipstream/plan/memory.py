@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.model.scheme import Scheme
+from slipstream.model.scheme import Scheme, WeightForm
 from slipstream.model.spec import ModelSpec, MoESpec
 
 
@@ -87,7 +87,8 @@ class MemoryLedger:
     """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
 
     `activation_bytes` and `graph_bytes` are measured; `other_bytes` are the sequences' rows (tokens and block tables).
-    One of `num_blocks` is the null block, which holds no sequence's tokens.
+    One of `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as
+    loaded; empty in an estimate.
     """
 
     device: str
@@ -102,6 +103,7 @@ class MemoryLedger:
     num_blocks: int
     block_size: int
     max_model_len: int
+    forms: tuple[WeightForm, ...] = ()
 
     @property
     def used_bytes(self) -> int:
@@ -136,4 +138,9 @@ class MemoryLedger:
             f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of "
             f"{self.max_model_len:,}"
         )
+        if self.forms:
+            lines.append(f"weights of products: {self.describe_forms()}")
         return lines
+
+    def describe_forms(self) -> str:
+        return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)
