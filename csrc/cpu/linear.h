@@ -38,8 +38,9 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
     }
 }
 
-// With one token a product is as fast as its weights come. A panel's codes, scales and minima are three short streams, which the
-// processor's own look-ahead meets anew at each panel; so the next panels' bytes are asked for here. Past the end it is harmless.
+// With few tokens a product is as fast as its weights come. A panel's codes, scales and minima are three short streams, which the
+// processor's own look-ahead meets anew at each panel; so the next panels' bytes are asked for while the first tokens pass these
+// (`ahead`). Past the end it is harmless.
 template <int KIND, int NP>
 static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* codes, const uint8_t* scales, const uint8_t* mins) {
     constexpr int64_t bytes = 64 * code_bits(KIND);
@@ -89,7 +90,7 @@ static inline F minimum_of(const uint8_t* scales, const uint8_t* mins, int64_t g
 
 // MR tokens × NP panels of whole numbers. Each group's sum is exact in int32 and joins the rest in float32.
 template <int KIND, int MR, int NP>
-static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
+static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y, int64_t y_stride) {
     constexpr bool minima = has_mins(KIND) || KIND == KIND_Q4K || KIND == KIND_Q5K;
     constexpr int64_t group_bytes = KIND == KIND_S8 ? 64 : 64 * code_bits(KIND);
     const Layout at(KIND, a.rows, a.inner);
@@ -111,10 +112,10 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
     const uint8_t* next = KIND == KIND_S8 ? a.packed + sparse_panel(a.packed, panel + NP) : nullptr;
     const int64_t step = KIND == KIND_S8 ? (next - codes[0] + at.groups - 1) / at.groups : 0;
     for (int64_t g = 0; g < at.groups; g++) {
-        if (MR == 1 && KIND == KIND_S8) {
+        if (ahead && KIND == KIND_S8) {
             for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(next + i);
             next += step;
-        } else if (MR == 1) {
+        } else if (ahead) {
             PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
         }
         I dot[MR][NP];
@@ -169,7 +170,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
 }
 
 template <int KIND, int MR, int NP>
-static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
+static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y, int64_t y_stride) {
     const Layout at(KIND, a.rows, a.inner);
     const int64_t steps = KIND == KIND_F32 ? a.inner : (a.inner + 1) / 2;
     const uint8_t *codes[NP], *x[MR];
@@ -182,6 +183,7 @@ static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token,
     for (int64_t k = 0; k < steps; k++) {
         B w[NP];
         F f[NP];
+        if (ahead) PANELS __builtin_prefetch(codes[p] + NP * at.code_bytes + k * 64);
         PANELS {
             if (KIND == KIND_F32) f[p] = load((const float*)(codes[p] + k * 64));
             else w[p] = load_b(codes[p] + k * 64);
@@ -201,9 +203,10 @@ static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token,
 
 // Not inlined: `linear` and `gated` share it, and the library is built in half the time.
 template <int KIND, int MR, int NP>
-__attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
-    if (KIND >= KIND_I8) tile_int<KIND, MR, NP>(a, panel, token, y, y_stride);
-    else tile_float<KIND, MR, NP>(a, panel, token, y, y_stride);
+__attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y,
+                                           int64_t y_stride) {
+    if (KIND >= KIND_I8) tile_int<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
+    else tile_float<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
 }
 
 template <int KIND>
@@ -214,20 +217,21 @@ struct Tiles {  // the most tokens at once that the registers hold beside two pa
 
 // y points at the first of these tokens and rows. `count` is at most Tiles::MAX.
 template <int KIND, int NP>
-static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, float* y, int64_t stride) {
+static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, bool ahead, float* y,
+                              int64_t stride) {
     constexpr int MAX = Tiles<KIND>::MAX;
-    if (left >= MAX) return tile<KIND, MAX, NP>(a, panel, token, y, stride), MAX;
-    if (left >= 4) return tile<KIND, 4, NP>(a, panel, token, y, stride), 4;
-    if (left >= 2) return tile<KIND, 2, NP>(a, panel, token, y, stride), 2;
-    return tile<KIND, 1, NP>(a, panel, token, y, stride), 1;
+    if (left >= MAX) return tile<KIND, MAX, NP>(a, panel, token, ahead, y, stride), MAX;
+    if (left >= 4) return tile<KIND, 4, NP>(a, panel, token, ahead, y, stride), 4;
+    if (left >= 2) return tile<KIND, 2, NP>(a, panel, token, ahead, y, stride), 2;
+    return tile<KIND, 1, NP>(a, panel, token, ahead, y, stride), 1;
 }
 
 template <int KIND>
-static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t panels, int64_t token, int64_t left, float* y,
-                                 int64_t stride) {
-    if (panels == 2 && Tiles<KIND>::NP == 2) return some_tokens<KIND, 2>(a, panel, token, left, y, stride);
+static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t panels, int64_t token, int64_t left, bool ahead,
+                                 float* y, int64_t stride) {
+    if (panels == 2 && Tiles<KIND>::NP == 2) return some_tokens<KIND, 2>(a, panel, token, left, ahead, y, stride);
     int done = 0;
-    for (int64_t p = 0; p < panels; p++) done = some_tokens<KIND, 1>(a, panel + p, token, left, y + p * PANEL, stride);
+    for (int64_t p = 0; p < panels; p++) done = some_tokens<KIND, 1>(a, panel + p, token, left, ahead, y + p * PANEL, stride);
     return done;
 }
 
@@ -256,10 +260,10 @@ static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64
         if (unfold) {
             const LinearArgs d = unfolded(a, panel, count, (uint8_t*)scratch);
             for (int64_t t = token0; t < token1;)
-                t += pair_of_panels<KIND_I8>(d, 0, count, t, token1 - t, y + t * a.y_stride, a.y_stride);
+                t += pair_of_panels<KIND_I8>(d, 0, count, t, token1 - t, false, y + t * a.y_stride, a.y_stride);
         } else {
             for (int64_t t = token0; t < token1;)
-                t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, y + t * a.y_stride, a.y_stride);
+                t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, t == token0, y + t * a.y_stride, a.y_stride);
         }
     }
 }
@@ -278,11 +282,11 @@ static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t
         for (int64_t t = token0; t < token1;) {
             int done;
             if (unfold) {
-                done = pair_of_panels<KIND_I8>(dense[0], 0, 2, t, token1 - t, gate, GROUP);
-                pair_of_panels<KIND_I8>(dense[1], 0, 2, t, token1 - t, up, GROUP);
+                done = pair_of_panels<KIND_I8>(dense[0], 0, 2, t, token1 - t, false, gate, GROUP);
+                pair_of_panels<KIND_I8>(dense[1], 0, 2, t, token1 - t, false, up, GROUP);
             } else {
-                done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, gate, GROUP);
-                pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, up, GROUP);
+                done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, t == token0, gate, GROUP);
+                pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, t == token0, up, GROUP);
             }
             for (int i = 0; i < done; i++) {
                 float* v = gate + i * GROUP;
