@@ -351,15 +351,18 @@ def _pack_groups(w: GroupedLinear, arena: Arena) -> Packed:
     minima = None if w.zeros is None else -w.zeros.float().T * scales
     kind = native.W4 if minima is None else native.W4M
     if w.group_size == 32:
+        if minima is None:  # of a group of zeros any scale is right
+            some = (unpack4(part, w.chunk).unflatten(1, (-1, 32)).ne(8).any(-1) for part in w.weight.split(ROWS_AT_ONCE))
+            scales = scales.where(torch.cat([*some]), 0.0)
         halves = minima is None and torch.equal(scales.half().float(), scales)
         kind = native.Q4 if halves else native.W4M32
         minima = -8 * scales if minima is None and not halves else minima
     rows, inner = len(w.weight), w.weight.shape[1] * 4
     packed = Packed.empty(kind, rows, inner, arena)
     for row in range(0, rows, ROWS_AT_ONCE):
-        some = slice(row, row + ROWS_AT_ONCE)
-        codes = unpack4(w.weight[some], w.chunk).to(torch.uint8)
-        packed.put_codes4(codes, scales[some], None if minima is None else minima[some], row)
+        at = slice(row, row + ROWS_AT_ONCE)
+        codes = unpack4(w.weight[at], w.chunk).to(torch.uint8)
+        packed.put_codes4(codes, scales[at], None if minima is None else minima[at], row)
     return packed
 
 
