@@ -129,8 +129,8 @@ def _route_kernel(
     tl.store(weights_ptr + token * TOP + js, weights, mask=js < TOP)
     tl.store(chosen_ptr + token * TOP + js, chosen, mask=js < TOP)
     if COUNTED:
-        there = tl.load(slots_ptr + token) >= block_size
-        tl.atomic_add(counts_ptr + chosen, tl.full((BLOCK_TOP,), 1, tl.int64), mask=(js < TOP) & there, sem="relaxed")
+        one = (tl.load(slots_ptr + token) >= block_size).to(tl.int64)
+        tl.atomic_add(counts_ptr + chosen, one + tl.zeros((BLOCK_TOP,), tl.int64), mask=js < TOP, sem="relaxed")
 
 
 def route(
