@@ -57,7 +57,7 @@ struct AttentionArgs {
     int64_t table_stride;
     float scale, softcap;  // softcap 0: none
     int64_t window;        // 0: none
-    const float* slopes;
+    const float *slopes, *sinks;
     // rope_and_cache
     const int64_t *positions, *slots;
     const float *cos_sin, *q_norm, *k_norm;

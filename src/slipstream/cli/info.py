@@ -16,7 +16,7 @@ from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
-from slipstream.model.spec import DenseSpec, MoESpec
+from slipstream.model.spec import DenseSpec, LatentAttentionSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
 if TYPE_CHECKING:
@@ -101,10 +101,13 @@ def by_cpu_kernels(config: EngineConfig) -> bool:
 def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
-    kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
-    parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
-    if a.window is not None:
-        parts.append(f"window {a.window:,}")
+    if isinstance(a, LatentAttentionSpec):
+        parts = [f"latent attention, {a.num_heads} heads, {a.head_dim} cached"]
+    else:
+        kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
+        parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+        if a.window is not None:
+            parts.append(f"window {a.window:,}")
     if a.position is not None:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
     dense = m if isinstance(m, DenseSpec) else m.expert
@@ -146,6 +149,8 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
+    if scheme is not None and scheme.experts_only and not facts.is_cuda:
+        scheme = None  # expanded
     by_cpu = by_cpu_kernels(config)
     weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme, on_cpu=by_cpu).values())
     if by_cpu and scheme is None:

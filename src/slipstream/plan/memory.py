@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.model.scheme import Scheme, WeightForm
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import ModelSpec, MoESpec
 
 
 def weights_bytes(
     spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None, *, on_cpu: bool = False
 ) -> dict[str, int]:
-    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`, with `on_cpu` as the
-    C++ kernels do. (What they save where a weight is full of zeros is known once it is loaded.)"""
+    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`: with `on_cpu`, as the
+    C++ kernels hold them. (What they save where a weight is full of zeros is known once it is loaded.)"""
     hidden = spec.hidden_size
     counts = {
         "embeddings": spec.embedding_parameters,
@@ -24,6 +24,8 @@ def weights_bytes(
     }
     counts["norms"] = spec.num_parameters - sum(counts.values())
     found = {name: count * dtype_bytes for name, count in counts.items()}
+    corrected = (m.num_experts for m in (layer.mlp for layer in spec.layers) if isinstance(m, MoESpec) and m.correction)
+    found["mlp"] += (4 - dtype_bytes) * sum(corrected)  # in float32
     if scheme is None:
         return found
 
@@ -32,6 +34,8 @@ def weights_bytes(
 
     for layer in spec.layers:
         for product in layer.products(hidden):
+            if scheme.experts_only and product.copies == 1:
+                continue
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
@@ -39,7 +43,8 @@ def weights_bytes(
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size."""
+    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size; of latent attention
+    layers · (kv_rank + rotary_dim) · bytes · block_size."""
     return spec.kv_bytes_per_token(dtype_bytes) * block_size
 
 
