@@ -13,8 +13,8 @@ from slipstream.model.spec import ModelSpec, MoESpec
 def weights_bytes(
     spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None, *, on_cpu: bool = False
 ) -> dict[str, int]:
-    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`: with `on_cpu`, as the
-    C++ kernels hold them. (What they save where a weight is full of zeros is known once it is loaded.)"""
+    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`. `on_cpu`: as
+    the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded."""
     hidden = spec.hidden_size
     counts = {
         "embeddings": spec.embedding_parameters,
