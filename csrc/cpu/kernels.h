@@ -57,7 +57,7 @@ struct AttentionArgs {
     int64_t table_stride;
     float scale, softcap;  // softcap 0: none
     int64_t window;        // 0: none
-    const float* slopes;
+    const float *slopes, *sinks;
     const float* distance_bias;  // [H, 2 · bias_range + 1], by key position − query position cut to ± bias_range
     int64_t bias_range;
     bool causal;  // else a token sees all of its sequence

@@ -125,8 +125,8 @@ def edge_shapes(max_sequences: int = 5, block_sizes: tuple[int, ...] = (4, 16)) 
 
 
 def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Keyword arguments of `attention`: window, soft cap, ALiBi and a bias by distance, each or none; now and then over whole
-    sequences, where there is no window."""
+    """Keyword arguments of `attention`: window, soft cap, ALiBi, sinks and a bias by distance, each or none; now and then over
+    whole sequences, where there is no window."""
     slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / num_heads) for i in range(num_heads)])
     return st.fixed_dictionaries(
         {
@@ -134,6 +134,7 @@ def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
             "window": st.sampled_from([None, None, 1, 3, 16, 17]),
             "softcap": st.sampled_from([None, None, 2.0]),
             "alibi_slopes": st.sampled_from([None, None, slopes]),
+            "sinks": st.sampled_from([None, None, 3 * torch.arange(num_heads).float().cos()]),
             "distance_bias": st.sampled_from([None, None, *(_biases(num_heads, reach) for reach in (3, 20))]),
             "causal": st.sampled_from([True, True, False]),
         }

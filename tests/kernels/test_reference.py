@@ -132,7 +132,7 @@ def test_copy_blocks() -> None:
 # --- Attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_by_loops(case, scale, window, softcap, alibi_slopes, distance_bias, causal):  # type: ignore[no-untyped-def]
+def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks, distance_bias, causal):  # type: ignore[no-untyped-def]
     """Token by token, head by head, key by key, in float64."""
     meta, kv, size = case.meta, case.kv, case.kv.block_size
     out = torch.zeros_like(case.q, dtype=torch.float64)
@@ -156,7 +156,8 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes, distance_bias
             if distance_bias is not None:
                 reach = distance_bias.shape[1] // 2
                 scores += torch.stack([distance_bias[head, reach + max(-reach, min(reach, at - p))] for at in range(low, high)])
-            out[token, head] = scores.softmax(0) @ values
+            sum_of_all = scores.exp().sum() + (0.0 if sinks is None else float(sinks[head].double().exp()))
+            out[token, head] = scores.exp() / sum_of_all @ values
     return out.float()
 
 

@@ -16,7 +16,7 @@ from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
-from slipstream.model.spec import DenseSpec, MoESpec
+from slipstream.model.spec import DenseSpec, LatentAttentionSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks, weights_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config, ledger = estimate(settings, description)
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
-    parts = weights_bytes(spec, DTYPE_BYTES[dtype], SCHEMES[scheme] if scheme else None)
+    parts = weights_bytes(spec, DTYPE_BYTES[dtype], SCHEMES[scheme] if scheme else None, on_cpu=by_cpu_kernels(config))
     if args.json:
         print_json(
             {
@@ -104,17 +104,24 @@ def describe_vectors(description: ModelDescription) -> str:
     return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (", length 1" if how.normalize else "")
 
 
+def by_cpu_kernels(config: EngineConfig) -> bool:
+    return not config.device.facts.is_cuda and config.device.kernels in ("auto", "cpu")
+
+
 def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
-    kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
-    parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
-    if not a.causal:
-        parts.append("both directions")
-    if layer.cross is not None:
-        parts.append("cross attention")
-    if a.window is not None:
-        parts.append(f"window {a.window:,}")
+    if isinstance(a, LatentAttentionSpec):
+        parts = [f"latent attention, {a.num_heads} heads, {a.head_dim} cached"]
+    else:
+        kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
+        parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+        if not a.causal:
+            parts.append("both directions")
+        if layer.cross is not None:
+            parts.append("cross attention")
+        if a.window is not None:
+            parts.append(f"window {a.window:,}")
     if a.position is not None:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
     dense = m if isinstance(m, DenseSpec) else m.expert
@@ -156,8 +163,11 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
-    weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
-    if not facts.is_cuda and config.device.kernels in ("auto", "cpu") and scheme is None:
+    if scheme is not None and scheme.experts_only and not facts.is_cuda:
+        scheme = None  # expanded
+    by_cpu = by_cpu_kernels(config)
+    weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme, on_cpu=by_cpu).values())
+    if by_cpu and scheme is None:
         weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights
     elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.

@@ -104,7 +104,7 @@ class LLM:
         return self.core.phases
 
     def stats(self) -> EngineStats:
-        return self.core.stats()
+        return self.core.stats(experts=True)
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

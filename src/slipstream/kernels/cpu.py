@@ -1,4 +1,5 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, experts and
+latent attention, which are torch's.
 
 A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
@@ -109,12 +110,14 @@ class NativeOps(CpuOps):
             dense.put_codes(weight, scales)
         return dense.sparse(self._arena) if dense.zeros >= self._sparse_from else dense.moved(self._arena)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        if scheme is not None:
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        if scheme is not None and scheme.name != "mxfp4":
             raise ConfigError(f"the CPU's kernels have no {scheme.name} product of experts; leave it out", field="quantization")
-        return super().prepare_experts(weight)
+        return super().prepare_experts(weight, scheme, bias)
 
     def adopt_experts(self, w: Linear) -> Linear:
+        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
+            return super().adopt_experts(w)
         raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
@@ -190,16 +193,21 @@ class NativeOps(CpuOps):
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
         assert inputs is None
+        if activation not in ACTIVATIONS:
+            return super().gated_activation(gate_up, activation)
         return self._activate(gate_up, activation, gate_up.shape[1] // 2, True)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         assert inputs is None
+        if activation not in ACTIVATIONS:
+            return super().activation(x, activation)
         return self._activate(x, activation, x.shape[1], False)
 
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
         out = torch.empty(len(x), size)
         p = Program(self.engine)
-        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, ACTIVATIONS[activation], gated, size)
+        kind = ACTIVATIONS[activation]  # type: ignore[index]
+        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, kind, gated, size)
         self._run(p, len(x))
         return out.to(x.dtype)
 
@@ -219,6 +227,9 @@ class NativeOps(CpuOps):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
+        if kv.latent:
+            options = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=cos_sin)
+            return super().rope_and_cache(qkv, kv, meta, **options, interleaved=interleaved)  # type: ignore[arg-type]
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
         p = Program(self.engine)
         norms = [None if t is None else t.float() for t in (q_norm, k_norm)]
@@ -240,18 +251,22 @@ class NativeOps(CpuOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         distance_bias: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
+        if kv.latent:
+            return super().attention(q, kv, meta, scale=scale)
         _, num_heads, head_dim = q.shape
         out = torch.empty(len(q), num_heads * head_dim)
         p = Program(self.engine)
-        slopes = None if alibi_slopes is None else alibi_slopes.float()
+        of_heads = [None if t is None else t.float() for t in (alibi_slopes, sinks)]
         bias = None if distance_bias is None else distance_bias.float().contiguous()
         reach = 0 if bias is None else bias.shape[1] // 2
         sizes = (num_heads, kv.k.shape[1], head_dim)
         rows = p.bound(_wide(q.flatten(1)))
-        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, slopes, bias, reach, causal)
+        masks = window or 0, softcap or 0.0, *of_heads, bias, reach, causal
+        p.add("attention", rows, p.bound(out), 0, *sizes, scale, *masks)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)
         del kept
@@ -341,15 +356,18 @@ def _pack_groups(w: GroupedLinear, arena: Arena) -> Packed:
     minima = None if w.zeros is None else -w.zeros.float().T * scales
     kind = native.W4 if minima is None else native.W4M
     if w.group_size == 32:
+        if minima is None:  # of a group of zeros any scale is right
+            some = (unpack4(part, w.chunk).unflatten(1, (-1, 32)).ne(8).any(-1) for part in w.weight.split(ROWS_AT_ONCE))
+            scales = scales.where(torch.cat([*some]), 0.0)
         halves = minima is None and torch.equal(scales.half().float(), scales)
         kind = native.Q4 if halves else native.W4M32
         minima = -8 * scales if minima is None and not halves else minima
     rows, inner = len(w.weight), w.weight.shape[1] * 4
     packed = Packed.empty(kind, rows, inner, arena)
     for row in range(0, rows, ROWS_AT_ONCE):
-        some = slice(row, row + ROWS_AT_ONCE)
-        codes = unpack4(w.weight[some], w.chunk).to(torch.uint8)
-        packed.put_codes4(codes, scales[some], None if minima is None else minima[some], row)
+        at = slice(row, row + ROWS_AT_ONCE)
+        codes = unpack4(w.weight[at], w.chunk).to(torch.uint8)
+        packed.put_codes4(codes, scales[at], None if minima is None else minima[at], row)
     return packed
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import Activation
+from slipstream.model.spec import NamedActivation
 
-ABI = 3
+ABI = 5
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 BUILD = "python -m slipstream.kernels.build"
 
@@ -54,7 +54,7 @@ KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
 FORM_F32, FORM_BF16, FORM_Q = range(3)
 """Forms of activations that products read."""
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -105,7 +105,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _I, _L, _L, _P, _P]),
     "add_activation": (None, [_P, _I, _I, _I, _I, _I, _L]),
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
-    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _L, _I]),
+    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),

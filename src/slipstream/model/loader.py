@@ -16,9 +16,10 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES, Scheme, WeightForm
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import AttentionSpec, ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
 
@@ -64,7 +65,7 @@ def load_model(
         check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
-            rounded: RoundedWeights | BlockWeights | None = None
+            rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None
             cache_scales = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
@@ -72,7 +73,10 @@ def load_model(
                 stored, shapes = description.quantization, parameters(description.spec)
                 if stored is not None and stored.scheme is not None:
                     held = SCHEMES[stored.scheme]
-                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                    if stored.method == "mxfp4":
+                        rounded = Mxfp4Weights(shapes, held, dtype=dtype, device=device)
+                    else:
+                        rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
                 elif description.family.gguf is not None and description.format == "gguf" and scheme is None:
                     names = description.family.gguf.names(description.spec)
                     rounded = BlockWeights(GGUFFile(description.path), names, shapes, ops.block_types, dtype)
@@ -91,9 +95,19 @@ def load_model(
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
     """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
+    if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.products(spec.hidden_size)):
+        raise ConfigError(
+            f"{scheme.name} is for mixtures of experts, and the model has none; use 'int4', 'fp8' or 'int8'",
+            field="quantization",
+        )
     if scheme.inputs is not None:
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
-        kv_rows = [("num_kv_heads · head_dim", layer.attention.kv_size) for layer in spec.all_layers]
+        kv_rows = [
+            ("num_kv_heads · head_dim", a.kv_size)
+            if isinstance(a, AttentionSpec)
+            else ("kv_lora_rank + qk_rope_head_dim", a.head_dim)
+            for a in (layer.attention for layer in spec.all_layers)
+        ]
         for name, rows in (*heads, *kv_rows):
             if rows % 16:
                 raise ConfigError(
@@ -103,9 +117,12 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                 )
     for layer in spec.all_layers:
         for product in layer.products(spec.hidden_size):
+            if scheme.experts_only and product.copies == 1:
+                continue
             if (inner := product.inner) % scheme.multiple:
                 name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
                 name = "hidden_size" if inner == spec.hidden_size else name
+                name = "q_lora_rank" if inner == getattr(layer.attention, "q_rank", None) else name
                 other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from slipstream.model.families.base import ConfigReader
 from slipstream.model.scheme import SCHEMES, InputFormat
 
-Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
+Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4"]
 """How a checkpoint's tensors are called and packed. GPTQ's first version writes zero points less one."""
 
 PREFIX = "quantization_config."
@@ -48,7 +48,13 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
     """UnsupportedModelError names the field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
-    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
+    if kind == "fp8":
+        raise read.unsupported(
+            "quant_method",
+            "scales for blocks of 128 × 128 (DeepSeek V3) are not supported: take a checkpoint of compressed-tensors with a "
+            "scale a row, or one in bfloat16 with quantization='fp8'",
+        )
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")
     found = readers[kind](read, tied_embeddings)
@@ -61,6 +67,13 @@ def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("zero_point", True)
     read.require("modules_to_not_convert", [], ["lm_head"])
     return StoredQuantization("awq", _int4(read))
+
+
+def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    kept = read.maybe("modules_to_not_convert", list) or []  # all but the experts, which alone have blocks
+    if any(str(name).rstrip(".*").endswith(("experts", "mlp")) for name in kept):
+        raise read.unsupported("modules_to_not_convert", "experts that are left out are not supported")
+    return StoredQuantization("mxfp4", "mxfp4")
 
 
 def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:

@@ -5,6 +5,7 @@
 | `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token, made as it comes |
 | `int8` | int8 | int8 | the same |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
+| `mxfp4` | floats of 4 bits (e2m1) | the model's type | one a row and group of 32, a power of two; of experts alone |
 
 Rounding at load is symmetric: value = code · scale. (A 4-bit checkpoint may bring zero points of its own.) The largest
 magnitude of a row falls on the end of the range (of a group of 4-bit numbers on 7.5, between its two ends), and codes are
@@ -25,23 +26,25 @@ FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0}
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight. `head`: the output head too."""
+    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight. `head`: the output head too.
+    `experts_only`: all products but those of experts keep the model's type."""
 
-    name: Literal["fp8", "int8", "int4"]
+    name: Literal["fp8", "int8", "int4", "mxfp4"]
     weight_bits: int
     inputs: InputFormat | None
     group_size: int | None = None
     head: bool = False
+    experts_only: bool = False
 
     @property
     def multiple(self) -> int:
         """What the number of a product's inputs must be a multiple of."""
         return 16 if self.group_size is None else max(64, self.group_size)
 
-    def weight_bytes(self, rows: int, inner: int) -> int:
-        """Bytes of a weight [rows, inner], scales included."""
+    def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
+        """Bytes of a weight [rows, inner], scales included. A CPU's kernels hold those of large groups in float32."""
         groups = 1 if self.group_size is None else inner // self.group_size
-        scale_bytes = 4 if self.group_size is None else 2
+        scale_bytes = 4 if self.group_size is None or (on_cpu and self.group_size == 128) else 2
         return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
 
 
@@ -60,6 +63,7 @@ SCHEMES: dict[str, Scheme] = {
     "int8": Scheme("int8", 8, "int8"),
     "int4": Scheme("int4", 4, None, group_size=128),
     "int4-g32": Scheme("int4", 4, None, group_size=32),
+    "mxfp4": Scheme("mxfp4", 4, None, group_size=32, experts_only=True),
 }
 """What `quantization=` takes."""
 

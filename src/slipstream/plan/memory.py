@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.model.scheme import Scheme, WeightForm
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import ModelSpec, MoESpec
 
 
-def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None) -> dict[str, int]:
-    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`."""
+def weights_bytes(
+    spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None, *, on_cpu: bool = False
+) -> dict[str, int]:
+    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`. `on_cpu`: as
+    the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded."""
     hidden = spec.hidden_size
     counts = {
         "embeddings": spec.embedding_parameters,
@@ -21,14 +24,18 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
     }
     counts["norms"] = spec.num_parameters - sum(counts.values())
     found = {name: count * dtype_bytes for name, count in counts.items()}
+    corrected = (m.num_experts for m in (layer.mlp for layer in spec.layers) if isinstance(m, MoESpec) and m.correction)
+    found["mlp"] += (4 - dtype_bytes) * sum(corrected)  # in float32
     if scheme is None:
         return found
 
     def round_product(part: str, rows: int, inner: int, *, beside: bool = False) -> None:
-        found[part] += scheme.weight_bytes(rows, inner) - (0 if beside else rows * inner * dtype_bytes)
+        found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.all_layers:
         for product in layer.products(hidden):
+            if scheme.experts_only and product.copies == 1:
+                continue
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
@@ -36,7 +43,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size."""
+    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size; of latent attention
+    layers · (kv_rank + rotary_dim) · bytes · block_size."""
     return spec.kv_bytes_per_token(dtype_bytes) * block_size
 
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, select_ops
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors, select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
-from slipstream.types import StepPlan, StepResult, TokenLogprobs
+from slipstream.types import ExpertTokens, StepPlan, StepResult, TokenLogprobs
 from slipstream.worker.graphs import DecodeGraphs, ladder
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, upload
 from slipstream.worker.sampler import (
@@ -131,6 +131,9 @@ class ModelRunner:
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
+        self._expert_counts = self.model.decoder.count_experts()
+        self._expert_copy: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._expert_load: ExpertTokens = ()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self.graphs: DecodeGraphs | None = None
@@ -300,6 +303,22 @@ class ModelRunner:
             start += s.num_tokens
         return found
 
+    def expert_load(self) -> ExpertTokens:
+        """Tokens by expert since the start, of each layer with experts. Never waits for a GPU: there the numbers are those of
+        the last call's time, once its copy has arrived."""
+        if not self._expert_counts:
+            return ()
+        copied, event = self._expert_copy or (None, None)
+        if event is None or event.query():
+            counts = self._to_host(torch.cat(list(self._expert_counts.values())))
+            self._expert_copy = counts, self._event()
+            copied = counts if self.device.type == "cpu" else copied
+            if copied is not None:
+                sizes = [len(c) for c in self._expert_counts.values()]
+                by_layer = zip(self._expert_counts, copied.split(sizes), strict=True)
+                self._expert_load = tuple((layer, tuple(c.tolist())) for layer, c in by_layer)
+        return self._expert_load
+
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
@@ -312,12 +331,9 @@ class ModelRunner:
         return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        attention = self.model.spec.layers[layer].attention
-        num_heads, size, dim = attention.num_kv_heads, self.config.cache.block_size, attention.head_dim
-        k = _zeros((num_blocks, num_heads, size, dim), dtype, self.device)
-        if self.ops.values_by_dim(dtype):
-            return k, _zeros((num_blocks, num_heads, dim, size), dtype, self.device).transpose(2, 3)
-        return k, _zeros(k.shape, dtype, self.device)
+        attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
+        by_dim = self.ops.values_by_dim(dtype)
+        return cache_tensors(attention, num_blocks, size, lambda s: _zeros(s, dtype, self.device), values_by_dim=by_dim)
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
         """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that

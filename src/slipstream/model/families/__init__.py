@@ -12,10 +12,12 @@ from slipstream.model.families import (
     bert,
     bloom,
     cohere,
+    deepseek,
     falcon,
     gemma,
     glm,
     gpt,
+    gpt_oss,
     granite,
     llama,
     mpt,
@@ -29,7 +31,10 @@ from slipstream.model.families import (
 )
 from slipstream.model.families.base import Family
 
-MODULES = (bert, bloom, cohere, falcon, gemma, glm, gpt, granite, llama, mpt, neox, olmo, opt, phi, qwen, starcoder, t5)
+MODULES = (
+    *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite),
+    *(llama, mpt, neox, olmo, opt, phi, qwen, starcoder, t5),
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 ENTRY_POINTS = "slipstream.families"
 
