@@ -39,6 +39,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
     "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
+    "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "evals"),
     "cli": (
         *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", *DESCRIPTION),
         *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
@@ -46,7 +47,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
-    "torch": ("kernels", "model", "worker", "engine.engine_core", "evals", "bench.adapters.transformers", "cli.doctor"),
+    "torch": ("kernels", "model", "worker", "engine.engine_core", "evals", "compress", "bench.adapters.transformers", "cli.doctor"),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),

@@ -8,6 +8,9 @@ step's cache belong to the other op sets, and so do rounded weights: training se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,6 +59,29 @@ class AutogradOps(ReferenceOps):
         mask = _mask(length, window, alibi_slopes, q)
         seen = F.scaled_dot_product_attention(padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=scale)
         return seen.transpose(1, 2)[rows]
+
+
+class WatchedOps(AutogradOps):
+    """`watch(weight, x)` is told the input [T, E] of every product, and what every norm norms, by the weight's identity (an
+    expert's is a view of all experts')."""
+
+    def __init__(self, watch: Callable[[Tensor, Tensor], None]) -> None:
+        self.watch = watch
+
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        self.watch(w.weight, x)
+        return super().linear(x, w)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Activations, Tensor]:
+        normed, total = super().rms_norm(x, weight, *args, **options)
+        self.watch(weight, total)
+        return normed, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Activations, Tensor]:
+        normed, total = super().layer_norm(x, weight, *args, **options)
+        self.watch(weight, total)
+        return normed, total
 
 
 def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> Tensor | None:

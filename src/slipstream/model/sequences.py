@@ -7,7 +7,7 @@ new for each layer and dropped with it. `WholeModel` is the decoder as a torch m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,15 +78,15 @@ def run_layer(
 class Block(nn.Module):
     """A layer whose parameters are this module's, by the names of `model.parameters` less their `layers.N.`."""
 
-    def __init__(self, spec: LayerSpec, parameters: dict[str, Tensor], tables: PositionTables) -> None:
+    def __init__(self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables) -> None:
         super().__init__()
-        self.spec, self.tables = spec, tables
+        self.spec, self.ops, self.tables = spec, ops, tables
         register(self, parameters)
 
     def forward(self, pending: Tensor, residual: Tensor | None, batch: SequenceBatch) -> tuple[Tensor, Tensor | None]:
         # Built anew each time: where parameters are sharded, those of this pass are other tensors than the last one's.
-        ops, own = AutogradOps(), dict[str, Tensor](self.named_parameters())
-        return run_layer(build_layer(self.spec, own, ops, self.tables), ops, pending, residual, batch)
+        layer = build_layer(self.spec, dict[str, Tensor](self.named_parameters()), self.ops, self.tables)
+        return run_layer(layer, self.ops, pending, residual, batch)
 
 
 class WholeModel(nn.Module):
@@ -94,24 +94,33 @@ class WholeModel(nn.Module):
 
     `parameters` become this module's (those that require gradients stay so), by their names; the first axis of what goes in
     and comes out is T, the tokens of all sequences. With `recompute`, a block's inner activations are computed again in the
-    backward pass. Sequences may be `max_len` long.
+    backward pass. Sequences may be `max_len` long. `ops` are `AutogradOps`, or such that do more (watch, fake quantisation).
     """
 
-    def __init__(self, spec: ModelSpec, parameters: dict[str, Tensor], *, max_len: int, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Mapping[str, Tensor],
+        *,
+        max_len: int,
+        recompute: bool = False,
+        ops: AutogradOps | None = None,
+    ) -> None:
         super().__init__()
         self.spec, self.max_len, self.recompute = spec, max_len, recompute
+        self.ops = AutogradOps() if ops is None else ops
         tables = PositionTables(max_len, parameters["embed.weight"].device)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(spec.layers):
             prefix = f"layers.{i}."
             own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
-            self.layers.append(Block(layer, own, tables))
+            self.layers.append(Block(layer, own, self.ops, tables))
         register(self, {name: value for name, value in parameters.items() if not name.startswith("layers.")})
 
     def ends(self) -> Decoder:
         """What comes before and after the layers, of this module's parameters as they are now."""
         own: dict[str, Tensor] = {name: value for name, value in self.named_parameters() if not name.startswith("layers.")}
-        return Decoder(self.spec, own, AutogradOps(), max_model_len=1, layers=())
+        return Decoder(self.spec, own, self.ops, max_model_len=1, layers=())
 
     def hidden(self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """[T, E] after the final norm. `each` is told the residual before layer i, and after the last with i = the number of
