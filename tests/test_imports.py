@@ -47,7 +47,10 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
-    "torch": ("kernels", "model", "worker", "engine.engine_core", "evals", "compress", "bench.adapters.transformers", "cli.doctor"),
+    "torch": (
+        *("kernels", "model", "worker", "engine.engine_core", "evals", "compress"),
+        *("bench.adapters.transformers", "cli.doctor"),
+    ),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),
