@@ -39,9 +39,9 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
     "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
-    "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "evals"),
+    "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
-        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", *DESCRIPTION),
+        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
         *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),

@@ -1,1 +1,1 @@
-"""Smaller models, with receipts: quantise, sparsify, prune, distil, and shorten what they are asked."""
+"""A model made smaller or faster, and the receipt that says what it cost."""
