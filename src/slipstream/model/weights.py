@@ -16,13 +16,10 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights
+from slipstream.model.compressed import RoundedWeights, Stored, expanded, is_product
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
-
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
 
 
 def load_parameters(
@@ -45,12 +42,17 @@ def load_parameters(
         ignored = description.family.ignored
     filled: set[str] = set()
     prefixes = description.family.prefixes
+    formats = description.quantization.formats if description.quantization is not None else None
 
     def find(name: str) -> Placement | None:
         key = _canonical(name, prefixes, names)
         return None if key is None else names[key]
 
-    for name, shape, read in stored:
+    def is_expanded(module: str) -> bool:
+        place = find(f"{module}.weight")
+        return place is not None and is_product(place.target) and (rounded is None or place.target not in rounded)
+
+    for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
             continue
         if rounded is not None and rounded.take(name, read, find):
