@@ -46,8 +46,8 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
 
 
 def chunk_of(inner: int, size: int) -> int:
-    """`GroupedLinear.chunk` of a weight with so many inputs in groups of `size`: the longer, the longer the reads; no quarter of
-    a chunk may hold two groups, or fewer than 16 inputs."""
+    """`GroupedLinear.chunk` of a weight with so many inputs in groups of `size`: the longer, the longer the reads; no quarter
+    of a chunk may hold two groups, or fewer than 16 inputs."""
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 

@@ -49,8 +49,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
     products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded. A GGUF file's
-    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first; weights that compressed-tensors
-    rounded are expanded where `ops` has no product with them."""
+    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first; weights that
+    compressed-tensors rounded are expanded where `ops` has no product with them."""
     description = read_spec(path)
     stored, shapes = description.quantization, parameters(description.spec)
     if stored is not None and stored.scheme is not None:

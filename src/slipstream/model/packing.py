@@ -28,7 +28,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
         value = groups[..., i] << shift
         words[..., word] |= value & 0xFFFFFFFF
         words[..., word + 1] |= value >> 32
-    flat = words[..., :bits].flatten(1)[:, :num_words]
+    flat: Tensor = words[..., :bits].flatten(1)[:, :num_words]
     return torch.where(flat >= 2**31, flat - 2**32, flat).to(torch.int32).contiguous()
 
 
@@ -45,7 +45,7 @@ def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
         if shift + bits > 32:
             both |= wide[..., word + 1] << (32 - shift)
         found.append(both & ((1 << bits) - 1))
-    codes = torch.stack(found, dim=-1).flatten(1)[:, :num_codes]
+    codes: Tensor = torch.stack(found, dim=-1).flatten(1)[:, :num_codes]
     return (codes - (1 << bits - 1)).to(torch.int8)
 
 
@@ -53,10 +53,11 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes [rows, inner], scales and zeros [rows, groups] (or scales of one number) → float32 [rows, inner]."""
     if scales.numel() == 1:
         return codes.float() * scales.float()
-    groups = codes.float().unflatten(1, (scales.shape[1], -1))
+    groups: Tensor = codes.float().unflatten(1, (scales.shape[1], -1))
     if zeros is not None:
         groups = groups - zeros.float()[..., None]
-    return (groups * scales.float()[..., None]).flatten(1)
+    products: Tensor = groups * scales.float()[..., None]
+    return products.flatten(1)
 
 
 def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights, Stored, expanded, is_product
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
+from slipstream.model.parameters import MinusOne, Placement, Transform, Transpose, Ungroup, Unpermute, parameters
 
 
 def load_parameters(
