@@ -38,21 +38,23 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.tiles", *DESCRIPTION, "model.gguf"),
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
+    "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
     "cli": (
-        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", *DESCRIPTION),
+        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", *DESCRIPTION),
         *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
-    "torch": ("kernels", "model", "worker", "engine.engine_core", "bench.adapters.transformers", "cli.doctor"),
+    "torch": ("kernels", "model", "worker", "engine.engine_core", "evals", "bench.adapters.transformers", "cli.doctor"),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),
+    "datasets": ("evals.text",),
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
-TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", *DESCRIPTION)
+TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text", *DESCRIPTION)
 
 
 def imported(path: Path) -> set[str]:

@@ -199,7 +199,8 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 class Decoder:
     """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them, the layers' products
     rounded by `scheme`, and then not needed. `rounded` are weights that a checkpoint holds rounded already, by the same
-    names, without their biases."""
+    names, without their biases. `layers`, if given, stand for those that `parameters` would make (training and
+    calibration run layers one at a time, and give none)."""
 
     def __init__(
         self,
@@ -210,6 +211,7 @@ class Decoder:
         max_model_len: int,
         scheme: Scheme | None = None,
         rounded: Mapping[str, Linear] | None = None,
+        layers: Sequence[Layer] | None = None,
     ) -> None:
         rounded = rounded or {}
         self.spec = spec
@@ -232,48 +234,13 @@ class Decoder:
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
         self.device = device = torch.device("cpu") if isinstance(table, Linear) else table.device
         self.dtype = table.weight.dtype if isinstance(table, Linear) else table.dtype
-        tables: dict[RopeSpec, Tensor] = {}
-
-        def attention(s: AttentionSpec, name: str) -> Attention:
-            cos_sin = slopes = None
-            if isinstance(s.position, RopeSpec):
-                if s.position not in tables:
-                    tables[s.position] = rope_table(s.position, max_model_len).to(device)
-                cos_sin = tables[s.position]
-            elif isinstance(s.position, AlibiSpec):
-                slopes = alibi_slopes(s.position, s.num_heads).to(device)
-            return Attention(
-                s,
-                _linear(f"{name}.qkv", parameters, ops, scheme, rounded),
-                _linear(f"{name}.out", parameters, ops, scheme, rounded),
-                parameters.pop(f"{name}.q_norm.weight", None),
-                parameters.pop(f"{name}.k_norm.weight", None),
-                cos_sin,
-                slopes,
-            )
-
-        def mlp(s: DenseSpec, name: str) -> MLP:
-            up, down = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
-            return MLP(s, up, down)
-
-        def mixture(s: MoESpec, name: str) -> MoE:
-            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
-            weighed = s.shared is not None and s.shared.weighed
-            return MoE(
-                s,
-                _linear(f"{name}.router", parameters, ops, None, rounded),
-                up,
-                down,
-                mlp(s.shared.mlp, f"{name}.shared") if s.shared is not None else None,
-                _linear(f"{name}.shared_weight", parameters, ops, None, rounded) if weighed else None,
-            )
-
-        def layer(s: LayerSpec, name: str) -> Layer:
-            norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in s.norms.items()}
-            made = mlp(s.mlp, f"{name}.mlp") if isinstance(s.mlp, DenseSpec) else mixture(s.mlp, name)
-            return Layer(s, attention(s.attention, f"{name}.attention"), made, norms)
-
-        self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
+        if layers is None:
+            tables = PositionTables(max_model_len, device)
+            layers = [
+                build_layer(layer, parameters, ops, tables, name=f"layers.{i}.", scheme=scheme, rounded=rounded)
+                for i, layer in enumerate(spec.layers)
+            ]
+        self.layers = list(layers)
         assert not parameters, f"unused: {list(parameters)}"
         self._compiled = compile_step(self)
 
@@ -310,6 +277,62 @@ class Decoder:
             logits = _scaled(self.ops.linear(hidden, self.head), self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
+
+
+class PositionTables:
+    """Rotary tables and ALiBi slopes, one of each for all the layers that have the same."""
+
+    def __init__(self, max_model_len: int, device: torch.device) -> None:
+        self.max_model_len, self.device = max_model_len, device
+        self._rope: dict[RopeSpec, Tensor] = {}
+
+    def of(self, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+        """(cos_sin, slopes) of `Attention`."""
+        position = spec.position
+        if isinstance(position, AlibiSpec):
+            return None, alibi_slopes(position, spec.num_heads).to(self.device)
+        if position is None:
+            return None, None
+        if position not in self._rope:
+            self._rope[position] = rope_table(position, self.max_model_len).to(self.device)
+        return self._rope[position], None
+
+
+def build_layer(
+    spec: LayerSpec,
+    parameters: dict[str, Tensor],
+    ops: OpSet,
+    tables: PositionTables,
+    *,
+    name: str = "",
+    scheme: Scheme | None = None,
+    rounded: Mapping[str, Linear] | None = None,
+) -> Layer:
+    """The layer of those `parameters` whose names begin with `name` (they are taken out), as `Decoder` would hold it."""
+    rounded = rounded or {}
+
+    def linear(stem: str, by: Scheme | None = scheme) -> Linear:
+        return _linear(f"{name}{stem}", parameters, ops, by, rounded)
+
+    def dense(s: DenseSpec, stem: str) -> MLP:
+        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
+
+    def mixture(s: MoESpec) -> MoE:
+        up, down = (_experts(f"{name}experts.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+        return MoE(
+            s,
+            linear("router", None),
+            up,
+            down,
+            dense(s.shared.mlp, "shared") if s.shared is not None else None,
+            linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
+        )
+
+    norms = {key: _norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
+    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
+    qkv, out = linear("attention.qkv"), linear("attention.out")
+    q_norm, k_norm = (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
+    return Layer(spec, Attention(spec.attention, qkv, out, q_norm, k_norm, *tables.of(spec.attention)), mlp, norms)
 
 
 def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:

@@ -67,7 +67,7 @@ def load_parameters(
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
-        into = _place(values[placement.target], placement)
+        into = place(values[placement.target], placement)
         expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
         if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
@@ -102,7 +102,7 @@ def dummy_parameters(
     return values
 
 
-def _place(target: Tensor, placement: Placement) -> Tensor:
+def place(target: Tensor, placement: Placement) -> Tensor:
     """The part of a parameter that a tensor fills."""
     whole = target if placement.copies is None else target.unflatten(0, (placement.copies, -1))
     dim = whole.dim() - target.dim()
