@@ -134,7 +134,7 @@ class ModelRunner:
             num_tokens = scheduling.max_num_batched_tokens
             length = min(self.config.model.max_model_len, num_tokens)
             num_rows = min(scheduling.max_num_seqs, num_tokens)
-            kv = self._make_cache(1)
+            kv = self.make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
             hidden = self.model.decoder.forward(tokens, kv, meta)
@@ -150,7 +150,7 @@ class ModelRunner:
         self.config = config
         try:
             with self._phase("cache"):
-                self.kv = self._make_cache(num_blocks)
+                self.kv = self.make_cache(num_blocks)
                 self.rows = self._make_rows()
                 self._synchronize()
         except RuntimeError as error:
@@ -165,6 +165,13 @@ class ModelRunner:
         with self._phase("warm-up"), torch.inference_mode():
             self._warm_up()
         return graph_bytes
+
+    def make_cache(self, num_blocks: int) -> list[LayerKV]:
+        """A cache of `num_blocks` blocks, in the form and with the scales of this runner's."""
+        dtype = TORCH_DTYPES[self.config.cache.dtype]
+        if self.kv_scales is None:
+            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
+        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
@@ -247,12 +254,6 @@ class ModelRunner:
         return found
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
-
-    def _make_cache(self, num_blocks: int) -> list[LayerKV]:
-        dtype = TORCH_DTYPES[self.config.cache.dtype]
-        if self.kv_scales is None:
-            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
-        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention = self.model.spec.layers[layer].attention

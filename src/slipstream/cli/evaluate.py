@@ -1,0 +1,192 @@
+"""`slipstream eval A [B]`: the perplexity of a model on stated text; with B, how far B is from A on it.
+
+A and B are any two checkpoints or formats with one vocabulary. An engine option holds for both, unless its twin for B is given
+(`--quantization-b int8`); without B but with such a twin, A is compared with itself run that way. The exit code is 1 if
+--max-kl is given and broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
+from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+from slipstream.evals.text import TextSettings
+
+if TYPE_CHECKING:
+    from slipstream.evals.divergence import Divergence
+    from slipstream.evals.perplexity import PerplexityResult
+    from slipstream.evals.scorer import Scorer
+
+OPTIONS = (
+    *("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "block_size", "kernels", "tile_table"),
+    *("deterministic", "dense_copies", "num_threads", "download_dir", "load_format", "seed"),
+)
+TWINS = ("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "kernels")
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("eval", help="perplexity of a model, or how far one is from another", description=__doc__)
+    parser.add_argument("a", metavar="A", help=MODEL_HELP)
+    parser.add_argument("b", metavar="B", nargs="?", help="what is compared with A")
+    add_text_options(parser)
+    parser.add_argument("--max-kl", type=float, metavar="X", help="fail if the mean KL(A‖B) is above X nats")
+    parser.add_argument("--worst", type=int, default=3, metavar="N", help="prompts to show where they part most (default: 3)")
+    parser.add_argument("--no-layers", action="store_true", help="leave out the comparison layer by layer")
+    add_output_options(parser)
+    engine = parser.add_argument_group("engine (as in LLM(...))")
+    add_engine_options(engine, without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS))
+    for name in TWINS:
+        flag = f"--{name.replace('_', '-')}-b"
+        engine.add_argument(flag, default=argparse.SUPPRESS, metavar="X", help=f"the same for B: {ENGINE_HELP[name]}")
+    parser.set_defaults(handler=run)
+
+
+def add_text_options(parser: argparse._ActionsContainer) -> None:
+    """The fields of TextSettings, under names that leave room for other options."""
+    default = TextSettings()
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        *("--text",),
+        default=default.source,
+        metavar="X",
+        help=f"a text or .jsonl file, hf:ORG/NAME[:CONFIG[:SPLIT]], or {default.source} (default: {default.source})",
+    )
+    text.add_argument(
+        *("--part",),
+        default=default.part,
+        metavar="X",
+        help=f"evaluation, calibration, or all of it (default: {default.part}, which never calibrates)",
+    )
+    text.add_argument(
+        "--context", type=int, default=default.context, metavar="N", help=f"tokens in a window (default: {default.context})"
+    )
+    text.add_argument("--stride", type=int, metavar="N", help="tokens from one window to the next (default: --context)")
+    text.add_argument(
+        *("--windows",),
+        type=int,
+        default=default.num_windows,
+        metavar="N",
+        help=f"how many windows; 0: all there are (default: {default.num_windows})",
+    )
+
+
+def text_settings(args: argparse.Namespace) -> TextSettings:
+    return TextSettings(
+        source=args.text,
+        part=args.part,
+        context=args.context,
+        stride=args.context if args.stride is None else args.stride,
+        num_windows=args.windows or None,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = text_settings(args)
+    given = vars(args)
+    twins = {name: given[f"{name}_b"] for name in TWINS if f"{name}_b" in given}
+    if args.b is None and not twins:
+        if args.max_kl is not None:
+            raise ConfigError("--max-kl compares two models; give B, or an option for B such as --quantization-b", field="B")
+        return _alone(args, settings)
+    from slipstream.evals.divergence import compare
+    from slipstream.evals.scorer import Scorer
+    from slipstream.evals.text import read_windows
+
+    args_a = engine_args(args, model=args.a)
+    with phases("loading") as phase:
+        phase(args.a)
+        a = Scorer.load(args_a, context=settings.context)
+        # The type that was measured to be the fastest may come out differently the second time: B gets A's.
+        same = {} if args_a.dtype != "auto" else {"dtype": a.settings["dtype"]}
+        phase(args.b or args.a)
+        b = Scorer.load(dataclasses.replace(args_a, **{**same, "model": args.b or args.a, **twins}), context=settings.context)
+        phase("text")
+        windows = read_windows(settings, a.tokenizer, download_dir=args_a.download_dir)
+    with progress_bar("comparing") as bar:
+        found = compare(a, b, windows, num_worst=args.worst, layers=not args.no_layers, progress=bar)
+    broken = args.max_kl is not None and not found.kl.mean <= args.max_kl
+    if args.json:
+        print_json({**_described(a, settings, b), **_numbers(found), "max_kl": args.max_kl, "max_kl_broken": broken})
+    else:
+        _print(a, b, settings, found)
+    if broken:
+        say(f"slipstream: the mean KL of {found.kl.mean:.4g} nats is above --max-kl {args.max_kl:g}")
+    return int(broken)
+
+
+def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
+    from slipstream.evals.perplexity import perplexity
+    from slipstream.evals.scorer import Scorer
+    from slipstream.evals.text import read_windows
+
+    with phases("loading") as phase:
+        phase(args.a)
+        a = Scorer.load(engine_args(args, model=args.a), context=settings.context)
+        windows = read_windows(settings, a.tokenizer, download_dir=getattr(args, "download_dir", None))
+    with progress_bar("reading") as bar:
+        found = perplexity(a, windows, progress=bar)
+    if args.json:
+        print_json({**_described(a, settings), **dataclasses.asdict(found)})
+        return 0
+    print_facts(args.a, [("perplexity", f"{found.perplexity:.3f}"), *_about(a, settings, found)])
+    return 0
+
+
+def _described(a: Scorer, settings: TextSettings, b: Scorer | None = None) -> dict[str, Any]:
+    models = {"a": a} if b is None else {"a": a, "b": b}
+    return {
+        "text": settings,
+        **{k: {"model": s.name, **s.settings, "weights_bytes": s.weights_bytes} for k, s in models.items()},
+    }
+
+
+def _numbers(found: Divergence) -> dict[str, Any]:
+    return {**dataclasses.asdict(found), "perplexity_ratio": found.perplexity_ratio}
+
+
+def _about(a: Scorer, settings: TextSettings, found: PerplexityResult | Divergence) -> list[tuple[str, str]]:
+    part = "all" if settings.part == "all" else f"the {settings.part} part"
+    cut = f"windows of {settings.context} tokens, stride {settings.stride}"
+    return [
+        ("text", f"{settings.source}, {part}"),
+        ("scored", f"{found.num_tokens:,} tokens in {found.num_windows} windows; {cut}"),
+        ("weights", size(a.weights_bytes)),
+        ("run as", _run_as(a)),
+    ]
+
+
+def _run_as(s: Scorer) -> str:
+    rounded = f", {s.settings['quantization']}" if s.settings["quantization"] else ""
+    return f"{s.settings['dtype']}{rounded}, cache in {s.settings['kv_cache_dtype']}, {s.settings['kernels']}"
+
+
+def _print(a: Scorer, b: Scorer, settings: TextSettings, found: Divergence) -> None:
+    change, error = found.perplexity_ratio - 1, found.perplexity_ratio_stderr
+    rows = [
+        ("perplexity", f"{found.perplexity_a:.3f} → {found.perplexity_b:.3f} ({change:+.2%} ± {error:.2%})"),
+        ("KL(A‖B)", f"mean {found.kl.mean:.5f} ± {found.kl.stderr:.5f}, p99 {found.kl.p99:.4f}, max {found.kl.max:.3f} nats"),
+        ("same likeliest token", f"{found.top1_agreement:.2%}"),
+        ("of the five likeliest", f"{found.top5_agreement:.2%} shared"),
+        ("weights", f"{size(a.weights_bytes)} → {size(b.weights_bytes)}"),
+        *[row for row in _about(a, settings, found) if row[0] in ("text", "scored")],
+        ("A run as", _run_as(a)),
+        ("B run as", _run_as(b)),
+    ]
+    print_facts(f"A: {a.name}   B: {b.name}", rows)
+    if found.layers:
+        worst = sorted(found.layers, key=lambda layer: -layer.own)[:3]
+        named = ", ".join(f"layer {w.layer} ({w.own:.2%})" for w in worst)
+        print(f"\nlayers that add the most error of their own: {named}; after the last, {found.layers[-1].state:.2%}")
+    else:
+        print(f"\nno comparison layer by layer: {found.why_no_layers}")
+    for w in found.worst:
+        print(f"\nwindow {w.window}: KL {w.kl:.3f} after …{w.text[-160:]!r}")
+        print(f"  the text goes on with {w.actual!r}")
+        for name, expected, ahead in (("A", w.expected_a, w.continuation_a), ("B", w.expected_b, w.continuation_b)):
+            likely = ", ".join(f"{c.token!r} {c.probability:.0%}" for c in expected[:3])
+            print(f"  {name} expects {likely}; goes on {ahead!r}")
