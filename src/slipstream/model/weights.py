@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -29,10 +29,11 @@ def load_parameters(
     device: torch.device,
     rounded: RoundedWeights | BlockWeights | None = None,
     cache_scales: CacheScales | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
-    CheckpointError names the tensor at fault."""
-    shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
+    """All parameters of the description's model that are `wanted`, by our names, but those that `rounded` and `cache_scales`
+    take. CheckpointError names the tensor at fault."""
+    shapes = {n: s for n, s in parameters(description.spec).items() if (rounded is None or n not in rounded) and wanted(n)}
     values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
@@ -50,7 +51,7 @@ def load_parameters(
 
     def is_expanded(module: str) -> bool:
         place = find(f"{module}.weight")
-        return place is not None and is_product(place.target) and (rounded is None or place.target not in rounded)
+        return place is not None and is_product(place.target) and place.target in values
 
     for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
@@ -67,15 +68,17 @@ def load_parameters(
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
+        if placement.target not in values:
+            continue
         into = place(values[placement.target], placement)
         expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
         if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
             )
-        into.copy_(_transform(read().view(expected), placement.transform))
+        into.copy_(transform(read().view(expected), placement.transform))
         filled.add(key)
-    missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
+    missing = [n for n, place in names.items() if n not in filled and place.target in values]
     if rounded is not None:
         missing += rounded.missing(names)
     if missing:
@@ -110,7 +113,7 @@ def place(target: Tensor, placement: Placement) -> Tensor:
     return whole.narrow(dim, placement.start, rows)
 
 
-def _transform(value: Tensor, transform: Transform | None) -> Tensor:
+def transform(value: Tensor, transform: Transform | None) -> Tensor:
     match transform:
         case None:
             return value

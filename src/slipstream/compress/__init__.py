@@ -1,0 +1,1 @@
+"""Making checkpoints smaller: recipes, and what carries them out."""
