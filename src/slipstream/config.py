@@ -187,7 +187,17 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device, args.quantization or model.scheme, model.kv_cache)
+    held, held_why = model.scheme, "what the checkpoint holds"
+    stored = model.quantization
+    if stored is not None and stored.formats is not None:
+        if args.quantization not in (None, held):
+            raise ConfigError(
+                f"quantization={args.quantization!r}, but the checkpoint's weights are rounded already; leave it out",
+                field="quantization",
+            )
+        if held != "int8" and not device.is_cuda and args.kernels != "reference":
+            held, held_why = None, "the checkpoint's rounded weights are expanded: a CPU's kernels have no product with them"
+    _reject_unsupported(args, device, args.quantization or held, model.kv_cache)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -196,10 +206,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     if dtype == "float16" and not device.is_cuda:
         raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
 
-    quantization = choose("quantization", model.scheme, "model", "what the checkpoint holds")
-    if model.scheme is not None and quantization != model.scheme:
+    quantization = choose("quantization", held, "model", held_why)
+    if held is not None and quantization != held:
         raise ConfigError(
-            f"quantization={quantization!r}, but the checkpoint's weights are {model.scheme}; leave it out",
+            f"quantization={quantization!r}, but the checkpoint's weights are {held}; leave it out",
             field="quantization",
         )
     if quantization is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":

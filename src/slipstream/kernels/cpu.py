@@ -49,6 +49,7 @@ class NativeOps(CpuOps):
 
     name = "cpu"
     block_types = CPU_BLOCK_TYPES
+    rounded = frozenset(("int8",))
 
     def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
         super().__init__()

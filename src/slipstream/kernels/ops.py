@@ -190,6 +190,10 @@ class OpSet(ABC):
     name: str
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `adopt_linear` takes as they are."""
+    rounded: frozenset[str] = frozenset()
+    """The schemes, of fp8, int8 and int4, whose weights `adopt_linear` takes; others are expanded before."""
+    rounded_experts: frozenset[str] = frozenset()
+    """The same of `adopt_experts`."""
 
     def describe(self) -> str:
         """For a person."""

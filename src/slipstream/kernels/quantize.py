@@ -38,18 +38,16 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
         )
     size = scheme.group_size
     assert size is not None
-    chunk = chunk_of(weight.shape[1], scheme)
+    chunk = chunk_of(weight.shape[1], size)
     words, scales = zip(*(_round_groups(rows, size, chunk) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
     return GroupedLinear(
         weight=torch.cat(words), scales=torch.cat(scales, dim=1), bias=bias, group_size=size, chunk=chunk
     )
 
 
-def chunk_of(inner: int, scheme: Scheme) -> int:
-    """`GroupedLinear.chunk` of a weight with so many inputs: the longer, the longer the reads; no quarter of a chunk may hold
-    two groups, or fewer than 16 inputs."""
-    size = scheme.group_size
-    assert size is not None
+def chunk_of(inner: int, size: int) -> int:
+    """`GroupedLinear.chunk` of a weight with so many inputs in groups of `size`: the longer, the longer the reads; no quarter
+    of a chunk may hold two groups, or fewer than 16 inputs."""
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 

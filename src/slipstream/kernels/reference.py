@@ -52,6 +52,7 @@ def route(router_logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
 
 class ReferenceOps(OpSet):
     name = "reference"
+    rounded = rounded_experts = frozenset(("fp8", "int8", "int4"))
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)

@@ -16,13 +16,10 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights
+from slipstream.model.compressed import RoundedWeights, Stored, expanded, is_product
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
-
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+from slipstream.model.parameters import MinusOne, Placement, Transform, Transpose, Ungroup, Unpermute, parameters
 
 
 def load_parameters(
@@ -32,10 +29,11 @@ def load_parameters(
     device: torch.device,
     rounded: RoundedWeights | BlockWeights | None = None,
     cache_scales: CacheScales | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
-    CheckpointError names the tensor at fault."""
-    shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
+    """All parameters of the description's model that are `wanted`, by our names, but those that `rounded` and `cache_scales`
+    take. CheckpointError names the tensor at fault."""
+    shapes = {n: s for n, s in parameters(description.spec).items() if (rounded is None or n not in rounded) and wanted(n)}
     values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
@@ -45,12 +43,17 @@ def load_parameters(
         ignored = description.family.ignored
     filled: set[str] = set()
     prefixes = description.family.prefixes
+    formats = description.quantization.formats if description.quantization is not None else None
 
     def find(name: str) -> Placement | None:
         key = _canonical(name, prefixes, names)
         return None if key is None else names[key]
 
-    for name, shape, read in stored:
+    def is_expanded(module: str) -> bool:
+        place = find(f"{module}.weight")
+        return place is not None and is_product(place.target) and place.target in values
+
+    for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
             continue
         if rounded is not None and rounded.take(name, read, find):
@@ -65,15 +68,17 @@ def load_parameters(
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
+        if placement.target not in values:
+            continue
         into = place(values[placement.target], placement)
         expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
         if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
             )
-        into.copy_(_transform(read().view(expected), placement.transform))
+        into.copy_(transform(read().view(expected), placement.transform))
         filled.add(key)
-    missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
+    missing = [n for n, place in names.items() if n not in filled and place.target in values]
     if rounded is not None:
         missing += rounded.missing(names)
     if missing:
@@ -108,7 +113,7 @@ def place(target: Tensor, placement: Placement) -> Tensor:
     return whole.narrow(dim, placement.start, rows)
 
 
-def _transform(value: Tensor, transform: Transform | None) -> Tensor:
+def transform(value: Tensor, transform: Transform | None) -> Tensor:
     match transform:
         case None:
             return value

@@ -1,0 +1,340 @@
+"""Carrying out a recipe: a checkpoint in, a quantised one out, layer by layer.
+
+    for each layer: load it; rotate; move scales; round product after product; write; run the text through what was written
+
+One layer's weights are in memory at a time, and every layer is calibrated on what the rounded ones before it give. What the
+text is run through is read back from the file that was written, so that an interrupted run goes on exactly where it stood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compress.calibrate import FakeInputs, InputStats, ObservingOps, Stream, load_layer
+from slipstream.compress.checkpoint import (
+    Names,
+    WorkFolder,
+    cache_config,
+    cache_only_config,
+    fingerprint,
+    quantization_config,
+    stored_formats,
+)
+from slipstream.compress.quantize.rounding import Grid, Rounded, gptq, nearest
+from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
+from slipstream.compress.recipe import Calibrate, KVCache, Quantize, Recipe
+from slipstream.errors import ConfigError
+from slipstream.model.description import ModelDescription
+from slipstream.model.parameters import parameters
+from slipstream.model.quantization_config import StoredFormats
+from slipstream.model.save import check_writable
+from slipstream.model.scheme import FORMAT_MAX, WeightFormat
+from slipstream.model.spec import LayerSpec, MoESpec, ParallelBlock
+from slipstream.model.weights import load_parameters
+
+Progress = Callable[[int, int], None]
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "experts.down", "shared.up", "shared.down")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProduct:
+    """`settings` None: it stays as it is. `fmt` is not known before a budget of bits was spent."""
+
+    name: str
+    rows: int
+    inner: int
+    settings: Quantize | None
+    fmt: WeightFormat | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a recipe means for a model. Bytes are those of the tensors in the checkpoint."""
+
+    products: tuple[PlannedProduct, ...]
+    bytes_before: int
+    bytes_after: int
+    needs_text: bool
+
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        """By the names of weights."""
+        return {f"{p.name}.weight": p.fmt for p in self.products if p.fmt is not None}
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the products that are rounded, scales and zero points included."""
+        done = [p for p in self.products if p.fmt is not None]
+        num_bytes = sum(p.fmt.num_bytes(p.rows, p.inner) for p in done if p.fmt is not None)
+        return 8 * num_bytes / max(1, sum(p.rows * p.inner for p in done))
+
+
+def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None) -> Plan:
+    """ConfigError or UnsupportedModelError if the recipe can't be carried out on the model. `bits` are a budget's, by product."""
+    check_writable(source)
+    quantize: Quantize | None = recipe.one(Quantize)
+    shapes, spec = parameters(source.spec), source.spec
+    element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
+    products = []
+    for name, (rows, inner) in _product_shapes(source).items():
+        settings = None if quantize is None else quantize.of(name)
+        fmt = None
+        if settings is not None:
+            budgeted = isinstance(settings.bits, int) or bits is not None
+            fmt = settings.format(inner, None if isinstance(settings.bits, int) or bits is None else bits[name])
+            fmt = fmt if budgeted else dataclasses.replace(fmt, bits=max(2, round(settings.bits.average)))  # type: ignore[union-attr]
+        products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt))
+    if quantize is not None:
+        patterns = (*quantize.ignore, *quantize.overrides)
+        _check_patterns(patterns, [p.name for p in products])
+        if quantize.head and spec.tied_embeddings:
+            raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
+        Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
+        _check_parallel(spec.layers, {p.name: p.fmt for p in products})
+    before = sum(_numel(shape) for shape in shapes.values()) * element
+    after = before + sum(p.fmt.num_bytes(p.rows, p.inner) - p.rows * p.inner * element for p in products if p.fmt is not None)
+    needs = (quantize is not None and quantize.needs_text) or recipe.one(KVCache) is not None
+    return Plan(products=tuple(products), bytes_before=before, bytes_after=after, needs_text=needs)
+
+
+def compress(
+    source: ModelDescription,
+    recipe: Recipe,
+    out: Path,
+    *,
+    windows: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    restart: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Plan:
+    """Write `source` quantised by `recipe` to the folder `out`, which must not be there yet. `windows` are token ids to calibrate
+    on (none are needed where `Plan.needs_text` is False); products run in `dtype`."""
+    first = plan(source, recipe)
+    if first.needs_text and not windows:
+        raise ConfigError("this recipe calibrates: give windows of text", field="windows")
+    text = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if first.needs_text else ""
+    identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text, "dtype": str(dtype)}
+    work = WorkFolder(out, identity, restart=restart)
+    job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
+    total = source.spec.num_layers + 1
+    job.write_ends()
+    progress(1, total)
+    for index in range(source.spec.num_layers):
+        job.do_layer(index)
+        progress(index + 2, total)
+    job.publish()
+    return job.plan
+
+
+class _Job:
+    """One run of `compress`."""
+
+    def __init__(
+        self,
+        source: ModelDescription,
+        recipe: Recipe,
+        plan: Plan,
+        work: WorkFolder,
+        windows: Sequence[Sequence[int]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.source, self.recipe, self.plan, self.work, self.device = source, recipe, plan, work, device
+        self.names = Names(source)
+        self.written = TORCH_DTYPES.get(source.dtype, torch.bfloat16)
+        self.quantize: Quantize | None = recipe.one(Quantize)
+        self.cache: KVCache | None = recipe.one(KVCache)
+        self.formats = plan.formats
+        self.stored = stored_formats(self.names, self.formats) if self.formats else StoredFormats(())
+        self.stream = Stream(source, windows, device=device, dtype=dtype) if windows else None
+
+    def write_ends(self) -> None:
+        """Embeddings, last norm and output head."""
+        if self.work.note("ends") is not None:
+            return
+        values = load_parameters(
+            self.source, dtype=torch.float32, device=self.device, wanted=lambda n: not n.startswith("layers.")
+        )
+        rounded = {}
+        if (fmt := self.formats.get("head.weight")) is not None:
+            rounded["head.weight"] = nearest(values["head.weight"], fmt, self.written, clip=True)
+        self.work.finish("ends", self.names.tensors(values, rounded, {}, self.written), {})
+
+    def do_layer(self, index: int) -> None:
+        """Round a layer, if that is not done yet, and run the text through it."""
+        part, prefix = f"layer-{index:05d}", f"layers.{index}."
+        if (note := self.work.note(part)) is None:
+            values = load_layer(self.source, index, self.device)
+            rounded, note = self.round_layer(index, values)
+            whole = {prefix + name: value for name, value in values.items()}
+            scales = {f"{prefix}{name}.weight": scale for name, scale in note["input_scales"].items()}
+            tensors = [*self.names.tensors(whole, rounded, scales, self.written), *self.cache_scales(index, values)]
+            self.work.finish(part, tensors, note)
+        if self.stream is not None:
+            read = self.names.read(self.work.part(part), self.stored, device=self.device)
+            values = {name.removeprefix(prefix): value for name, value in read.items()}
+            self.stream.states = self.stream.run(index, values, ObservingOps(inputs=self.fake_inputs(index, note)))
+
+    def fake_inputs(self, index: int, note: Mapping[str, Any]) -> dict[str, FakeInputs]:
+        """How the inputs of the layer's products are rounded when it runs."""
+        found = {}
+        for name in ORDER:
+            fmt = self.formats.get(f"layers.{index}.{name}.weight")
+            if fmt is not None and fmt.inputs is not None:
+                found[name] = FakeInputs(fmt.inputs)  # by token also where a scale is written: as Slipstream runs it
+        return found
+
+    @torch.no_grad()
+    def round_layer(self, index: int, values: dict[str, Tensor]) -> tuple[dict[str, Rounded], dict[str, Any]]:
+        """(weights by our names, what to note). `values` become what the layer computes with."""
+        prefix = f"layers.{index}."
+        todo = {p.name.removeprefix(prefix): p for p in self.plan.products if p.name.startswith(prefix) and p.fmt is not None}
+        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}}
+        rounded: dict[str, Rounded] = {}
+        if self.quantize is None or not todo:
+            return rounded, note
+        if self.quantize.scaling is not None:
+            self.move_scales(index, values, todo, note)
+        groups = [[name] for name in ORDER if name in todo] if self.quantize.true_sequential else [[n for n in ORDER if n in todo]]
+        done: dict[str, FakeInputs] = {}
+        for group in groups:
+            stats: Mapping[str, InputStats] = {}
+            if self.stream is not None:
+                stats = self.stream.observe(index, values, group, inputs=done)
+            for name in group:
+                product = todo[name]
+                assert product.settings is not None
+                assert product.fmt is not None
+                before = values[f"{name}.weight"]
+                made = self.round_product(index, name, product.settings, product.fmt, before, stats)
+                rounded[f"{prefix}{name}.weight"] = made
+                values[f"{name}.weight"] = made.numbers()
+                if (own := stats.get(name)) is not None:
+                    note["errors"][name] = relative_error(before, values[f"{name}.weight"], own)
+                if product.fmt.inputs is not None:
+                    done[name] = FakeInputs(product.fmt.inputs)
+                if product.fmt.static_inputs:
+                    note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
+        return rounded, note
+
+    def move_scales(
+        self, index: int, values: dict[str, Tensor], todo: Mapping[str, PlannedProduct], note: dict[str, Any]
+    ) -> None:
+        assert self.stream is not None
+        assert self.quantize is not None
+        layer = self.source.spec.layers[index]
+        prefix = f"layers.{index}."
+        wanted = dict(scaled_products(layer, self.quantize, prefix))
+        stats = self.stream.observe(index, values, [n for n in ORDER if n in wanted], inputs={})
+        for name, fold in wanted.items():
+            product = todo[name]
+            assert product.settings is not None
+            assert product.fmt is not None
+            weight = values[f"{name}.weight"]
+            s, exponent = search_scale(weight, stats[name], fold, product.settings, product.fmt, self.written)
+            note["exponents"][name] = exponent
+            if exponent:
+                scale_inputs(values, name, fold, s, layer.norms, self.written)
+
+    def round_product(
+        self, index: int, name: str, settings: Quantize, fmt: WeightFormat, weight: Tensor, stats: Mapping[str, InputStats]
+    ) -> Rounded:
+        """A layer's product; of experts one after another, those that no token reached to nearest."""
+        mlp = self.source.spec.layers[index].mlp
+        if name.startswith("experts.") and isinstance(mlp, MoESpec):
+            parts = [
+                _round(w, settings, fmt, self.written, stats.get(f"{name}@{i}"))
+                for i, w in enumerate(weight.chunk(mlp.num_experts))
+            ]
+            zeros = [p.grid.zeros for p in parts if p.grid.zeros is not None]
+            grid = Grid(fmt, torch.cat([p.grid.scales for p in parts]), torch.cat(zeros) if zeros else None)
+            return Rounded(grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype))
+        return _round(weight, settings, fmt, self.written, stats.get(name))
+
+    def cache_scales(self, index: int, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """k_scale and v_scale beside the attention's projections, as `model.cache_scales` reads them."""
+        if self.cache is None:
+            return
+        assert self.stream is not None
+        module = self.names.of(f"layers.{index}.attention.qkv.weight")[0].removesuffix(".weight").rpartition(".")[0]
+        for part, top in zip(("k", "v"), self.stream.cache_range(index, values), strict=True):
+            scale = (top if self.cache.per == "head" else top.max()[None]) * self.cache.margin / FORMAT_MAX[self.cache.form]
+            scale = scale.clamp(min=1e-6).to(self.written)
+            yield f"{module}.{part}_scale", scale[:, None, None] if self.cache.per == "head" else scale
+
+    def publish(self) -> None:
+        kv = None if self.cache is None else cache_config(self.cache.form, self.cache.per)
+        if self.formats:
+            config = quantization_config(self.stored, kv)
+        else:
+            assert kv is not None
+            config = cache_only_config(kv)
+        parts = ["ends", *(f"layer-{i:05d}" for i in range(self.source.spec.num_layers))]
+        self.work.publish(self.source, parts, config, self.recipe.as_data())
+
+
+def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
+    if settings.rounding == "gptq" and stats is not None:
+        return gptq(
+            weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip
+        )
+    return nearest(weight, fmt, dtype, clip=settings.clip, stats=stats)
+
+
+def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:
+    """|(W' − W) x|² / |W x|² over the calibration text."""
+    d = after - before
+    return float(((d @ stats.hessian) * d).sum() / ((before @ stats.hessian) * before).sum().clamp(min=1e-30))
+
+
+def _product_shapes(source: ModelDescription) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, shape in parameters(source.spec).items():
+        stem = name.removesuffix(".weight")
+        if name == "head.weight" or stem.split(".", 2)[-1] in ORDER:
+            found[stem] = (shape[0], shape[1])
+    return found
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    from fnmatch import fnmatchcase
+
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"{pattern!r} names no product of this model; they are called like {names[0]!r} (with * for any text)",
+                field="ignore or overrides",
+            )
+
+
+def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]) -> None:
+    """Two products that read one norm's result need it in one form."""
+    for i, layer in enumerate(layers):
+        if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
+            forms = {f.inputs if (f := formats.get(f"layers.{i}.{n}")) is not None else None for n in ("attention.qkv", "mlp.up")}
+            if len(forms) > 1:
+                raise ConfigError(f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form", field="inputs")
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def calibration(recipe: Recipe) -> Calibrate:
+    """The recipe's, or the default."""
+    found: Calibrate | None = recipe.one(Calibrate)
+    return found or Calibrate()
