@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,9 +143,15 @@ class WholeModel(nn.Module):
         """[N, E] → [N, V]"""
         return self.ends().logits(hidden)
 
-    def forward(self, batch: SequenceBatch, read: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits [T, V], or `read` of the final hidden states (inside this module's call, where its parameters are whole)."""
-        hidden = self.hidden(batch)
+    def forward(
+        self,
+        batch: SequenceBatch,
+        read: Callable[[Tensor], Any] | None = None,
+        each: Callable[[int, Tensor], None] | None = None,
+    ) -> Any:
+        """Logits [T, V], or `read` of the final hidden states, inside this module's call: where parameters are sharded they are
+        whole there, and tensors that need gradients must leave as themselves or in a tuple. `each` as in `hidden`."""
+        hidden = self.hidden(batch, each)
         return self.logits(hidden) if read is None else read(hidden)
 
 
