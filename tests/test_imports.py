@@ -36,7 +36,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "model": ("errors", "kernels"),
     "worker": (*BASE, "plan", "kernels", "model"),
     "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.tiles", *DESCRIPTION, "model.gguf"),
-    "server": (*BASE, "plan", "engine"),
+    "server": (*BASE, "plan", "engine", "compress.context"),
     "bench": (*BASE, "plan", "engine"),
     "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
     "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
@@ -58,7 +58,7 @@ HEAVY = {  # third-party package: the parts that may import it
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
-TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text", *DESCRIPTION)
+TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text", "compress.context", *DESCRIPTION)
 
 
 def imported(path: Path) -> set[str]:

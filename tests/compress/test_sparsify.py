@@ -25,7 +25,9 @@ def correlated(seed=0):
     return torch.randn(OUT, INNER, generator=g), x, stats
 
 
-@pytest.mark.parametrize("settings", [{"ratio": 0.3}, {"ratio": 0.5}, {"ratio": 0.7}, {"pattern": "2:4"}, {"pattern": "4:8"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"ratio": 0.3}, {"ratio": 0.5}, {"ratio": 0.7}, {"pattern": "2:4"}, {"pattern": "4:8"}], ids=str
+)
 def test_sparsegpt_errs_less_than_wanda_and_wanda_less_than_magnitude(settings):
     weight, x, stats = correlated()
     errors = []

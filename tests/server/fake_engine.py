@@ -22,6 +22,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     special_ids = frozenset({0})
+    bos_token_id = 0
 
     def encode(self, text, *, add_special_tokens=True):
         return ([0] if add_special_tokens else []) + list(text.encode())

@@ -81,7 +81,8 @@ def sparsify_weight(weight: Tensor, settings: Sparsify, stats: InputStats | None
 
 
 def keep(score: Tensor, ratio: float, pattern: Pattern | None, *, by_row: bool) -> Tensor:
-    """bool [out, in]: what stays of a weight, the highest scores. Exactly the ratio of each row, or of the whole, rounded down."""
+    """bool [out, in]: what stays of a weight, the highest scores. What goes is the ratio of each row, or of the whole, rounded
+    down."""
     if pattern is not None:
         n, m = sizes(pattern)
         check_inner(score.shape[1], pattern)
@@ -104,7 +105,9 @@ def sizes(pattern: Pattern) -> tuple[int, int]:
 
 def check_inner(inner: int, pattern: Pattern) -> None:
     if inner % sizes(pattern)[1]:
-        raise ConfigError(f"pattern={pattern!r} does not divide the {inner} inputs of a product; ignore it there", field="pattern")
+        raise ConfigError(
+            f"pattern={pattern!r} does not divide the {inner} inputs of a product; ignore it there", field="pattern"
+        )
 
 
 def sparsegpt(

@@ -24,6 +24,8 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def bos_token_id(self) -> int | None: ...
+    @property
     def special_ids(self) -> frozenset[int]: ...
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str: ...
@@ -94,6 +96,7 @@ class ServerState:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
+    context_engine: Engine | None = None  # of the small model that shortens prompts
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
