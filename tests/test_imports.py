@@ -39,14 +39,18 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "server": (*BASE, "plan", "engine"),
     "bench": (*BASE, "plan", "engine"),
     "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
+    "compress": (*BASE, "hub", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
-        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", *DESCRIPTION),
+        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
         *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
-    "torch": ("kernels", "model", "worker", "engine.engine_core", "evals", "bench.adapters.transformers", "cli.doctor"),
+    "torch": (
+        *("kernels", "model", "worker", "engine.engine_core", "evals", "compress"),
+        *("bench.adapters.transformers", "cli.doctor"),
+    ),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),

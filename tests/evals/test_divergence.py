@@ -15,7 +15,7 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, EngineError
 from slipstream.evals import scorer as scorer_module
-from slipstream.evals.divergence import compare, token_kl
+from slipstream.evals.divergence import KL_EDGES, compare, token_kl
 from slipstream.evals.perplexity import perplexity
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import Document, Window, cut
@@ -84,6 +84,9 @@ def test_divergence_is_that_of_whole_logits(models):
     shared = [len({*x} & {*y}) / 5 for x, y in zip(p.topk(5).indices.tolist(), q.topk(5).indices.tolist(), strict=True)]
     assert found.top5_agreement == pytest.approx(sum(shared) / len(shared))
     assert 0 < found.top5_agreement < 1
+    assert sum(found.kl.histogram) == len(kl)
+    for count, low, high in zip(found.kl.histogram[1:-1], KL_EDGES[1:], KL_EDGES[2:], strict=False):
+        assert abs(count - ((kl > low) & (kl <= high)).sum()) <= 1
     assert found.perplexity_a == pytest.approx(perplexity(a, cutting).perplexity)
     assert found.perplexity_b == pytest.approx(perplexity(b, cutting).perplexity)
     assert found.perplexity_ratio == pytest.approx(found.perplexity_b / found.perplexity_a)
@@ -209,7 +212,7 @@ def test_command_alone(models, command):
     assert code == 0
     assert found["perplexity"] == pytest.approx(perplexity(a, windows(a)[:2]).perplexity)
     assert found["text"]["num_windows"] == 2
-    assert found["a"]["dtype"] == "float32"
+    assert found["run_as"]["dtype"] == "float32"
     assert "perplexity" in command(models[0])[1]
 
 
@@ -227,14 +230,23 @@ def test_command_compares(models, command):
 
 def test_command_with_a_twin_of_an_option(models, command):
     found = command(models[0], "--json", "--kv-cache-dtype-b=int8")[1]
-    assert (found["a"]["kv_cache_dtype"], found["b"]["kv_cache_dtype"]) == ("float32", "int8")
-    assert found["a"]["model"] == found["b"]["model"]
+    sides = found["original"], found["compressed"]
+    assert [side["run_as"]["kv_cache_dtype"] for side in sides] == ["float32", "int8"]
+    assert sides[0]["model"] == sides[1]["model"]
     assert found["kl"]["mean"] > 0
 
 
 def test_command_keeps_to_a_budget(models, command):
     code, found = command(models[0], models[1], "--json", "--max-kl=1e-9")
     assert code == 1
-    assert found["max_kl_broken"]
+    assert not found["within_max_kl"]
     assert command(models[0], models[1], "--json", "--max-kl=1e9")[0] == 0
-    assert command(models[0], "--json", "--max-kl=1")[1]["error"]["field"] == "B"
+    for option in ("--max-kl=1", "--report=.", "--speed"):
+        assert command(models[0], "--json", option)[1]["error"]["field"] == "B"
+
+
+def test_command_leaves_a_report(models, command, tmp_path):
+    found = command(models[0], models[1], "--json", f"--report={tmp_path}")[1]
+    assert json.loads((tmp_path / "slipstream-report.json").read_text())["kl"] == found["kl"]
+    assert "<html" in (tmp_path / "slipstream-report.html").read_text()
+    assert command(models[0], models[1], "--json", f"--report={tmp_path}/none")[1]["error"]["field"] == "report"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
 from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, add_output_options, engine_args
@@ -18,9 +19,10 @@ from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings
 
 if TYPE_CHECKING:
-    from slipstream.evals.divergence import Divergence
-    from slipstream.evals.perplexity import PerplexityResult
-    from slipstream.evals.scorer import Scorer
+    from collections.abc import Mapping
+    from typing import Any
+
+    from slipstream.compress.report import Report
 
 OPTIONS = (
     *("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "block_size", "kernels", "tile_table"),
@@ -37,6 +39,8 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--max-kl", type=float, metavar="X", help="fail if the mean KL(A‖B) is above X nats")
     parser.add_argument("--worst", type=int, default=3, metavar="N", help="prompts to show where they part most (default: 3)")
     parser.add_argument("--no-layers", action="store_true", help="leave out the comparison layer by layer")
+    parser.add_argument("--report", metavar="DIR", help="leave the whole comparison there, as JSON and as a page")
+    parser.add_argument("--speed", action="store_true", help="with --report: also how fast each of the two generates")
     add_output_options(parser)
     engine = parser.add_argument_group("engine (as in LLM(...))")
     add_engine_options(engine, without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS))
@@ -89,34 +93,42 @@ def run(args: argparse.Namespace) -> int:
     settings = text_settings(args)
     given = vars(args)
     twins = {name: given[f"{name}_b"] for name in TWINS if f"{name}_b" in given}
-    if args.b is None and not twins:
-        if args.max_kl is not None:
-            raise ConfigError("--max-kl compares two models; give B, or an option for B such as --quantization-b", field="B")
-        return _alone(args, settings)
-    from slipstream.evals.divergence import compare
-    from slipstream.evals.scorer import Scorer
-    from slipstream.evals.text import read_windows
+    if args.b is not None or twins:
+        return _compare(args, settings, twins)
+    for name in ("max_kl", "report", "speed"):
+        if given[name]:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} compares two models; give B, or an option for B such as --quantization-b", field="B")
+    return _alone(args, settings)
 
+
+def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[str, Any]) -> int:
+    from slipstream.compress.report import measure, write_report
+
+    folder = None if args.report is None else Path(args.report)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--report {args.report}: there is no such folder; make it first", field="report")
     args_a = engine_args(args, model=args.a)
-    with phases("loading") as phase:
-        phase(args.a)
-        a = Scorer.load(args_a, context=settings.context)
-        # The type that was measured to be the fastest may come out differently the second time: B gets A's.
-        same = {} if args_a.dtype != "auto" else {"dtype": a.settings["dtype"]}
-        phase(args.b or args.a)
-        b = Scorer.load(dataclasses.replace(args_a, **{**same, "model": args.b or args.a, **twins}), context=settings.context)
-        phase("text")
-        windows = read_windows(settings, a.tokenizer, download_dir=args_a.download_dir)
-    with progress_bar("comparing") as bar:
-        found = compare(a, b, windows, num_worst=args.worst, layers=not args.no_layers, progress=bar)
-    broken = args.max_kl is not None and not found.kl.mean <= args.max_kl
+    with progress_bar("loading") as bar:
+        report = measure(
+            args_a,
+            dataclasses.replace(args_a, model=args.b or args.a, **twins),
+            text=settings,
+            speed=args.speed,
+            num_worst=args.worst,
+            layers=not args.no_layers,
+            max_kl=args.max_kl,
+            progress=lambda phase, done, total: bar(done, total),
+        )
+    if folder is not None:
+        write_report(report, folder)
     if args.json:
-        print_json({**_described(a, settings, b), **_numbers(found), "max_kl": args.max_kl, "max_kl_broken": broken})
+        print_json(report.document)
     else:
-        _print(a, b, settings, found)
-    if broken:
-        say(f"slipstream: the mean KL of {found.kl.mean:.4g} nats is above --max-kl {args.max_kl:g}")
-    return int(broken)
+        _print(report)
+    if report.within_max_kl is False:
+        say(f"slipstream: the mean KL of {report.divergence.kl.mean:.4g} nats is above --max-kl {args.max_kl:g}")
+    return int(report.within_max_kl is False)
 
 
 def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
@@ -131,53 +143,49 @@ def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
     with progress_bar("reading") as bar:
         found = perplexity(a, windows, progress=bar)
     if args.json:
-        print_json({**_described(a, settings), **dataclasses.asdict(found)})
+        model = {"model": a.name, "run_as": a.settings, "weights_bytes": a.weights_bytes}
+        print_json({**model, "text": settings, **dataclasses.asdict(found)})
         return 0
-    print_facts(args.a, [("perplexity", f"{found.perplexity:.3f}"), *_about(a, settings, found)])
+    rows = [
+        ("perplexity", f"{found.perplexity:.3f}"),
+        *_about(settings, found.num_tokens, found.num_windows),
+        ("weights", size(a.weights_bytes)),
+        ("run as", _run_as(a.settings)),
+    ]
+    print_facts(args.a, rows)
     return 0
 
 
-def _described(a: Scorer, settings: TextSettings, b: Scorer | None = None) -> dict[str, Any]:
-    models = {"a": a} if b is None else {"a": a, "b": b}
-    return {
-        "text": settings,
-        **{k: {"model": s.name, **s.settings, "weights_bytes": s.weights_bytes} for k, s in models.items()},
-    }
-
-
-def _numbers(found: Divergence) -> dict[str, Any]:
-    return {**dataclasses.asdict(found), "perplexity_ratio": found.perplexity_ratio}
-
-
-def _about(a: Scorer, settings: TextSettings, found: PerplexityResult | Divergence) -> list[tuple[str, str]]:
-    part = "all" if settings.part == "all" else f"the {settings.part} part"
+def _about(settings: TextSettings, num_tokens: int, num_windows: int) -> list[tuple[str, str]]:
+    part = "all of it" if settings.part == "all" else f"the {settings.part} part"
     cut = f"windows of {settings.context} tokens, stride {settings.stride}"
-    return [
-        ("text", f"{settings.source}, {part}"),
-        ("scored", f"{found.num_tokens:,} tokens in {found.num_windows} windows; {cut}"),
-        ("weights", size(a.weights_bytes)),
-        ("run as", _run_as(a)),
-    ]
+    return [("text", f"{settings.source}, {part}"), ("scored", f"{num_tokens:,} tokens in {num_windows} windows; {cut}")]
 
 
-def _run_as(s: Scorer) -> str:
-    rounded = f", {s.settings['quantization']}" if s.settings["quantization"] else ""
-    return f"{s.settings['dtype']}{rounded}, cache in {s.settings['kv_cache_dtype']}, {s.settings['kernels']}"
+def _run_as(settings: Mapping[str, Any]) -> str:
+    rounded = f", {settings['quantization']}" if settings["quantization"] else ""
+    return f"{settings['dtype']}{rounded}, cache in {settings['kv_cache_dtype']}, {settings['kernels']}"
 
 
-def _print(a: Scorer, b: Scorer, settings: TextSettings, found: Divergence) -> None:
+def _print(report: Report) -> None:
+    a, b, found = report.original, report.compressed, report.divergence
     change, error = found.perplexity_ratio - 1, found.perplexity_ratio_stderr
     rows = [
         ("perplexity", f"{found.perplexity_a:.3f} → {found.perplexity_b:.3f} ({change:+.2%} ± {error:.2%})"),
         ("KL(A‖B)", f"mean {found.kl.mean:.5f} ± {found.kl.stderr:.5f}, p99 {found.kl.p99:.4f}, max {found.kl.max:.3f} nats"),
         ("same likeliest token", f"{found.top1_agreement:.2%}"),
         ("of the five likeliest", f"{found.top5_agreement:.2%} shared"),
-        ("weights", f"{size(a.weights_bytes)} → {size(b.weights_bytes)}"),
-        *[row for row in _about(a, settings, found) if row[0] in ("text", "scored")],
-        ("A run as", _run_as(a)),
-        ("B run as", _run_as(b)),
+        ("weights on disk", f"{size(a.file_bytes)} → {size(b.file_bytes)}"),
+        ("in memory", f"{size(a.weights_bytes)} → {size(b.weights_bytes)}"),
+        *(
+            (f"speed, {batch} at once", f"{rate:,.1f} → {b.tokens_per_s[batch]:,.1f} tokens/s")
+            for batch, rate in a.tokens_per_s.items()
+        ),
+        *_about(report.text, found.num_tokens, found.num_windows),
+        ("A run as", _run_as(a.run_as)),
+        ("B run as", _run_as(b.run_as)),
     ]
-    print_facts(f"A: {a.name}   B: {b.name}", rows)
+    print_facts(f"A: {a.model}   B: {b.model}", rows)
     if found.layers:
         worst = sorted(found.layers, key=lambda layer: -layer.own)[:3]
         named = ", ".join(f"layer {w.layer} ({w.own:.2%})" for w in worst)

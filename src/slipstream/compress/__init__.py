@@ -1,1 +1,1 @@
-"""Making checkpoints smaller: recipes, and what carries them out."""
+"""A model made smaller or faster, and the receipt that says what it cost."""

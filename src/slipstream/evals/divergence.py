@@ -28,6 +28,9 @@ TOP = 5
 LAYER_WINDOWS = 4
 """Windows whose layers are compared: a mean over so many tokens does not change any more."""
 
+KL_EDGES = tuple(10 ** (i / 4) for i in range(-24, 5))
+"""Of the histogram of KL over tokens: from 1e-6 to 10 nats, four to a decade."""
+
 SHOWN_CONTEXT = 48
 """Tokens of text shown before a place where the two part."""
 
@@ -36,12 +39,14 @@ CONTINUATION = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of KL over tokens, in nats. p99: 99 of 100 tokens are below it. `stderr` of the mean, from window to window."""
+    """Of KL over tokens, in nats. p99: 99 of 100 tokens do not exceed it. `stderr` of the mean, from window to window.
+    `histogram` counts tokens between `KL_EDGES`; what lies beyond is in the first or the last."""
 
     mean: float
     p99: float
     max: float
     stderr: float
+    histogram: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +145,11 @@ def compare(
     order = means.argsort(descending=True).tolist()
     return Divergence(
         kl=Distribution(
-            mean=float(every.mean()), p99=_percentile(every, 0.99), max=float(every.max()), stderr=_stderr(means, counts)
+            mean=float(every.mean()),
+            p99=_percentile(every, 0.99),
+            max=float(every.max()),
+            stderr=_stderr(means, counts),
+            histogram=_histogram(every),
         ),
         perplexity_a=math.exp(min(sum(nll_a) / total, 700.0)),
         perplexity_b=math.exp(min(sum(nll_b) / total, 700.0)),
@@ -244,6 +253,11 @@ def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> Wor
 def _percentile(values: Tensor, share: float) -> float:
     """The smallest value that `share` of all do not exceed."""
     return float(values.sort().values[max(0, math.ceil(share * len(values)) - 1)])
+
+
+def _histogram(values: Tensor) -> tuple[int, ...]:
+    edges = torch.tensor(KL_EDGES[1:-1], dtype=values.dtype)
+    return tuple(torch.bucketize(values, edges).bincount(minlength=len(KL_EDGES) - 1).tolist())
 
 
 def _stderr(means: Tensor, weights: Tensor) -> float:
