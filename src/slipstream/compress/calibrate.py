@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,10 +116,10 @@ class ObservingOps(AutogradOps):
         fake = self._inputs.get(name.partition("@")[0])
         return super().linear(x if fake is None else fake(x), w)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, **settings: object) -> Tensor:  # type: ignore[override]
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, **settings: Any) -> Tensor:
         if self._on_cache is not None:
             self._on_cache(kv)
-        return super().attention(q, kv, meta, **settings)  # type: ignore[arg-type]
+        return super().attention(q, kv, meta, **settings)
 
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,8 @@
 
 The result is compressed-tensors in safetensors: beside a module's name stand weight_packed (or weight), weight_scale,
 weight_shape, weight_zero_point and input_scale in place of `weight`, and config.json says which module is in which format. All
-else is as in the source. Layers are written to a *work folder* beside the result, one file each, as soon as they are done; a run
+else is as in the source. Layers are written to a *work folder* beside the result, one file each, as soon as they are done; a
+run
 that was interrupted finds them there and goes on. The result appears whole, at the end.
 """
 
@@ -12,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.quantize.rounding import Rounded
-from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.compressed import expanded, is_product
 from slipstream.model.description import ModelDescription, huggingface_config
 from slipstream.model.packing import pack_words
@@ -30,6 +31,7 @@ from slipstream.model.save import copy_surroundings, new_folder, stored, write_c
 from slipstream.model.scheme import InputFormat, WeightFormat
 from slipstream.model.weights import place, transform
 
+RECIPE_NAME = "slipstream-recipe.json"
 FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}
 
 
@@ -41,7 +43,8 @@ class Names:
         prefix = family.prefixes[-1]  # the bare names stand first, for the writers that leave it out
         self.tied = description.spec.tied_embeddings
         self.places: dict[str, Placement] = {
-            ("" if at.target.startswith("head.") else prefix) + name: at for name, at in family.names(description.spec).items()
+            ("" if at.target.startswith("head.") else prefix) + name: at
+            for name, at in family.names(description.spec).items()
         }
         self.shapes = parameters(description.spec)
 
@@ -55,8 +58,8 @@ class Names:
         for name, at in self.places.items():
             if at.target in wanted and (isinstance(at.transform, Transpose) or at.copies is not None):
                 raise UnsupportedModelError(
-                    f"{name} is no [out, in] matrix of one module, which is all that compressed-tensors has a form for; this kind "
-                    "of model can't be quantised",
+                    f"{name} is no [out, in] matrix of one module, which is all that compressed-tensors has a form for; this "
+                    "kind of model can't be quantised",
                     field=name,
                 )
 
@@ -116,7 +119,8 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
 
 
 def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredFormats:
-    """How the checkpoint says which module is in which format; `formats` are by our names of weights. The format of most modules
+    """How the checkpoint says which module is in which format; `formats` are by our names of weights. The format of most
+    modules
     is that of "Linear", others are named."""
     modules: dict[WeightFormat, list[str]] = {}
     ignored = ["lm_head"] if names.tied else []
@@ -128,8 +132,6 @@ def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredF
             modules.setdefault(formats[at.target], []).append(module)
         else:
             ignored.append(module)
-    if not modules:
-        raise ConfigError("the recipe leaves no product to be rounded; ignore fewer", field="ignore")
     most = max(modules, key=lambda fmt: len(modules[fmt]))
     groups = [(("Linear",), most), *((tuple(m), fmt) for fmt, m in modules.items() if fmt is not most)]
     return StoredFormats(tuple(groups), tuple(ignored))
@@ -182,8 +184,12 @@ def _format_name(fmt: WeightFormat) -> str:
 def _weights(fmt: WeightFormat) -> dict[str, Any]:
     strategy = "tensor" if fmt.whole else "channel" if fmt.group_size is None else "group"
     return {
-        **{"num_bits": fmt.bits, "type": fmt.kind, "symmetric": fmt.symmetric, "strategy": strategy},
-        **{"group_size": fmt.group_size, "dynamic": False},
+        "num_bits": fmt.bits,
+        "type": fmt.kind,
+        "symmetric": fmt.symmetric,
+        "strategy": strategy,
+        "group_size": fmt.group_size,
+        "dynamic": False,
     }
 
 
@@ -211,8 +217,8 @@ class WorkFolder:
         kept = self.path / "plan.json"
         if kept.is_file() and kept.read_text() != text:
             raise ConfigError(
-                f"{self.path} holds the layers of an interrupted run with another recipe, model or text; give --restart to drop "
-                "them, or another --out",
+                f"{self.path} holds the layers of an interrupted run with another recipe, model or text; give --restart to "
+                "drop them, or another --out",
                 field="out",
             )
         self.path.mkdir(parents=True, exist_ok=True)
@@ -237,13 +243,22 @@ class WorkFolder:
         os.replace(temporary, self.part(name))
         self._write(self.path / f"{name}.json", json.dumps(note).encode())
 
-    def publish(self, source: ModelDescription, parts: Sequence[str], config: Mapping[str, Any], recipe: Any) -> None:
-        """Make the result of the finished parts, and remove this folder. A GGUF file's tokenizer is written anew."""
+    def publish(
+        self,
+        source: ModelDescription,
+        parts: Sequence[str],
+        config: Mapping[str, Any],
+        recipe: Any,
+        finish: Callable[[Path], None],
+    ) -> None:
+        """Make the result of the finished parts, let `finish` look at it, and remove this folder. A GGUF file's tokenizer is
+        written anew."""
         with new_folder(self.out) as folder:
             write_tensors(folder, self._tensors(parts))
             write_config(folder, {**huggingface_config(source), "quantization_config": dict(config)})
             write_surroundings(folder, source)
-            (folder / "slipstream-recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+            (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
+            finish(folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -271,6 +286,10 @@ def write_surroundings(folder: Path, source: ModelDescription) -> None:
 
 def fingerprint(source: ModelDescription) -> str:
     """Tells one checkpoint from another, by its files' names, sizes and times, not their contents."""
-    files = [source.path] if source.path.is_file() else sorted(source.path.glob("*.safetensors")) + [source.path / "config.json"]
+    files = (
+        [source.path]
+        if source.path.is_file()
+        else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
+    )
     facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -7,8 +7,8 @@ A recipe is a list of steps, in YAML or in Python; each is the step's name alone
     - kv_cache: {form: fp8}
 
 or the name of a preset. What is unknown, missing or of another type is refused by its place ("steps[1].quantize.bits") with
-what is allowed there. Products go by our names, "layers.3.mlp.down" (attention.qkv, attention.out, mlp.up, mlp.down, experts.up,
-experts.down, shared.up, shared.down, and "head"), and patterns with * mean several.
+what is allowed there. Products go by our names, "layers.3.mlp.down" (attention.qkv, attention.out, mlp.up, mlp.down,
+experts.up, experts.down, shared.up, shared.down, and "head"), and patterns with * mean several.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Quantize:
     `inputs` fp8 or int8: both sides of a product have 8 bits, token by token, or with `static_inputs` by one scale found in
     calibration. `scaling` moves magnitude between inputs and weights first, `rounding` chooses codes, and `clip` searches each
     scale for the least squared error. A `group_size` of auto is the largest of 128, 64 and 32 that divides a product's inputs,
-    or a row (channel) for weights that meet 8-bit inputs. `overrides` change format and rounding of the products that a pattern names.
+    or a row (channel) for weights that meet 8-bit inputs. `overrides` change format and rounding of the products that a
+    pattern names.
     """
 
     bits: int | Budget = 4
@@ -99,7 +100,9 @@ class Quantize:
         if self.static_inputs and self.inputs is None:
             raise ConfigError("static_inputs needs inputs: fp8 or int8", field="static_inputs")
         if self.scaling == "smoothquant" and self.inputs is None:
-            raise ConfigError("smoothquant makes inputs easy to round: it needs inputs: int8 or fp8 (or take awq)", field="scaling")
+            raise ConfigError(
+                "smoothquant makes inputs easy to round: it needs inputs: int8 or fp8 (or take awq)", field="scaling"
+            )
         if self.rounding != "nearest" and self.kind == "float":
             raise ConfigError(f"rounding={self.rounding!r} is for integer weights; take nearest", field="rounding")
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
@@ -111,7 +114,8 @@ class Quantize:
             unknown = given.keys() - OVERRIDABLE
             if unknown:
                 raise ConfigError(
-                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can", field=f"overrides.{pattern}"
+                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can",
+                    field=f"overrides.{pattern}",
                 )
             own = build(Quantize, {**_formats_of(self), **given}, f"overrides.{pattern}")
             if isinstance(own.bits, Budget):
@@ -128,14 +132,15 @@ class Quantize:
         return found
 
     def format(self, inner: int, bits: int | None = None) -> WeightFormat:
-        """What is written of a product with so many inputs; `bits` where a budget chose them. ConfigError if groups don't fit."""
+        """What is written of a product with so many inputs; `bits` where a budget chose them. ConfigError if groups don't
+        fit."""
         found = _format(self, bits)
         if self.group_size == "auto" and self.inputs is None and found.kind == "int":
             size = next((s for s in GROUP_SIZES if inner % s == 0), None)
             return dataclasses.replace(found, group_size=size)
         if found.group_size is not None and inner % found.group_size:
             raise ConfigError(
-                f"group_size={found.group_size} does not divide the {inner} inputs of a product; take auto, or override it there",
+                f"group_size={found.group_size} does not divide the {inner} inputs of a product; take auto, or override it",
                 field="group_size",
             )
         return found
@@ -145,7 +150,9 @@ class Quantize:
         """Whether anything depends on the model's activations."""
         asked = (self.rounding, *(given.get("rounding", "nearest") for given in self.overrides.values()))
         static = (self.static_inputs, *(given.get("static_inputs", False) for given in self.overrides.values()))
-        return any(r != "nearest" for r in asked) or any(static) or self.scaling is not None or isinstance(self.bits, Budget)
+        return (
+            any(r != "nearest" for r in asked) or any(static) or self.scaling is not None or isinstance(self.bits, Budget)
+        )
 
 
 GROUP_SIZES = (128, 64, 32)
@@ -219,12 +226,11 @@ def read_recipe(given: str) -> Recipe:
     path = Path(given).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw", field="recipe"
+            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw",
+            field="recipe",
         )
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError("a recipe in a file needs the package pyyaml: pip install pyyaml", field="recipe") from error
+    import yaml
+
     try:
         data = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -271,9 +277,15 @@ def build(kind: type[Any], settings: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     unknown = [k for k in settings if k not in hints]
     if unknown:
-        raise ConfigError(f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}", field=f"{where}.{unknown[0]}")
+        raise ConfigError(
+            f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}", field=f"{where}.{unknown[0]}"
+        )
     values = {k: _value(v, hints[k], f"{where}.{k}") for k, v in settings.items()}
-    lacking = [f.name for f in dataclasses.fields(kind) if f.name not in values and f.default is f.default_factory is dataclasses.MISSING]
+    lacking = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING
+    ]
     if lacking:
         raise ConfigError(f"{where} lacks {lacking[0]!r}", field=f"{where}.{lacking[0]}")
     return _checked(kind(**values), where)
@@ -319,7 +331,9 @@ def _describe(options: Sequence[Any]) -> str:
         elif get_origin(option) is tuple:
             words.append("a list")
         else:
-            words.append("null" if option is type(None) else "a table" if not hasattr(option, "__name__") else option.__name__)
+            words.append(
+                "null" if option is type(None) else "a table" if not hasattr(option, "__name__") else option.__name__
+            )
     return " or ".join(words)
 
 
@@ -338,7 +352,8 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
             raise ConfigError(f"inputs: {q.inputs} go with kind: {'float' if q.inputs == 'fp8' else 'int'}", field="inputs")
         if bits != 8 or not q.symmetric or isinstance(q.group_size, int):
             raise ConfigError(
-                "weights that meet 8-bit inputs have bits: 8, symmetric: true, and group_size: channel or tensor", field="inputs"
+                "weights that meet 8-bit inputs have bits: 8, symmetric: true, and group_size: channel or tensor",
+                field="inputs",
             )
     if q.group_size == "tensor" and q.inputs is None:
         raise ConfigError("group_size: tensor goes with inputs in 8 bits; take channel", field="group_size")

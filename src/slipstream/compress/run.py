@@ -64,6 +64,7 @@ class Plan:
     products: tuple[PlannedProduct, ...]
     bytes_before: int
     bytes_after: int
+    scale_bytes: int
     needs_text: bool
 
     @property
@@ -75,12 +76,13 @@ class Plan:
     def bits_per_weight(self) -> float:
         """Of the products that are rounded, scales and zero points included."""
         done = [p for p in self.products if p.fmt is not None]
-        num_bytes = sum(p.fmt.num_bytes(p.rows, p.inner) for p in done if p.fmt is not None)
+        num_bytes = sum(p.fmt.num_bytes(p.rows, p.inner, self.scale_bytes) for p in done if p.fmt is not None)
         return 8 * num_bytes / max(1, sum(p.rows * p.inner for p in done))
 
 
 def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None) -> Plan:
-    """ConfigError or UnsupportedModelError if the recipe can't be carried out on the model. `bits` are a budget's, by product."""
+    """ConfigError or UnsupportedModelError if the recipe can't be carried out on the model. `bits` are a budget's, by
+    product."""
     check_writable(source)
     quantize: Quantize | None = recipe.one(Quantize)
     shapes, spec = parameters(source.spec), source.spec
@@ -97,14 +99,18 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     if quantize is not None:
         patterns = (*quantize.ignore, *quantize.overrides)
         _check_patterns(patterns, [p.name for p in products])
+        if not any(p.fmt for p in products):
+            raise ConfigError("the recipe leaves no product to be rounded; ignore fewer", field="ignore")
         if quantize.head and spec.tied_embeddings:
             raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
         Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
         _check_parallel(spec.layers, {p.name: p.fmt for p in products})
     before = sum(_numel(shape) for shape in shapes.values()) * element
-    after = before + sum(p.fmt.num_bytes(p.rows, p.inner) - p.rows * p.inner * element for p in products if p.fmt is not None)
+    after = before + sum(
+        p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
+    )
     needs = (quantize is not None and quantize.needs_text) or recipe.one(KVCache) is not None
-    return Plan(products=tuple(products), bytes_before=before, bytes_after=after, needs_text=needs)
+    return Plan(products=tuple(products), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs)
 
 
 def compress(
@@ -117,9 +123,12 @@ def compress(
     dtype: torch.dtype,
     restart: bool = False,
     progress: Progress = lambda done, total: None,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> Plan:
-    """Write `source` quantised by `recipe` to the folder `out`, which must not be there yet. `windows` are token ids to calibrate
-    on (none are needed where `Plan.needs_text` is False); products run in `dtype`."""
+    """Write `source` quantised by `recipe` to the folder `out`, which must not be there yet. `windows` are token ids to
+    calibrate
+    on (none are needed where `Plan.needs_text` is False); products run in `dtype`. `finish` sees
+    the folder before it becomes `out`; if it raises, nothing is written, and what was done is kept for another try."""
     first = plan(source, recipe)
     if first.needs_text and not windows:
         raise ConfigError("this recipe calibrates: give windows of text", field="windows")
@@ -133,7 +142,7 @@ def compress(
     for index in range(source.spec.num_layers):
         job.do_layer(index)
         progress(index + 2, total)
-    job.publish()
+    job.publish(finish)
     return job.plan
 
 
@@ -199,14 +208,20 @@ class _Job:
     def round_layer(self, index: int, values: dict[str, Tensor]) -> tuple[dict[str, Rounded], dict[str, Any]]:
         """(weights by our names, what to note). `values` become what the layer computes with."""
         prefix = f"layers.{index}."
-        todo = {p.name.removeprefix(prefix): p for p in self.plan.products if p.name.startswith(prefix) and p.fmt is not None}
+        todo = {
+            p.name.removeprefix(prefix): p for p in self.plan.products if p.name.startswith(prefix) and p.fmt is not None
+        }
         note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}}
         rounded: dict[str, Rounded] = {}
         if self.quantize is None or not todo:
             return rounded, note
         if self.quantize.scaling is not None:
             self.move_scales(index, values, todo, note)
-        groups = [[name] for name in ORDER if name in todo] if self.quantize.true_sequential else [[n for n in ORDER if n in todo]]
+        groups = (
+            [[name] for name in ORDER if name in todo]
+            if self.quantize.true_sequential
+            else [[n for n in ORDER if n in todo]]
+        )
         done: dict[str, FakeInputs] = {}
         for group in groups:
             stats: Mapping[str, InputStats] = {}
@@ -273,7 +288,7 @@ class _Job:
             scale = scale.clamp(min=1e-6).to(self.written)
             yield f"{module}.{part}_scale", scale[:, None, None] if self.cache.per == "head" else scale
 
-    def publish(self) -> None:
+    def publish(self, finish: Callable[[Path], None]) -> None:
         kv = None if self.cache is None else cache_config(self.cache.form, self.cache.per)
         if self.formats:
             config = quantization_config(self.stored, kv)
@@ -281,14 +296,12 @@ class _Job:
             assert kv is not None
             config = cache_only_config(kv)
         parts = ["ends", *(f"layer-{i:05d}" for i in range(self.source.spec.num_layers))]
-        self.work.publish(self.source, parts, config, self.recipe.as_data())
+        self.work.publish(self.source, parts, config, self.recipe.as_data(), finish)
 
 
 def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
     if settings.rounding == "gptq" and stats is not None:
-        return gptq(
-            weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip
-        )
+        return gptq(weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip)
     return nearest(weight, fmt, dtype, clip=settings.clip, stats=stats)
 
 
@@ -322,9 +335,13 @@ def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFor
     """Two products that read one norm's result need it in one form."""
     for i, layer in enumerate(layers):
         if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
-            forms = {f.inputs if (f := formats.get(f"layers.{i}.{n}")) is not None else None for n in ("attention.qkv", "mlp.up")}
+            forms = {
+                f.inputs if (f := formats.get(f"layers.{i}.{n}")) is not None else None for n in ("attention.qkv", "mlp.up")
+            }
             if len(forms) > 1:
-                raise ConfigError(f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form", field="inputs")
+                raise ConfigError(
+                    f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form", field="inputs"
+                )
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -70,16 +70,16 @@ def held_formats(
             fmt = formats.of(name.removesuffix(".weight"))
             able = rounded_experts if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
-            ours = plain and fmt is not None and fmt.product in able and held_group(fmt, shapes[place.target][1]) is not None
+            ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
             found.setdefault(place.target, set()).add(fmt if ours else None)
     return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
 
 
-def held_group(fmt: WeightFormat, inner: int) -> int | None:
-    """The size of the groups that a weight with so many inputs is held by here: one that the products have, scales being
-    repeated. 0: by rows. None: it can't be."""
+def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
+    """The size of the groups that a weight [rows, inner] is held by here: one that the products have, scales being repeated.
+    0: by rows. None: the products do not cut it."""
     if fmt.inputs is not None:
-        return 0
+        return None if rows % 16 or inner % 16 else 0
     whole = fmt.group_size or inner
     return next((size for size in (128, 32) if whole % size == 0 and inner % max(size, 64) == 0 == inner % whole), None)
 
@@ -151,7 +151,7 @@ class RoundedWeights:
                 codes = torch.empty(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
                 scales = torch.empty(outer, dtype=torch.float32, device=device)
             else:
-                size = held_group(fmt, inner)
+                size = held_group(fmt, outer, inner)
                 assert size, "`check_scheme` and `held_formats` see to it"
                 codes = torch.empty(outer, inner // 4, dtype=torch.int16, device=device)
                 scales = torch.empty(inner // size, outer, dtype=dtype, device=device)
@@ -192,7 +192,7 @@ class RoundedWeights:
             shape = (inner, rows // 8) if awq else (inner // 8, rows)
             words = _checked(name, read(), shape, torch.int32).to(into.codes.device)
             codes = _awq_codes(words) if awq else torch.stack(_nibbles(words), dim=1).flatten(0, 1)
-            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, held_group(fmt, inner) or inner))
+            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, held_group(fmt, rows, inner) or inner))
         elif part == "weight_scale":
             self._scales(name, fmt, read(), into, at)
         elif fmt.inputs is not None:
@@ -209,7 +209,7 @@ class RoundedWeights:
             inner = into.codes.shape[1] * 4
             words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32).to(into.codes.device)
             codes = unpack_words(words, fmt.bits, inner).int() + 8
-            into.codes[at] = pack4(codes, chunk_of(inner, held_group(fmt, inner) or inner))
+            into.codes[at] = pack4(codes, chunk_of(inner, held_group(fmt, rows, inner) or inner))
         into.filled.add((placement.start, part))
         return True
 
@@ -253,8 +253,8 @@ class RoundedWeights:
         """By the names of `model.parameters`, without biases."""
         made: dict[str, Linear] = {}
         for name, w in self._weights.items():
-            inner = w.codes.shape[1] * 4
-            if size := held_group(self.formats[name], inner):
+            rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
+            if size := held_group(self.formats[name], rows, inner):
                 chunk = chunk_of(inner, size)
                 made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)
             else:

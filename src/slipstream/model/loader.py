@@ -16,7 +16,7 @@ from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import parameters
-from slipstream.model.scheme import FORMATS, SCHEMES, Scheme
+from slipstream.model.scheme import SCHEMES, Scheme
 from slipstream.model.spec import ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
@@ -53,9 +53,10 @@ def load_model(
     compressed-tensors rounded are expanded where `ops` has no product with them."""
     description = read_spec(path)
     stored, shapes = description.quantization, parameters(description.spec)
-    if stored is not None and stored.scheme is not None:
-        able = stored.formats is None or FORMATS[stored.scheme].product in ops.rounded
-        scheme = SCHEMES[stored.scheme] if able else None
+    if stored is not None and stored.formats is not None:
+        scheme = None  # each weight is held as it is, or expanded
+    elif stored is not None and stored.scheme is not None:
+        scheme = SCHEMES[stored.scheme]
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {path} is a {description.format} checkpoint", field="load_format"

@@ -131,5 +131,5 @@ def check_writable(source: ModelDescription) -> None:
             "model alone to a folder first",
             field="model_type",
         )
-    if source.scheme is not None:
-        raise CheckpointError(f"{source.name} is quantised already ({source.scheme}); start from dense weights", field="model")
+    if source.quantization is not None:
+        raise CheckpointError(f"{source.name} is quantised already; start from dense weights", field="model")

@@ -37,11 +37,13 @@ class Grid:
         scales = self.scales.float().expand(len(weight), -1)[..., None]
         x = weight.unflatten(1, (scales.shape[1], -1)) / scales
         if self.fmt.kind == "float":
-            return x.clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+            floats: Tensor = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+            return floats.flatten(1)
         if self.zeros is not None:
             x = x + self.zeros.float()[..., None]
         lowest, highest = bounds(self.fmt)
-        return x.round_().clamp_(lowest, highest).to(torch.int8).flatten(1)
+        ints: Tensor = x.round_().clamp_(lowest, highest).to(torch.int8)
+        return ints.flatten(1)
 
     def column(self, column: Tensor, group: int) -> Tensor:
         """One column of weights [out] to nearest, as numbers."""
@@ -117,7 +119,9 @@ def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype)
     return scales, zeros.to(torch.int8)
 
 
-def nearest(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None) -> Rounded:
+def nearest(
+    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None
+) -> Rounded:
     """To nearest."""
     grid = fit(weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square)
     return Rounded(grid, grid.codes(weight))
@@ -133,7 +137,8 @@ def gptq(
     act_order: bool = True,
     clip: bool = True,
 ) -> Rounded:
-    """GPTQ (Frantar et al. 2023): columns are rounded one after another, and each one's error is taken up by those that follow, as
+    """GPTQ (Frantar et al. 2023): columns are rounded one after another, and each one's error is taken up by those that
+    follow, as
     the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on grids that were
     found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn comes."""
     work = weight.float().clone()
@@ -157,7 +162,9 @@ def gptq(
             at = begin + j
             if not act_order and at % size == 0 and at > 0 and fmt.group_size is not None:
                 # Columns of this group beyond the block have had no updates of this block yet.
-                ahead = torch.cat((block[:, j:], work[:, end : at + size] - errors[:, :j] @ upper[begin:at, end : at + size]), dim=1)
+                ahead = torch.cat(
+                    (block[:, j:], work[:, end : at + size] - errors[:, :j] @ upper[begin:at, end : at + size]), dim=1
+                )
                 part = fit(ahead[:, :size], fmt, dtype, clip=clip, importance=importance[at : at + size])
                 grid.scales[:, at // size] = part.scales[:, 0]
                 if grid.zeros is not None and part.zeros is not None:
@@ -180,6 +187,7 @@ def _inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
         damped.diagonal()[dead] = mean
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
+            upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and bool(torch.isfinite(upper).all()):
                 return upper

@@ -1,0 +1,171 @@
+"""`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
+
+R is a preset (fp8, fp8-static, int8, int4-awq, int4-gptq, int4-learned, w4a16-mixed:3.5bpw) or a YAML file. DIR appears whole
+or not at all; what an interrupted run had finished is kept beside it, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
+from slipstream.cli.options import MODEL_HELP, add_output_options
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.compress.recipe import Recipe
+    from slipstream.compress.report import Report
+    from slipstream.compress.run import Plan
+    from slipstream.model.description import ModelDescription
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("compress", help="write a quantised checkpoint, with a report", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
+    parser.add_argument("--restart", action="store_true", help="drop what an interrupted run had finished")
+    parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        *("--dtype",),
+        default="auto",
+        metavar="X",
+        help="type of the products in calibration: float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+    parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
+    report = parser.add_argument_group("report")
+    report.add_argument("--no-report", action="store_true", help="measure nothing")
+    report.add_argument("--max-kl", type=float, metavar="X", help="write nothing if the mean KL is above X nats")
+    report.add_argument(
+        "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
+    )
+    report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
+    add_output_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.compress.recipe import read_recipe
+    from slipstream.compress.run import calibration, compress, plan
+    from slipstream.hub import resolve_model
+    from slipstream.model.description import read_spec
+
+    recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
+    if args.max_kl is not None and args.no_report:
+        raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
+    source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    planned = plan(source, recipe)
+    if args.dry_run:
+        _show(args, recipe, planned, None)
+        return 0
+
+    import torch
+
+    from slipstream.compress.report import write_report
+    from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.errors import BudgetError
+    from slipstream.evals.text import calibration_windows
+    from slipstream.worker.device import detect
+
+    device = torch.device(detect(args.device).device)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if args.dtype not in dtypes:
+        raise ConfigError(f"dtype={args.dtype!r} is not one of {', '.join(dtypes)}", field="dtype")
+    windows: list[tuple[int, ...]] = []
+    if planned.needs_text:
+        text = calibration(recipe)
+        with phases("reading text"):
+            windows = calibration_windows(
+                text.text,
+                tokenizer=Tokenizer.from_pretrained(source.path),
+                num_windows=text.num_windows,
+                context=text.context,
+                download_dir=args.download_dir,
+            )
+    reports: list[Report] = []
+
+    def measure_it(folder: Path) -> None:
+        if not args.no_report:
+            reports.append(_measure(args, recipe, source, folder, out))
+            write_report(reports[0], folder)
+            reports[0].check()
+
+    try:
+        with progress_bar("layers") as bar:
+            planned = compress(
+                source,
+                recipe,
+                out,
+                windows=windows,
+                device=device,
+                dtype=dtypes[args.dtype],
+                restart=args.restart,
+                progress=bar,
+                finish=measure_it,
+            )
+    except BudgetError as error:
+        error.add_note(f"nothing was written to {out}")
+        raise
+    _show(args, recipe, planned, reports[0] if reports else None)
+    return 0
+
+
+def _measure(args: argparse.Namespace, recipe: Recipe, source: ModelDescription, folder: Path, out: Path) -> Report:
+    from slipstream.compress.report import measure
+    from slipstream.config import EngineArgs
+    from slipstream.evals.text import TextSettings
+
+    context = min(512, source.spec.max_position)
+    # On a CPU the definition itself is measured: the kernels there round inputs otherwise, and have no products of fp8.
+    original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
+    with progress_bar("report") as bar:
+        return measure(
+            original,
+            dataclasses.replace(original, model=str(folder)),
+            name=str(out),
+            text=TextSettings(context=context, stride=context, num_windows=args.eval_windows),
+            speed=args.speed,
+            recipe={"name": recipe.name, "steps": recipe.as_data()},
+            max_kl=args.max_kl,
+            progress=lambda phase, done, total: bar(done, total),
+        )
+
+
+def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
+    done = [p for p in plan.products if p.fmt is not None]
+    if args.json:
+        facts: dict[str, Any] = {
+            "recipe": {"name": recipe.name, "steps": recipe.as_data()},
+            "out": None if args.dry_run else args.out,
+            "bytes_before": plan.bytes_before,
+            "bytes_after": plan.bytes_after,
+            "bits_per_weight": plan.bits_per_weight,
+            "num_products": len(done),
+            "products": {p.name: p.fmt for p in done},
+        }
+        print_json({**facts, "report": None if report is None else report.document})
+        return
+    kinds: dict[str, int] = {}
+    for p in done:
+        kinds[str(p.fmt)] = kinds.get(str(p.fmt), 0) + 1
+    rows = [
+        ("recipe", recipe.name),
+        ("bytes", f"{size(plan.bytes_before)} → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
+        *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
+        ("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included"),
+        ("text", "calibration is needed" if plan.needs_text else "none is needed"),
+    ]
+    if report is not None:
+        d = report.divergence
+        rows += [
+            ("perplexity", f"{d.perplexity_a:.3f} → {d.perplexity_b:.3f} ({d.perplexity_ratio - 1:+.2%})"),
+            ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
+        ]
+    print_facts("would write" if args.dry_run else args.out, rows)
+    if not args.dry_run:
+        say(f"slipstream: wrote {args.out}")
