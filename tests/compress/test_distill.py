@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from slipstream import LLM
 from slipstream.compress.dense import load_dense
-from slipstream.compress.distill import DistillSettings, Files, Training, distill, distill_files
+from slipstream.compress.distill import Files, Training, distill, distill_files
 from slipstream.compress.objective import (
     ROWS,
     TappedOps,
@@ -22,7 +22,8 @@ from slipstream.compress.objective import (
     layer_pairs,
     token_losses,
 )
-from slipstream.compress.prune import PruneSettings, prune
+from slipstream.compress.prune import prune
+from slipstream.compress.steps import DistillSettings, PruneSettings
 from slipstream.compress.teacher import (
     WHY,
     Example,
@@ -252,7 +253,7 @@ def test_examples_are_kept(tmp_path):
 )
 def test_settings_are_checked(changes, match):
     with pytest.raises(ConfigError, match=match):
-        replace(FAST, **changes)
+        replace(FAST, **changes).check()
 
 
 def test_another_vocabulary_is_refused(teacher, tmp_path):

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.compress.dense import load_dense
-from slipstream.compress.prune import PruneSettings, importances, measure, next_token_loss, prune
+from slipstream.compress.prune import importances, measure, next_token_loss, prune
+from slipstream.compress.steps import PruneSettings
 from slipstream.compress.structure import Kept, Units, axes, cut_parameters, num_units, pieces
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.description import read_spec

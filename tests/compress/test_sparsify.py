@@ -7,7 +7,8 @@ import torch
 
 from slipstream.compress.calibrate import InputStats
 from slipstream.compress.quantize.rounding import fit
-from slipstream.compress.sparsify import Sparsify, keep, layer_ratios, outlier_share, sparsegpt, sparsify_weight
+from slipstream.compress.sparsify import keep, layer_ratios, outlier_share, sparsegpt, sparsify_weight
+from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.scheme import WeightFormat
 

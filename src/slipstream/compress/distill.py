@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,66 +23,12 @@ from torch import Tensor
 
 from slipstream.compress.curves import curves
 from slipstream.compress.dense import DenseModel, load_dense
-from slipstream.compress.objective import Divergence, Matching, Seen, TappedOps, TopK, layer_pairs, token_losses
+from slipstream.compress.objective import Matching, Seen, TappedOps, TopK, layer_pairs, token_losses
+from slipstream.compress.steps import DistillSettings
 from slipstream.compress.teacher import Example, LogitCache, check_examples, fingerprint, read_examples
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillSettings:
-    """`batch_size` sequences a step, over all processes; `micro_batch` at once in one. The loss is `divergence` of the
-    distributions times `divergence_weight`, plus the other terms by their weights (`objective.py`). The rate rises over
-    `warmup` of the steps and falls along a cosine to `final_rate` of its height. `recompute` trades time for memory."""
-
-    num_steps: int = 1000
-    batch_size: int = 16
-    micro_batch: int = 4
-    divergence: Divergence = "forward"
-    temperature: float = 1.0
-    divergence_weight: float = 1.0
-    nll_weight: float = 0.0
-    state_weight: float = 0.0
-    attention_weight: float = 0.0
-    learning_rate: float = 3e-4
-    warmup: float = 0.05
-    final_rate: float = 0.1
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 1.0
-    recompute: bool = False
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    seed: int = 0
-    eval_every: int = 100
-    save_every: int = 200
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_size", "micro_batch", "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
-        for name, allowed in (("divergence", get_args(Divergence)), ("dtype", ("bfloat16", "float32"))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}", field=name)
-        for name in ("temperature", "learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0", field=name)
-        for name in ("divergence_weight", "nll_weight", "state_weight", "attention_weight", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more", field=name)
-        for name in ("warmup", "final_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a share from 0 to 1", field=name)
-        if not (self.divergence_weight or self.nll_weight or self.state_weight or self.attention_weight):
-            raise ConfigError("nothing to learn from: every weight of the loss is 0", field="divergence_weight")
-
-    def rate(self, step: int) -> float:
-        """The learning rate of step 0, 1, …"""
-        rising = round(self.warmup * self.num_steps)
-        if step < rising:
-            return self.learning_rate * (step + 1) / rising
-        done = (step - rising) / max(1, self.num_steps - rising)
-        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * done)) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +92,7 @@ class Training:
         kept_layers: Sequence[int] | None = None,
         work: Path | None = None,
     ) -> None:
+        settings.check()
         check_examples(examples)
         self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.settings, self.examples, self.device, self.held_out = settings, examples, device, held_out

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.compress.steps import Divergence
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.sequences import SequenceBatch
 from slipstream.model.spec import ModelSpec
-
-Divergence: TypeAlias = Literal["forward", "reverse", "js"]
 
 ROWS = 1024
 """Tokens whose logits are there at once."""

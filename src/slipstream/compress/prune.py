@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.compress.dense import DenseModel
+from slipstream.compress.steps import Importance, PruneSettings
 from slipstream.compress.structure import (
     HIDDEN,
     Axis,
@@ -44,41 +44,7 @@ from slipstream.model.families.base import ConfigReader
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.model.spec import ModelSpec
 
-Importance: TypeAlias = Literal["magnitude", "activation", "taylor", "wactigrad"]
 NEEDS_GRADIENTS = ("taylor", "wactigrad")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneSettings:
-    """Shares to take out, 0 to 1, of each layer's heads (kv groups) and channels, of the hidden width and of the layers.
-    Channels and width stay multiples of `multiple`. `drop_layers` names layers instead of ranking them."""
-
-    heads: float = 0.0
-    channels: float = 0.0
-    hidden: float = 0.0
-    layers: float = 0.0
-    drop_layers: tuple[int, ...] = ()
-    importance: Importance = "activation"
-    multiple: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "channels", "hidden", "layers"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a share from 0 to below 1", field=name)
-        if self.importance not in get_args(Importance):
-            known = ", ".join(get_args(Importance))
-            raise ConfigError(f"importance={self.importance!r} is not one of {known}", field="importance")
-        if self.layers and self.drop_layers:
-            raise ConfigError("give layers, a share to rank, or drop_layers, their numbers", field="drop_layers")
-        if self.multiple < 1:
-            raise ConfigError(f"multiple={self.multiple} must be at least 1", field="multiple")
-        if not (self.heads or self.channels or self.hidden or self.layers or self.drop_layers):
-            raise ConfigError("nothing to prune: give heads, channels, hidden, layers or drop_layers", field="prune")
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether anything is measured."""
-        return self.layers > 0 or (self.importance != "magnitude" and max(self.heads, self.channels, self.hidden) > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +76,7 @@ def prune(
 ) -> Pruned:
     """The model made smaller (in float32 where gradients are wanted). `batches` of calibration text are needed unless
     `settings.needs_text` is False."""
+    settings.check()
     if settings.needs_text and not batches:
         raise ConfigError(f"importance={settings.importance!r} and ranked layers need calibration text", field="text")
     check_possible(model, settings)  # before anything is measured

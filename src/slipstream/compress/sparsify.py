@@ -16,58 +16,17 @@ them, and what runs them sees the zeros when it loads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats
-from slipstream.compress.quantize.rounding import Grid, _inverse_factor
+from slipstream.compress.quantize.rounding import Grid, inverse_factor
+from slipstream.compress.steps import Pattern, Sparsify
 from slipstream.errors import ConfigError
-
-Method: TypeAlias = Literal["magnitude", "wanda", "sparsegpt"]
-Pattern: TypeAlias = Literal["2:4", "4:8"]
 
 BLOCK = 128
 """Columns whose mask SparseGPT chooses together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sparsify:
-    """`ratio` of the weights of the layers' products become 0, or, with a `pattern`, the half that it says. `ignore` are
-    patterns of products that stay as they are. With ratios="outliers" the layers' ratios span 2 · `spread`."""
-
-    method: Method = "sparsegpt"
-    ratio: float = 0.5
-    pattern: Pattern | None = None
-    ratios: Literal["uniform", "outliers"] = "uniform"
-    spread: float = 0.08
-    outlier: float = 5.0  # times the mean
-    damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a share of its mean
-    ignore: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        if not 0 < self.ratio < 1:
-            raise ConfigError(f"ratio={self.ratio} must lie between 0 and 1", field="ratio")
-        if self.pattern is not None and self.ratio != 0.5:
-            raise ConfigError(f"pattern={self.pattern!r} takes out half; leave ratio out", field="ratio")
-        if self.ratios == "outliers" and self.pattern is not None:
-            raise ConfigError("a pattern has one ratio; ratios='outliers' is for weights without one", field="ratios")
-        if not 0 <= 2 * self.spread < min(self.ratio, 1 - self.ratio):
-            raise ConfigError(f"spread={self.spread} must leave every ratio between 0 and 1", field="spread")
-        if not self.outlier > 1:
-            raise ConfigError(f"outlier={self.outlier} must be above 1", field="outlier")
-        if not 0 < self.damping < 1:
-            raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
-
-    @property
-    def needs_text(self) -> bool:
-        return self.method != "magnitude" or self.ratios == "outliers"
-
-    def takes(self, product: str) -> bool:
-        return product != "head" and not any(fnmatchcase(product, pattern) for pattern in self.ignore)
 
 
 def sparsify_weight(weight: Tensor, settings: Sparsify, stats: InputStats | None, ratio: float | None = None) -> Tensor:
@@ -126,7 +85,7 @@ def sparsegpt(
     inner = work.shape[1]
     dead = hessian.diagonal() == 0
     work[:, dead] = 0
-    upper = _inverse_factor(hessian, damping, dead)
+    upper = inverse_factor(hessian, damping, dead)
     diagonal = upper.diagonal()
     group = inner // grid.scales.shape[1] if grid is not None and not grid.fmt.whole else inner
     m = 0 if pattern is None else sizes(pattern)[1]

@@ -151,7 +151,7 @@ def gptq(
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(inner, device=work.device)
     back = order.argsort()
     work, hessian = work[:, order], hessian[order][:, order]
-    upper = _inverse_factor(hessian, damping, dead[order])
+    upper = inverse_factor(hessian, damping, dead[order])
     size = inner // fmt.groups(inner)
     group_of = (order // size).tolist()
     found = torch.empty_like(work)
@@ -177,7 +177,7 @@ def gptq(
     return Rounded(grid, grid.codes(found[:, back].contiguous()))
 
 
-def _inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped matrix's inverse; damping grows where rounding made it singular."""
     live = hessian.diagonal()[~dead]
     mean = float(live.mean()) if len(live) else 1.0
