@@ -22,6 +22,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
 from slipstream.model.scheme import InputFormat, WeightFormat
@@ -183,9 +184,15 @@ class KVCache:
             raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
 
 
-Step: TypeAlias = Calibrate | Rotate | Quantize | KVCache
+Step: TypeAlias = Calibrate | Rotate | Sparsify | Quantize | KVCache
 
-STEPS: dict[str, type[Step]] = {"calibrate": Calibrate, "rotate": Rotate, "quantize": Quantize, "kv_cache": KVCache}
+STEPS: dict[str, type[Step]] = {
+    "calibrate": Calibrate,
+    "rotate": Rotate,
+    "sparsify": Sparsify,
+    "quantize": Quantize,
+    "kv_cache": KVCache,
+}
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
@@ -195,6 +202,8 @@ PRESETS: dict[str, list[Any]] = {
     "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
     "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
+    "2:4": [{"sparsify": {"pattern": "2:4"}}],
+    "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
 }
 """By name; and `w4a16-mixed:Xbpw`, X bits a weight on average."""

@@ -29,9 +29,11 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
-from slipstream.compress.quantize.rounding import Grid, Rounded, gptq, nearest
+from slipstream.compress.quantize.rounding import Grid, Rounded, fit, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
 from slipstream.compress.recipe import Calibrate, KVCache, Quantize, Recipe
+from slipstream.compress.sparsify import check_inner, layer_ratios, outlier_share, sparsegpt, sparsify_weight
+from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import parameters
@@ -48,13 +50,14 @@ ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProduct:
-    """`settings` None: it stays as it is. `fmt` is not known before a budget of bits was spent."""
+    """`settings` None: it is not rounded. `fmt` is not known before a budget of bits was spent. `sparse`: it gets zeros."""
 
     name: str
     rows: int
     inner: int
     settings: Quantize | None
     fmt: WeightFormat | None
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     product."""
     check_writable(source)
     quantize: Quantize | None = recipe.one(Quantize)
+    sparsify: Sparsify | None = recipe.one(Sparsify)
     shapes, spec = parameters(source.spec), source.spec
     element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
     products = []
@@ -95,7 +99,17 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
             budgeted = isinstance(settings.bits, int) or bits is not None
             fmt = settings.format(inner, None if isinstance(settings.bits, int) or bits is None else bits[name])
             fmt = fmt if budgeted else dataclasses.replace(fmt, bits=max(2, round(settings.bits.average)))  # type: ignore[union-attr]
-        products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt))
+        sparse = sparsify is not None and sparsify.takes(name)
+        products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse))
+    if sparsify is not None:
+        _check_patterns(sparsify.ignore, [p.name for p in products])
+        if not any(p.sparse for p in products):
+            raise ConfigError("the recipe leaves no product to be sparsified; ignore fewer", field="ignore")
+        for product in products:
+            if product.sparse and sparsify.pattern is not None:
+                check_inner(product.inner, sparsify.pattern)
+            if product.sparse and product.settings is not None:
+                _check_together(sparsify, product.settings)
     if quantize is not None:
         patterns = (*quantize.ignore, *quantize.overrides)
         _check_patterns(patterns, [p.name for p in products])
@@ -109,7 +123,7 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     after = before + sum(
         p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
     )
-    needs = (quantize is not None and quantize.needs_text) or recipe.one(KVCache) is not None
+    needs = any(step is not None and step.needs_text for step in (quantize, sparsify)) or recipe.one(KVCache) is not None
     return Plan(products=tuple(products), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs)
 
 
@@ -137,6 +151,7 @@ def compress(
     work = WorkFolder(out, identity, restart=restart)
     job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     total = source.spec.num_layers + 1
+    job.choose_ratios(windows)
     job.write_ends()
     progress(1, total)
     for index in range(source.spec.num_layers):
@@ -160,13 +175,34 @@ class _Job:
         dtype: torch.dtype,
     ) -> None:
         self.source, self.recipe, self.plan, self.work, self.device = source, recipe, plan, work, device
+        self.dtype = dtype
         self.names = Names(source)
         self.written = TORCH_DTYPES.get(source.dtype, torch.bfloat16)
         self.quantize: Quantize | None = recipe.one(Quantize)
+        self.sparsify: Sparsify | None = recipe.one(Sparsify)
+        self.ratios: Sequence[float] = ()
         self.cache: KVCache | None = recipe.one(KVCache)
         self.formats = plan.formats
         self.stored = stored_formats(self.names, self.formats) if self.formats else StoredFormats(())
         self.stream = Stream(source, windows, device=device, dtype=dtype) if windows else None
+
+    @torch.no_grad()
+    def choose_ratios(self, windows: Sequence[Sequence[int]]) -> None:
+        """Each layer's share of zeros, from the dense model where outliers decide."""
+        s, spec = self.sparsify, self.source.spec
+        if s is None or s.ratios == "uniform":
+            self.ratios = [0.0 if s is None else s.ratio] * spec.num_layers
+            return
+        if (note := self.work.note("ratios")) is None:
+            stream, shares = Stream(self.source, windows, device=self.device, dtype=self.dtype), []
+            for index in range(spec.num_layers):
+                values = load_layer(self.source, index, self.device)
+                stats = stream.observe(index, values, [n for n in ORDER if s.takes(f"layers.{index}.{n}")], inputs={})
+                shares.append(outlier_share({n: values[f"{n}.weight"] for n in stats if "@" not in n}, stats, s.outlier))
+                stream.states = stream.run(index, values, ObservingOps())
+            note = {"ratios": layer_ratios(shares, s.ratio, s.spread)}
+            self.work.finish("ratios", (), note)
+        self.ratios = note["ratios"]
 
     def write_ends(self) -> None:
         """Embeddings, last norm and output head."""
@@ -209,19 +245,17 @@ class _Job:
         """(weights by our names, what to note). `values` become what the layer computes with."""
         prefix = f"layers.{index}."
         todo = {
-            p.name.removeprefix(prefix): p for p in self.plan.products if p.name.startswith(prefix) and p.fmt is not None
+            p.name.removeprefix(prefix): p
+            for p in self.plan.products
+            if p.name.startswith(prefix) and (p.fmt is not None or p.sparse)
         }
-        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}}
+        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}}
         rounded: dict[str, Rounded] = {}
-        if self.quantize is None or not todo:
-            return rounded, note
-        if self.quantize.scaling is not None:
-            self.move_scales(index, values, todo, note)
-        groups = (
-            [[name] for name in ORDER if name in todo]
-            if self.quantize.true_sequential
-            else [[n for n in ORDER if n in todo]]
-        )
+        if self.quantize is not None and self.quantize.scaling is not None:
+            self.move_scales(index, values, {name: p for name, p in todo.items() if p.fmt is not None}, note)
+        groups = [[name] for name in ORDER if name in todo]
+        if self.quantize is not None and not self.quantize.true_sequential:
+            groups = [[name for group in groups for name in group]] if groups else []
         done: dict[str, FakeInputs] = {}
         for group in groups:
             stats: Mapping[str, InputStats] = {}
@@ -229,17 +263,20 @@ class _Job:
                 stats = self.stream.observe(index, values, group, inputs=done)
             for name in group:
                 product = todo[name]
-                assert product.settings is not None
-                assert product.fmt is not None
                 before = values[f"{name}.weight"]
-                made = self.round_product(index, name, product.settings, product.fmt, before, stats)
-                rounded[f"{prefix}{name}.weight"] = made
-                values[f"{name}.weight"] = made.numbers()
+                made = self.make_product(index, name, product, before, stats)
+                if isinstance(made, Rounded):
+                    rounded[f"{prefix}{name}.weight"] = made
+                    values[f"{name}.weight"] = made.numbers()
+                else:
+                    values[f"{name}.weight"] = made.to(self.written).float()
+                if product.sparse:
+                    note["zeros"][name] = float((values[f"{name}.weight"] == 0).float().mean())
                 if (own := stats.get(name)) is not None:
                     note["errors"][name] = relative_error(before, values[f"{name}.weight"], own)
-                if product.fmt.inputs is not None:
+                if product.fmt is not None and product.fmt.inputs is not None:
                     done[name] = FakeInputs(product.fmt.inputs)
-                if product.fmt.static_inputs:
+                if product.fmt is not None and product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
         return rounded, note
 
@@ -262,20 +299,39 @@ class _Job:
             if exponent:
                 scale_inputs(values, name, fold, s, layer.norms, self.written)
 
-    def round_product(
-        self, index: int, name: str, settings: Quantize, fmt: WeightFormat, weight: Tensor, stats: Mapping[str, InputStats]
-    ) -> Rounded:
-        """A layer's product; of experts one after another, those that no token reached to nearest."""
+    def make_product(
+        self, index: int, name: str, product: PlannedProduct, weight: Tensor, stats: Mapping[str, InputStats]
+    ) -> Rounded | Tensor:
+        """A layer's product as it is written; of experts one after another, those that no token reached by their weights."""
         mlp = self.source.spec.layers[index].mlp
         if name.startswith("experts.") and isinstance(mlp, MoESpec):
-            parts = [
-                _round(w, settings, fmt, self.written, stats.get(f"{name}@{i}"))
+            made = [
+                self.make_weight(index, product, w, stats.get(f"{name}@{i}"))
                 for i, w in enumerate(weight.chunk(mlp.num_experts))
             ]
+            parts = [p for p in made if isinstance(p, Rounded)]
+            if not parts:
+                return torch.cat([p for p in made if isinstance(p, Tensor)])
+            fmt = parts[0].fmt
             zeros = [p.grid.zeros for p in parts if p.grid.zeros is not None]
             grid = Grid(fmt, torch.cat([p.grid.scales for p in parts]), torch.cat(zeros) if zeros else None)
             return Rounded(grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype))
-        return _round(weight, settings, fmt, self.written, stats.get(name))
+        return self.make_weight(index, product, weight, stats.get(name))
+
+    def make_weight(self, index: int, product: PlannedProduct, weight: Tensor, stats: InputStats | None) -> Rounded | Tensor:
+        settings, fmt, sparse = product.settings, product.fmt, self.sparsify if product.sparse else None
+        if sparse is None:
+            return weight if settings is None or fmt is None else _round(weight, settings, fmt, self.written, stats)
+        ratio = self.ratios[index]
+        if settings is not None and fmt is not None and settings.rounding == "gptq" and stats is not None:
+            # One solution for zeros and codes: what either costs goes to the columns after it.
+            grid = fit(weight, fmt, self.written, clip=settings.clip, importance=stats.mean_square)
+            found = sparsegpt(weight, stats, ratio, sparse.pattern, damping=sparse.damping, grid=grid)
+            return Rounded(grid, grid.codes(found))
+        weight = sparsify_weight(weight, sparse, stats, ratio)
+        if settings is None or fmt is None:
+            return weight
+        return nearest(weight, fmt, self.written, clip=settings.clip, stats=stats)
 
     def cache_scales(self, index: int, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """k_scale and v_scale beside the attention's projections, as `model.cache_scales` reads them."""
@@ -290,11 +346,11 @@ class _Job:
 
     def publish(self, finish: Callable[[Path], None]) -> None:
         kv = None if self.cache is None else cache_config(self.cache.form, self.cache.per)
+        config: dict[str, Any] = {}
         if self.formats:
-            config = quantization_config(self.stored, kv)
-        else:
-            assert kv is not None
-            config = cache_only_config(kv)
+            config["quantization_config"] = quantization_config(self.stored, kv)
+        elif kv is not None:
+            config["quantization_config"] = cache_only_config(kv)
         parts = ["ends", *(f"layer-{i:05d}" for i in range(self.source.spec.num_layers))]
         self.work.publish(self.source, parts, config, self.recipe.as_data(), finish)
 
@@ -342,6 +398,18 @@ def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFor
                 raise ConfigError(
                     f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form", field="inputs"
                 )
+
+
+def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
+    """Rounding must leave zeros where they are."""
+    together = sparsify.method == "sparsegpt" and quantize.rounding == "gptq"
+    if quantize.rounding != "nearest" and not together:
+        raise ConfigError(
+            f"rounding={quantize.rounding!r} would fill the zeros again; take nearest, or gptq with method: sparsegpt",
+            field="rounding",
+        )
+    if not isinstance(quantize.bits, int):
+        raise ConfigError("a budget of bits knows nothing of zeros; say how many bits, or leave sparsify out", field="bits")
 
 
 def _numel(shape: tuple[int, ...]) -> int:
