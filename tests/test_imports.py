@@ -49,7 +49,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
 HEAVY = {  # third-party package: the parts that may import it
     "torch": (
         *("kernels", "model", "worker", "engine.engine_core", "evals", "compress"),
-        *("bench.adapters.transformers", "cli.doctor"),
+        *("bench.adapters.transformers", "cli.doctor", "cli.compress"),
     ),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),
     "transformers": ("bench.adapters.transformers",),
@@ -58,7 +58,10 @@ HEAVY = {  # third-party package: the parts that may import it
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
-TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text", "compress.context", *DESCRIPTION)
+TORCH_FREE = (
+    *("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text"),
+    *("compress.context", "compress.steps", *DESCRIPTION),
+)
 
 
 def imported(path: Path) -> set[str]:

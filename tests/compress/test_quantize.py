@@ -27,7 +27,7 @@ MIXED = {
     "overrides": {"layers.1.attention.qkv": {"bits": 6, "group_size": "channel"}, "layers.1.mlp.down": {"bits": 2}},
 }
 RECIPES = {
-    **{name: preset(name) for name in PRESETS if name != "int4-learned"},
+    **{name: preset(name) for name in PRESETS if name not in ("int4-learned", "2:4")},
     "int8 plain": [{"quantize": {"bits": 8, "inputs": "int8"}}],
     "int8 tensor": [{"quantize": {"bits": 8, "inputs": "int8", "group_size": "tensor"}}],
     **{f"w{bits}": [{"quantize": {"bits": bits, "group_size": 32}}] for bits in (2, 3, 6, 8)},

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from slipstream.compress.structure import (
 )
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import WatchedOps
-from slipstream.model.families.base import ConfigReader
+from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.model.spec import ModelSpec
 
@@ -79,7 +80,7 @@ def prune(
     settings.check()
     if settings.needs_text and not batches:
         raise ConfigError(f"importance={settings.importance!r} and ranked layers need calibration text", field="text")
-    check_possible(model, settings)  # before anything is measured
+    pruned_spec(model.family, model.config, model.spec, settings)  # before anything is measured
     spec, measured = model.spec, Measured()
     if batches:
         gradients = settings.importance in NEEDS_GRADIENTS
@@ -96,32 +97,53 @@ def prune(
     return Pruned(model=result, kept=kept, influence=tuple(measured.influence))
 
 
-def check_possible(model: DenseModel, settings: PruneSettings) -> None:
-    """UnsupportedModelError or ConfigError if a model of these sizes could not be written or would be empty."""
-    spec = model.spec
-    layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
+def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings) -> ModelSpec:
+    """What would be left: its sizes are known without weights. UnsupportedModelError or ConfigError if such a model could not be
+    written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
         raise ConfigError(
             f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers"
         )
-    if settings.layers:
-        layers = layers[: _count(spec.num_layers, settings.layers, 1)]
-        if len(layers) == spec.num_layers:
-            raise ConfigError(f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more", field="layers")
+    layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if not layers:
         raise ConfigError("drop_layers names every layer; at least one must stay", field="drop_layers")
-    kept = Kept(layers=tuple(layers), units={key: torch.arange(size) for key, size in _sizes(spec, settings).items()})
-    cut_config(model.family, model.config, cut_spec(spec, kept), kept)
+    units = {key: torch.arange(size) for key, size in _sizes(spec, settings).items()}
+    layers = layers[: _num_layers(spec, settings, units)]
+    kept = Kept(layers=tuple(layers), units=units)
+    smaller = cut_spec(spec, kept)
+    cut_config(family, config, smaller, kept)
+    return smaller
+
+
+def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, Tensor]) -> int:
+    """How many layers stay. For a `size`, as many as come nearest to it, the other parts cut already."""
+    if settings.size is None:
+        count = _count(spec.num_layers, settings.layers, 1)
+        if settings.layers and count == spec.num_layers:
+            raise ConfigError(f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more", field="layers")
+        return count if settings.layers else spec.num_layers - len(set(settings.drop_layers))
+    one = cut_spec(spec, Kept(layers=(0,), units=units))
+    each = one.layers[0].num_parameters(one.hidden_size)
+    count = round((settings.size * spec.num_parameters - (one.num_parameters - each)) / each)
+    if not 1 <= count < spec.num_layers:
+        share = one.num_parameters / spec.num_parameters
+        raise ConfigError(
+            f"size={settings.size} leaves {count} of {spec.num_layers} layers; one layer and the embeddings are {share:.2f} of "
+            "the model",
+            field="size",
+        )
+    return count
 
 
 def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured) -> Kept:
     """The most important units of each kind, and the layers that change the residual most."""
-    layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
-    if settings.layers:
-        ranked = sorted(layers, key=lambda i: measured.influence[i], reverse=True)
-        layers = sorted(ranked[: _count(spec.num_layers, settings.layers, 1)])
     sizes = _sizes(spec, settings)
+    layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
+    if measured.influence and not settings.drop_layers:
+        ranked = sorted(layers, key=lambda i: measured.influence[i], reverse=True)
+        count = _num_layers(spec, settings, {key: torch.arange(size) for key, size in sizes.items()})
+        layers = sorted(ranked[:count])
     found = importances(spec, parameters, settings.importance, measured) if sizes else {}
     units = {key: found[key].topk(size).indices.sort().values for key, size in sizes.items()}
     return Kept(layers=tuple(layers), units=units)

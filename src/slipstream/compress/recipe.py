@@ -22,7 +22,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from slipstream.compress.steps import Sparsify
+from slipstream.compress.steps import Distill, PruneSettings, Sparsify
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
 from slipstream.model.scheme import InputFormat, WeightFormat
@@ -184,10 +184,12 @@ class KVCache:
             raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
 
 
-Step: TypeAlias = Calibrate | Rotate | Sparsify | Quantize | KVCache
+Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | KVCache
 
 STEPS: dict[str, type[Step]] = {
     "calibrate": Calibrate,
+    "prune": PruneSettings,
+    "distill": Distill,
     "rotate": Rotate,
     "sparsify": Sparsify,
     "quantize": Quantize,
@@ -206,8 +208,9 @@ PRESETS: dict[str, list[Any]] = {
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
 }
-"""By name; and `w4a16-mixed:Xbpw`, X bits a weight on average."""
+"""By name; and `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model with that share of the parameters."""
 
+_DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
 
 
@@ -235,7 +238,7 @@ def read_recipe(given: str) -> Recipe:
     path = Path(given).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw",
+            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw, draft:1/3",
             field="recipe",
         )
     import yaml
@@ -250,6 +253,9 @@ def read_recipe(given: str) -> Recipe:
 def preset(name: str) -> list[Any] | None:
     if found := _MIXED.fullmatch(name):
         return [{"quantize": {"bits": {"average": float(found[1])}, "rounding": "gptq"}}]
+    if (found := _DRAFT.fullmatch(name)) and 0 < int(found[1]) < int(found[2]):
+        steps = {"num_steps": 4000, "batch_size": 32, "micro_batch": 8, "learning_rate": 1e-3, "num_windows": 16384}
+        return [{"prune": {"size": int(found[1]) / int(found[2])}}, {"distill": {**steps, "state_weight": 0.1}}]
     return PRESETS.get(name)
 
 

@@ -54,13 +54,15 @@ class Sparsify:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneSettings:
     """Shares to take out, 0 to 1, of each layer's heads (kv groups) and channels, of the hidden width and of the layers.
-    Channels and width stay multiples of `multiple`. `drop_layers` names layers instead of ranking them."""
+    Channels and width stay multiples of `multiple`. `drop_layers` names layers instead of ranking them; `size` drops as many as
+    leave that share of the model's parameters."""
 
     heads: float = 0.0
     channels: float = 0.0
     hidden: float = 0.0
     layers: float = 0.0
     drop_layers: tuple[int, ...] = ()
+    size: float | None = None
     importance: Importance = "activation"
     multiple: int = 32
 
@@ -71,17 +73,19 @@ class PruneSettings:
         if self.importance not in get_args(Importance):
             known = ", ".join(get_args(Importance))
             raise ConfigError(f"importance={self.importance!r} is not one of {known}", field="importance")
-        if self.layers and self.drop_layers:
-            raise ConfigError("give layers, a share to rank, or drop_layers, their numbers", field="drop_layers")
+        if (self.layers > 0) + bool(self.drop_layers) + (self.size is not None) > 1:
+            raise ConfigError("give one of layers, a share to rank, drop_layers, their numbers, and size", field="drop_layers")
+        if self.size is not None and not 0 < self.size < 1:
+            raise ConfigError(f"size={self.size} must be a share between 0 and 1", field="size")
         if self.multiple < 1:
             raise ConfigError(f"multiple={self.multiple} must be at least 1", field="multiple")
-        if not (self.heads or self.channels or self.hidden or self.layers or self.drop_layers):
-            raise ConfigError("nothing to prune: give heads, channels, hidden, layers or drop_layers", field="prune")
+        if not (self.heads or self.channels or self.hidden or self.layers or self.drop_layers or self.size):
+            raise ConfigError("nothing to prune: give heads, channels, hidden, layers, drop_layers or size", field="prune")
 
     @property
     def needs_text(self) -> bool:
         """Whether anything is measured."""
-        return self.layers > 0 or (self.importance != "magnitude" and max(self.heads, self.channels, self.hidden) > 0)
+        return self.layers > 0 or self.size is not None or (self.importance != "magnitude" and max(self.heads, self.channels, self.hidden) > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +141,39 @@ class DistillSettings:
             return self.learning_rate * (step + 1) / rising
         done = (step - rising) / max(1, self.num_steps - rising)
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distill(DistillSettings):
+    """Distillation as a recipe's step: from the model as it was to what the steps before made of it.
+
+    It learns from `num_windows` windows of `context` tokens of `text`, and from what the teacher answers to `num_answers`
+    questions of it (with `rationale_weight` also why); `held_out` windows of the evaluation part are measured on. With `top_k`
+    the teacher runs once, and its likeliest tokens are kept on disk. `num_processes` take a GPU each."""
+
+    text: str = "sharegpt"
+    num_windows: int = 2048
+    context: int = 512
+    held_out: int = 16
+    num_answers: int = 0
+    max_tokens: int = 256
+    rationale_weight: float | None = None
+    top_k: int | None = None
+    num_processes: int = 1
+
+    def check(self) -> None:
+        DistillSettings.check(self)
+        for name in ("max_tokens", "num_processes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
+        for name in ("num_windows", "held_out", "num_answers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more", field=name)
+        if self.context < 2:
+            raise ConfigError(f"context={self.context} must be at least 2", field="context")
+        if self.num_windows + self.num_answers < 1:
+            raise ConfigError("nothing to learn from: give num_windows or num_answers", field="num_windows")
+        if self.rationale_weight is not None and (self.num_answers < 1 or self.rationale_weight <= 0):
+            raise ConfigError("rationale_weight must be above 0, and needs num_answers", field="rationale_weight")
+        if self.top_k is not None and (self.top_k < 1 or self.state_weight > 0 or self.attention_weight > 0):
+            raise ConfigError("top_k must be at least 1, and keeps no hidden states or attention", field="top_k")
