@@ -8,7 +8,6 @@ text is run through is read back from the file that was written, so that an inte
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +28,10 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
+from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.rounding import Grid, Rounded, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import Calibrate, KVCache, Quantize, Recipe
+from slipstream.compress.recipe import Budget, Calibrate, KVCache, Quantize, Recipe
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import parameters
@@ -48,7 +48,7 @@ ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProduct:
-    """`settings` None: it stays as it is. `fmt` is not known before a budget of bits was spent."""
+    """`settings` None: it stays as it is. Before a budget of bits is spent `fmt` has the number of bits that is next to it."""
 
     name: str
     rows: int
@@ -92,9 +92,10 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
         settings = None if quantize is None else quantize.of(name)
         fmt = None
         if settings is not None:
-            budgeted = isinstance(settings.bits, int) or bits is not None
-            fmt = settings.format(inner, None if isinstance(settings.bits, int) or bits is None else bits[name])
-            fmt = fmt if budgeted else dataclasses.replace(fmt, bits=max(2, round(settings.bits.average)))  # type: ignore[union-attr]
+            if isinstance(settings.bits, int):
+                fmt = settings.format(inner)
+            else:
+                fmt = settings.format(inner, bits[name] if bits is not None else settings.bits.nearest)
         products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt))
     if quantize is not None:
         patterns = (*quantize.ignore, *quantize.overrides)
@@ -135,15 +136,58 @@ def compress(
     text = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if first.needs_text else ""
     identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text, "dtype": str(dtype)}
     work = WorkFolder(out, identity, restart=restart)
-    job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     total = source.spec.num_layers + 1
+    if (budget := _budget(recipe)) is not None:
+        total += source.spec.num_layers
+        bits = _spend(source, recipe, first, budget, work, windows, device, dtype, lambda done, _: progress(done, total))
+        first = plan(source, recipe, bits)
+    skipped = total - source.spec.num_layers - 1
+    job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     job.write_ends()
-    progress(1, total)
+    progress(skipped + 1, total)
     for index in range(source.spec.num_layers):
         job.do_layer(index)
-        progress(index + 2, total)
+        progress(skipped + index + 2, total)
     job.publish(finish)
     return job.plan
+
+
+def _budget(recipe: Recipe) -> Budget | None:
+    quantize: Quantize | None = recipe.one(Quantize)
+    return quantize.bits if quantize is not None and isinstance(quantize.bits, Budget) else None
+
+
+def _spend(
+    source: ModelDescription,
+    recipe: Recipe,
+    first: Plan,
+    budget: Budget,
+    work: WorkFolder,
+    windows: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> dict[str, int]:
+    """The bits of each product; found once, and kept in the work folder."""
+    products = {p.name: (p.rows, p.inner, p.settings) for p in first.products if p.settings is not None}
+    if (note := work.note("bits")) is None:
+        wanted = {name: settings for name, (_, _, settings) in products.items() if isinstance(settings.bits, Budget)}
+        if "head" in wanted:
+            raise ConfigError("a budget does not cover the head; override it with a number of bits", field="head")
+        costs = measure(
+            source,
+            wanted,
+            budget,
+            [w[: budget.context] for w in windows[: budget.num_windows]],
+            device=device,
+            dtype=dtype,
+            written=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
+            progress=progress,
+        )
+        note = {"bits": choose_bits(products, budget, costs, first.scale_bytes), "costs": costs}
+        work.finish("bits", [], note)
+    found: dict[str, int] = note["bits"]
+    return found
 
 
 class _Job:
