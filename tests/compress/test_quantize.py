@@ -34,7 +34,10 @@ RECIPES = {
     "w4 rows": [{"quantize": {"group_size": "channel", "rounding": "gptq", "act_order": False}}],
     "w4 64": [{"quantize": {"group_size": 64}}],
     **{f"w{bits} zeros": [{"quantize": {"bits": bits, "group_size": 32, "symmetric": False}}] for bits in (2, 3, 4, 8)},
-    "awq and gptq": [{"quantize": {"bits": 3, "group_size": 32, "scaling": "awq", "rounding": "gptq", "true_sequential": False}}],
+    "awq and gptq": [
+        {"quantize": {"bits": 3, "group_size": 32, "scaling": "awq", "rounding": "gptq", "true_sequential": False}},
+    ],
+    "learned": [{"quantize": {"bits": 3, "group_size": 32, "rounding": "learned", "num_steps": 3}}],
     "mixed": [{"quantize": {"group_size": 32, **MIXED}}],
     "cache": ["kv_cache"],
 }
@@ -184,8 +187,10 @@ def test_the_command(tmp_path, model, capsys):
     assert not (tmp_path / "out").exists()
     (tmp_path / "text.txt").write_text("a few words and then some more of them, again and again\n\n" * 2000)
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"- calibrate: {{text: {tmp_path / 'text.txt'}, num_windows: 2, context: 32}}\n- quantize: {{scaling: awq}}\n")
-    assert main(["compress", str(model.path), "--recipe", str(recipe), "--out", str(tmp_path / "out"), "--json", "--no-report"]) == 0
+    text = f"- calibrate: {{text: {tmp_path / 'text.txt'}, num_windows: 2, context: 32}}"
+    recipe.write_text(text + "\n- quantize: {scaling: awq}\n")
+    command = ["compress", str(model.path), "--out", str(tmp_path / "out"), "--json"]
+    assert main([*command, "--recipe", str(recipe), "--no-report"]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_weight"] == pytest.approx(4.25, abs=0.3)
     assert main(["compress", str(model.path), "--recipe", "int5", "--out", str(tmp_path / "o"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "recipe"

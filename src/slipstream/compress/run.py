@@ -28,6 +28,7 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
+from slipstream.compress.quantize.learned import learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.rounding import Grid, Rounded, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
@@ -266,6 +267,7 @@ class _Job:
             if self.quantize.true_sequential
             else [[n for n in ORDER if n in todo]]
         )
+        learned = self.learn(index, values, todo)
         done: dict[str, FakeInputs] = {}
         for group in groups:
             stats: Mapping[str, InputStats] = {}
@@ -276,7 +278,7 @@ class _Job:
                 assert product.settings is not None
                 assert product.fmt is not None
                 before = values[f"{name}.weight"]
-                made = self.round_product(index, name, product.settings, product.fmt, before, stats)
+                made = learned.get(name) or self.round_product(index, name, product.settings, product.fmt, before, stats)
                 rounded[f"{prefix}{name}.weight"] = made
                 values[f"{name}.weight"] = made.numbers()
                 if (own := stats.get(name)) is not None:
@@ -286,6 +288,17 @@ class _Job:
                 if product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
         return rounded, note
+
+    def learn(self, index: int, values: Mapping[str, Tensor], todo: Mapping[str, PlannedProduct]) -> dict[str, Rounded]:
+        """Those of the layer's products whose rounding is learned, together."""
+        wanted = {name: p for name, p in todo.items() if p.settings is not None and p.settings.rounding == "learned"}
+        if not wanted:
+            return {}
+        assert self.stream is not None
+        assert self.quantize is not None
+        formats = {name: p.fmt for name, p in wanted.items() if p.fmt is not None}
+        steps, clip = self.quantize.num_steps, self.quantize.clip
+        return learn(self.stream, index, values, formats, dtype=self.written, clip=clip, num_steps=steps)
 
     def move_scales(
         self, index: int, values: dict[str, Tensor], todo: Mapping[str, PlannedProduct], note: dict[str, Any]

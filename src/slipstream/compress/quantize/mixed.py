@@ -46,8 +46,8 @@ def solve(options: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice
     lightest = sum(min(c.num_bytes for c in each) for each in options)
     if lightest > budget_bytes:
         raise ConfigError(
-            f"the budget of {budget_bytes:,} bytes is below the {lightest:,} that the fewest bits need; raise average, or allow "
-            "fewer bits in choices",
+            f"the budget of {budget_bytes:,} bytes is below the {lightest:,} that the fewest bits need; raise average, or "
+            "allow fewer bits in choices",
             field="bits.average",
         )
     rest = lightest
