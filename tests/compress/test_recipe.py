@@ -17,7 +17,8 @@ def test_presets_come_back_from_their_own_data(name):
 
 def test_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("- calibrate: {num_windows: 3}\n- quantize:\n    bits: 3\n    group_size: 64\n    ignore: [layers.0.*]\n- kv_cache\n")
+    quantize = "- quantize:\n    bits: 3\n    group_size: 64\n    ignore: [layers.0.*]\n"
+    file.write_text("- calibrate: {num_windows: 3}\n" + quantize + "- kv_cache\n")
     recipe = read_recipe(str(file))
     assert recipe.name == "mine.yaml"
     quantize = recipe.one(Quantize)

@@ -165,11 +165,13 @@ class Stream:
         return build_layer(self.spec.layers[index], own, ops, self.tables)
 
     @torch.no_grad()
-    def run(self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps) -> list[Tensor]:
-        """What layer `index` makes of the states; for a batch that stopped early, what it read."""
+    def run(
+        self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """What layer `index` makes of the states, or of those given; for a batch that stopped early, what it read."""
         layer, found = self.layer(index, parameters, ops), []
         ops.meets(layer)
-        for batch, state in zip(self.batches, self.states, strict=True):
+        for batch, state in zip(self.batches, self.states if states is None else states, strict=True):
             try:
                 pending, residual = run_layer(layer, ops, state.to(self.device), None, batch)
                 found.append((pending if residual is None else pending + residual).cpu())

@@ -50,7 +50,13 @@ class Budget:
 
     average: float
     choices: tuple[int, ...] = (2, 3, 4, 6, 8)
-    num_windows: int = 8
+    num_windows: int = 4
+    context: int = 256  # tokens of each window
+
+    @property
+    def nearest(self) -> int:
+        """The choice next to the average."""
+        return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
 
     def check(self) -> None:
         for bits in self.choices:
@@ -60,6 +66,7 @@ class Budget:
         if not min(self.choices) < self.average:
             raise ConfigError(f"average={self.average} must be above the fewest bits of choices", field="average")
         _at_least("num_windows", self.num_windows, 1)
+        _at_least("context", self.context, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`recipe` is what was done, in JSON's types; `tried` are attempts that cost more than `max_kl`, with their mean KL; `tasks`
+    """`recipe` is what was done, in JSON's types; `tried` are attempts that cost more than `max_kl`, with their mean KL;
+    `tasks`
     the accuracy of both on each task."""
 
     original: Side

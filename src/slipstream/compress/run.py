@@ -8,7 +8,6 @@ text is run through is read back from the file that was written, so that an inte
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +28,11 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
+from slipstream.compress.quantize.learned import learn
+from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.rounding import Grid, Rounded, fit, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import Calibrate, KVCache, Quantize, Recipe
+from slipstream.compress.recipe import Budget, Calibrate, KVCache, Quantize, Recipe
 from slipstream.compress.sparsify import check_inner, layer_ratios, outlier_share, sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
@@ -50,7 +51,8 @@ ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProduct:
-    """`settings` None: it is not rounded. `fmt` is not known before a budget of bits was spent. `sparse`: it gets zeros."""
+    """`settings` None: it is not rounded. Before a budget of bits is spent `fmt` has the number of bits that is next to it.
+    `sparse`: it gets zeros."""
 
     name: str
     rows: int
@@ -96,9 +98,10 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
         settings = None if quantize is None else quantize.of(name)
         fmt = None
         if settings is not None:
-            budgeted = isinstance(settings.bits, int) or bits is not None
-            fmt = settings.format(inner, None if isinstance(settings.bits, int) or bits is None else bits[name])
-            fmt = fmt if budgeted else dataclasses.replace(fmt, bits=max(2, round(settings.bits.average)))  # type: ignore[union-attr]
+            if isinstance(settings.bits, int):
+                fmt = settings.format(inner)
+            else:
+                fmt = settings.format(inner, bits[name] if bits is not None else settings.bits.nearest)
         sparse = sparsify is not None and sparsify.takes(name)
         products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse))
     if sparsify is not None:
@@ -149,16 +152,59 @@ def compress(
     text = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if first.needs_text else ""
     identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text, "dtype": str(dtype)}
     work = WorkFolder(out, identity, restart=restart)
-    job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     total = source.spec.num_layers + 1
+    if (budget := _budget(recipe)) is not None:
+        total += source.spec.num_layers
+        bits = _spend(source, recipe, first, budget, work, windows, device, dtype, lambda done, _: progress(done, total))
+        first = plan(source, recipe, bits)
+    skipped = total - source.spec.num_layers - 1
+    job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     job.choose_ratios(windows)
     job.write_ends()
-    progress(1, total)
+    progress(skipped + 1, total)
     for index in range(source.spec.num_layers):
         job.do_layer(index)
-        progress(index + 2, total)
+        progress(skipped + index + 2, total)
     job.publish(finish)
     return job.plan
+
+
+def _budget(recipe: Recipe) -> Budget | None:
+    quantize: Quantize | None = recipe.one(Quantize)
+    return quantize.bits if quantize is not None and isinstance(quantize.bits, Budget) else None
+
+
+def _spend(
+    source: ModelDescription,
+    recipe: Recipe,
+    first: Plan,
+    budget: Budget,
+    work: WorkFolder,
+    windows: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> dict[str, int]:
+    """The bits of each product; found once, and kept in the work folder."""
+    products = {p.name: (p.rows, p.inner, p.settings) for p in first.products if p.settings is not None}
+    if (note := work.note("bits")) is None:
+        wanted = {name: settings for name, (_, _, settings) in products.items() if isinstance(settings.bits, Budget)}
+        if "head" in wanted:
+            raise ConfigError("a budget does not cover the head; override it with a number of bits", field="head")
+        costs = measure(
+            source,
+            wanted,
+            budget,
+            [w[: budget.context] for w in windows[: budget.num_windows]],
+            device=device,
+            dtype=dtype,
+            written=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
+            progress=progress,
+        )
+        note = {"bits": choose_bits(products, budget, costs, first.scale_bytes), "costs": costs}
+        work.finish("bits", [], note)
+    found: dict[str, int] = note["bits"]
+    return found
 
 
 class _Job:
@@ -256,6 +302,7 @@ class _Job:
         groups = [[name] for name in ORDER if name in todo]
         if self.quantize is not None and not self.quantize.true_sequential:
             groups = [[name for group in groups for name in group]] if groups else []
+        learned = self.learn(index, values, {name: p for name, p in todo.items() if p.fmt is not None})
         done: dict[str, FakeInputs] = {}
         for group in groups:
             stats: Mapping[str, InputStats] = {}
@@ -264,7 +311,7 @@ class _Job:
             for name in group:
                 product = todo[name]
                 before = values[f"{name}.weight"]
-                made = self.make_product(index, name, product, before, stats)
+                made = learned.get(name) or self.make_product(index, name, product, before, stats)
                 if isinstance(made, Rounded):
                     rounded[f"{prefix}{name}.weight"] = made
                     values[f"{name}.weight"] = made.numbers()
@@ -279,6 +326,17 @@ class _Job:
                 if product.fmt is not None and product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
         return rounded, note
+
+    def learn(self, index: int, values: Mapping[str, Tensor], todo: Mapping[str, PlannedProduct]) -> dict[str, Rounded]:
+        """Those of the layer's products whose rounding is learned, together."""
+        wanted = {name: p for name, p in todo.items() if p.settings is not None and p.settings.rounding == "learned"}
+        if not wanted:
+            return {}
+        assert self.stream is not None
+        assert self.quantize is not None
+        formats = {name: p.fmt for name, p in wanted.items() if p.fmt is not None}
+        steps, clip = self.quantize.num_steps, self.quantize.clip
+        return learn(self.stream, index, values, formats, dtype=self.written, clip=clip, num_steps=steps)
 
     def move_scales(
         self, index: int, values: dict[str, Tensor], todo: Mapping[str, PlannedProduct], note: dict[str, Any]
