@@ -1,13 +1,16 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
-R is a preset (fp8, fp8-static, int8, int4-awq, int4-gptq, int4-learned, w4a16-mixed:3.5bpw) or a YAML file. DIR appears whole
-or not at all; what an interrupted run had finished is kept beside it, and the same command goes on from there.
+R is a preset (fp8, fp8-static, int8, int4-awq, int4-gptq, int4-learned, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML
+file. DIR appears whole or not at all; what an interrupted run had finished is kept beside it, and the same command goes on from
+there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("compress", help="write a quantised checkpoint, with a report", description=__doc__)
+    parser = sub.add_parser("compress", help="write a smaller checkpoint, with a report", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
@@ -51,14 +54,23 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.compress.recipe import read_recipe
     from slipstream.compress.run import calibration, compress, plan
+    from slipstream.compress.steps import Distill, PruneSettings
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
 
     recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
-    source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    reshaped = any(isinstance(step, (PruneSettings, Distill)) for step in recipe.steps)
+    if reshaped:
+        from slipstream.compress.pipeline import clean, publish, reshape, rest, shape_after
+
+        # What the layers' part will find: the sizes are known beforehand.
+        source = dataclasses.replace(original, spec=shape_after(original, recipe))
     planned = plan(source, recipe)
+    before = original.spec.num_parameters * planned.scale_bytes
+    planned = dataclasses.replace(planned, bytes_before=before) if reshaped else planned
     if args.dry_run:
         _show(args, recipe, planned, None)
         return 0
@@ -67,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
     from slipstream.compress.report import write_report
     from slipstream.engine.tokenizer import Tokenizer
-    from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
     from slipstream.worker.device import detect
 
@@ -76,6 +87,30 @@ def run(args: argparse.Namespace) -> int:
     dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.bfloat16
     if args.dtype not in dtypes:
         raise ConfigError(f"dtype={args.dtype!r} is not one of {', '.join(dtypes)}", field="dtype")
+    reports: list[Report] = []
+
+    def measure_it(folder: Path) -> None:
+        if not args.no_report:
+            reports.append(_measure(args, recipe, original, folder, out))
+            write_report(reports[0], folder)
+            reports[0].check()
+
+    if reshaped:
+        with phases("reshaping") as say_phase:
+            source = reshape(
+                original,
+                recipe,
+                out,
+                device=device,
+                restart=args.restart,
+                download_dir=args.download_dir,
+                say=say_phase,
+            )
+        if rest(recipe) is None:
+            with _noting(out):
+                publish(source, recipe, out, measure_it)
+            _show(args, recipe, planned, reports[0] if reports else None)
+            return 0
     windows: list[tuple[int, ...]] = []
     if planned.needs_text:
         text = calibration(recipe)
@@ -87,32 +122,35 @@ def run(args: argparse.Namespace) -> int:
                 context=text.context,
                 download_dir=args.download_dir,
             )
-    reports: list[Report] = []
+    with _noting(out), progress_bar("layers") as bar:
+        planned = compress(
+            source,
+            recipe,
+            out,
+            windows=windows,
+            device=device,
+            dtype=dtypes[args.dtype],
+            restart=args.restart,
+            progress=bar,
+            finish=measure_it,
+        )
+    if reshaped:
+        planned = dataclasses.replace(planned, bytes_before=before)
+        clean(out)
+    _show(args, recipe, planned, reports[0] if reports else None)
+    return 0
 
-    def measure_it(folder: Path) -> None:
-        if not args.no_report:
-            reports.append(_measure(args, recipe, source, folder, out))
-            write_report(reports[0], folder)
-            reports[0].check()
+
+@contextmanager
+def _noting(out: Path) -> Iterator[None]:
+    """A budget that is broken leaves nothing, and says so."""
+    from slipstream.errors import BudgetError
 
     try:
-        with progress_bar("layers") as bar:
-            planned = compress(
-                source,
-                recipe,
-                out,
-                windows=windows,
-                device=device,
-                dtype=dtypes[args.dtype],
-                restart=args.restart,
-                progress=bar,
-                finish=measure_it,
-            )
+        yield
     except BudgetError as error:
         error.add_note(f"nothing was written to {out}")
         raise
-    _show(args, recipe, planned, reports[0] if reports else None)
-    return 0
 
 
 def _measure(args: argparse.Namespace, recipe: Recipe, source: ModelDescription, folder: Path, out: Path) -> Report:
@@ -137,7 +175,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, source: ModelDescription,
 
 
 def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
-    done = [p for p in plan.products if p.fmt is not None]
+    done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
     if args.json:
         facts: dict[str, Any] = {
             "recipe": {"name": recipe.name, "steps": recipe.as_data()},
@@ -146,6 +184,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             "bytes_after": plan.bytes_after,
             "bits_per_weight": plan.bits_per_weight,
             "num_products": len(done),
+            "num_sparse_products": sparse,
             "products": {p.name: p.fmt for p in done},
         }
         print_json({**facts, "report": None if report is None else report.document})
@@ -157,7 +196,8 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
         ("recipe", recipe.name),
         ("bytes", f"{size(plan.bytes_before)} → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
-        ("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included"),
+        *([("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included")] if done else []),
+        *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
         ("text", "calibration is needed" if plan.needs_text else "none is needed"),
     ]
     if report is not None:

@@ -349,15 +349,23 @@ class Files:
     held_out: Path | None = None
     logits: Path | None = None
     kept_layers: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"  # that the result is written in
 
 
-def distill_files(files: Files, settings: DistillSettings, *, device: str, num_processes: int = 1) -> tuple[StepRecord, ...]:
+def distill_files(
+    files: Files,
+    settings: DistillSettings,
+    *,
+    device: str,
+    num_processes: int = 1,
+    progress: Callable[[StepRecord], None] = lambda record: None,
+) -> tuple[StepRecord, ...]:
     """The record of a run, which is on disk when this returns. With several processes, each takes the GPU of its number (or all
-    share the CPU)."""
+    share the CPU), and `progress` is told nothing."""
     if num_processes < 1:
         raise ConfigError(f"num_processes={num_processes} must be at least 1", field="num_processes")
     if num_processes == 1:
-        _worker(0, files, settings, device, 1, None)
+        _worker(0, files, settings, device, 1, None, progress)
     else:
         import tempfile
 
@@ -369,7 +377,15 @@ def distill_files(files: Files, settings: DistillSettings, *, device: str, num_p
     return tuple(StepRecord(**row) for row in json.loads((files.out / "distill.json").read_text())["history"])
 
 
-def _worker(rank: int, files: Files, settings: DistillSettings, device: str, world: int, meeting: str | None) -> None:
+def _worker(
+    rank: int,
+    files: Files,
+    settings: DistillSettings,
+    device: str,
+    world: int,
+    meeting: str | None,
+    progress: Callable[[StepRecord], None] = lambda record: None,
+) -> None:
     place = torch.device(device if world == 1 or device == "cpu" else f"cuda:{rank}")
     if meeting is not None:
         if place.type == "cuda":
@@ -388,18 +404,25 @@ def _worker(rank: int, files: Files, settings: DistillSettings, device: str, wor
             teacher = load_dense(files.teacher, dtype=getattr(torch, settings.dtype), device=cpu)
         kept, work = files.kept_layers, files.work
         found = distill(
-            student, teacher, examples, settings, device=place, held_out=held_out, kept_layers=kept, work=work
+            student,
+            teacher,
+            examples,
+            settings,
+            device=place,
+            held_out=held_out,
+            kept_layers=kept,
+            work=work,
+            progress=progress,
         )
         if rank == 0:
-            write(files.out, found, settings)
+            write(files.out, found, settings, dtype=getattr(torch, files.dtype))
     finally:
         if meeting is not None:
             dist.destroy_process_group()
 
 
-def write(out: Path, found: Distilled, settings: DistillSettings) -> None:
-    """The checkpoint in the type that the student's config names, with the run's record and picture."""
-    dtype = getattr(torch, str(found.model.source.dtype))
+def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torch.dtype) -> None:
+    """The checkpoint, with the run's record and picture."""
     with new_folder(out) as folder:
         found.model.write_into(folder, dtype=dtype)
         record = {"settings": asdict(settings), "history": [asdict(r) for r in found.history]}

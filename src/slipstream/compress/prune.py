@@ -98,8 +98,8 @@ def prune(
 
 
 def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings) -> ModelSpec:
-    """What would be left: its sizes are known without weights. UnsupportedModelError or ConfigError if such a model could not be
-    written or would be empty."""
+    """What would be left: its sizes are known without weights. UnsupportedModelError or ConfigError if such a model could not
+    be written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
         raise ConfigError(

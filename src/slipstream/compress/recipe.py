@@ -215,7 +215,8 @@ PRESETS: dict[str, list[Any]] = {
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
 }
-"""By name; and `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model with that share of the parameters."""
+"""By name; and `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model of that share of the
+parameters."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")

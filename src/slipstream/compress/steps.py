@@ -85,7 +85,8 @@ class PruneSettings:
     @property
     def needs_text(self) -> bool:
         """Whether anything is measured."""
-        return self.layers > 0 or self.size is not None or (self.importance != "magnitude" and max(self.heads, self.channels, self.hidden) > 0)
+        units = max(self.heads, self.channels, self.hidden) > 0
+        return self.layers > 0 or self.size is not None or (self.importance != "magnitude" and units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
