@@ -167,14 +167,25 @@ OVERRIDABLE = frozenset(("bits", "group_size", "symmetric", "rounding", "clip", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotate:
-    """Random Hadamard rotations of the residual (QuaRot), folded into the weights: the model computes the same, and its weights
-    and inputs have fewer outliers."""
+class QAT:
+    """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
+    needs
+    the whole model in memory, four times in float32 and the original once."""
 
+    num_steps: int = 200
+    step_tokens: int = 2048
+    learning_rate: float = 2e-5
+    warmup: float = 0.05  # share of the steps in which the rate rises; then it falls to 0 along a cosine
     seed: int = 0
 
     def check(self) -> None:
+        _at_least("num_steps", self.num_steps, 1)
+        _at_least("step_tokens", self.step_tokens, 1)
         _at_least("seed", self.seed, 0)
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"learning_rate={self.learning_rate} must lie between 0 and 1", field="learning_rate")
+        if not 0 <= self.warmup < 1:
+            raise ConfigError(f"warmup={self.warmup} must lie between 0 and 1", field="warmup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +201,9 @@ class KVCache:
             raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
 
 
-Step: TypeAlias = Calibrate | Rotate | Quantize | KVCache
+Step: TypeAlias = Calibrate | Quantize | QAT | KVCache
 
-STEPS: dict[str, type[Step]] = {"calibrate": Calibrate, "rotate": Rotate, "quantize": Quantize, "kv_cache": KVCache}
+STEPS: dict[str, type[Step]] = {"calibrate": Calibrate, "quantize": Quantize, "qat": QAT, "kv_cache": KVCache}
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
@@ -272,9 +283,13 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     for kind in {type(s) for s in found}:
         if sum(isinstance(s, kind) for s in found) > 1:
             raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
+    recipe = Recipe(steps=tuple(found), name=name)
+    quantize: Quantize | None = recipe.one(Quantize)
+    if recipe.one(QAT) is not None and (quantize is None or quantize.inputs is not None or quantize.kind == "float"):
+        raise ConfigError("qat trains integer weights with inputs in the model's type: add such a quantize step", field="qat")
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
-    return Recipe(steps=tuple(found), name=name)
+    return recipe
 
 
 def build(kind: type[Any], settings: Any, where: str) -> Any:

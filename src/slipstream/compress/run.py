@@ -30,9 +30,10 @@ from slipstream.compress.checkpoint import (
 )
 from slipstream.compress.quantize.learned import learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
+from slipstream.compress.quantize.qat import train
 from slipstream.compress.quantize.rounding import Grid, Rounded, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import Budget, Calibrate, KVCache, Quantize, Recipe
+from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import parameters
@@ -111,7 +112,8 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     after = before + sum(
         p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
     )
-    needs = (quantize is not None and quantize.needs_text) or recipe.one(KVCache) is not None
+    trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
+    needs = (quantize is not None and quantize.needs_text) or trained
     return Plan(products=tuple(products), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs)
 
 
@@ -143,12 +145,16 @@ def compress(
         bits = _spend(source, recipe, first, budget, work, windows, device, dtype, lambda done, _: progress(done, total))
         first = plan(source, recipe, bits)
     skipped = total - source.spec.num_layers - 1
+    if (step := recipe.one(QAT)) is not None:
+        total += step.num_steps
     job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     job.write_ends()
     progress(skipped + 1, total)
     for index in range(source.spec.num_layers):
         job.do_layer(index)
         progress(skipped + index + 2, total)
+    if (step := recipe.one(QAT)) is not None:
+        job.train(step, windows, lambda done, _: progress(skipped + 1 + source.spec.num_layers + done, total))
     job.publish(finish)
     return job.plan
 
@@ -212,6 +218,8 @@ class _Job:
         self.formats = plan.formats
         self.stored = stored_formats(self.names, self.formats) if self.formats else StoredFormats(())
         self.stream = Stream(source, windows, device=device, dtype=dtype) if windows else None
+        self.dtype = dtype
+        self.parts = ["ends", *(f"layer-{i:05d}" for i in range(source.spec.num_layers))]
 
     def write_ends(self) -> None:
         """Embeddings, last norm and output head."""
@@ -345,6 +353,29 @@ class _Job:
             scale = scale.clamp(min=1e-6).to(self.written)
             yield f"{module}.{part}_scale", scale[:, None, None] if self.cache.per == "head" else scale
 
+    def train(self, step: QAT, windows: Sequence[Sequence[int]], progress: Progress) -> None:
+        """Train what was rounded, and write the layers anew, beside what they were."""
+        device, layers = self.device, range(self.source.spec.num_layers)
+        files = [self.work.part(part) for part in self.parts[1:]]
+        values = [self.names.read(file, self.stored, device=device) for file in files]
+        grids: dict[str, Grid] = {}
+        for file in files:
+            grids.update(self.names.read_grids(file, self.formats, device=device))
+        made = train(self.source, values, grids, windows, step, device=device, dtype=self.dtype, progress=progress)
+        for i in layers:
+            part, cache = f"trained-{i:05d}", self.cache_tensors(files[i])
+            own = {name: rounded for name, rounded in made.items() if name.startswith(f"layers.{i}.")}
+            self.work.finish(part, [*self.names.tensors(values[i], own, {}, self.written), *cache], {})
+            self.parts[1 + i] = part
+
+    def cache_tensors(self, file: Path) -> list[tuple[str, Tensor]]:
+        """The scales of a KV cache that are in a part."""
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.endswith((".k_scale", ".v_scale"))]  # noqa: SIM118 (no dict)
+            return [(name, opened.get_tensor(name)) for name in names]
+
     def publish(self, finish: Callable[[Path], None]) -> None:
         kv = None if self.cache is None else cache_config(self.cache.form, self.cache.per)
         if self.formats:
@@ -352,8 +383,7 @@ class _Job:
         else:
             assert kv is not None
             config = cache_only_config(kv)
-        parts = ["ends", *(f"layer-{i:05d}" for i in range(self.source.spec.num_layers))]
-        self.work.publish(self.source, parts, config, self.recipe.as_data(), finish)
+        self.work.publish(self.source, self.parts, config, self.recipe.as_data(), finish)
 
 
 def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
