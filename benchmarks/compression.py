@@ -3,10 +3,10 @@ calibrated nothing.
 
     python benchmarks/compression.py [--model smollm2] [--rows int4-gptq,int4-awq] [--windows 32] [--also NAME=PATH ...]
 
-`--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same way:
-say which text calibrated them. The yardstick is the original in its own type, bfloat16, run in float32. 8-bit products run on the
-reference kernels, which carry out their definition exactly; the rest on whatever the device has. Rows are kept as they come, so
-that a run that was broken off goes on with the rows that are missing (`--again` measures them anew).
+`--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same
+way. The yardstick is the original, run in float32. 8-bit products run on the reference kernels, which carry out their definition
+exactly; the rest on whatever the device has. Rows are kept as they come, so that a run that was broken off goes on with the rows
+that are missing (`--again` measures them anew).
 
 Bits are those of the products that were rounded, scales included; bytes those of the weights on disk.
 """
@@ -85,7 +85,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32, help="to measure on")
     parser.add_argument("--calibration-windows", type=int, default=64)
     args = parser.parse_args()
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     names = args.rows.split(",") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
     source = read_spec(resolve_model(args.model))
     tokenizer = Tokenizer.from_pretrained(source.path)
@@ -94,13 +93,15 @@ def main() -> None:
     plain = EngineArgs(model=args.model, device=args.device, dtype="float32")
     device = torch.device("cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu")
     settings = {
-        **{"model": args.model, "text": dataclasses.asdict(text), "calibration_windows": args.calibration_windows},
-        **{"calibration_context": CONTEXT, "device": str(device)},
+        "model": args.model,
+        "text": dataclasses.asdict(text),
+        "calibration_windows": args.calibration_windows,
+        "calibration_context": CONTEXT,
+        "device": str(device),
     }
     kept = json.loads(args.output.read_text()) if args.output.is_file() and not args.again else {}
     results: dict[str, Any] = kept.get("results", {}) if kept.get("settings") == settings else {}
     with tempfile.TemporaryDirectory() as folder:
-        # What every row is compared with went through the same writing and reading, in bfloat16.
         original = Scorer.load(plain, context=CONTEXT)
         for name in names:
             if name in results:
@@ -114,7 +115,9 @@ def main() -> None:
             run_as = dataclasses.replace(plain, model=str(out), kernels="reference" if exact else "auto")
             results[name] = {
                 **measure(original, run_as, text),
-                **{"bits_per_weight": done.bits_per_weight, "file_bytes": model_bytes(out), "compress_s": seconds},
+                "bits_per_weight": done.bits_per_weight,
+                "file_bytes": model_bytes(out),
+                "compress_s": seconds,
                 "recipe": recipe.as_data(),
             }
             common.save(args.output, "compression", settings=settings, results=results)

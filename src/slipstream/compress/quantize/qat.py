@@ -1,9 +1,9 @@
 """Quantisation-aware training: rounded weights and their scales are trained so that the model says what the original says.
 
-A weight w is used as round(w / s) · s; rounding passes gradients through to w, where it is not cut off at the range's ends, and to
-s as of learned step sizes (LSQ, Esser et al. 2020). Training begins at the weights that were written, so at what rounding alone
-gave. The loss is KL(original‖rounded) of the next token on calibration text; AdamW, without decay; the rate rises, then falls
-to 0 along a cosine. Norms, embeddings and the head stay as they are.
+A weight w is used as round(w / s) · s; rounding passes gradients through to w, where it is not cut off at the range's ends, and
+to s as of learned step sizes (LSQ, Esser et al. 2020). Training begins at the weights that were written, so at what rounding
+alone gave. The loss is KL(original‖rounded) of the next token on calibration text; AdamW, without decay; the rate rises, then
+falls to 0 along a cosine. Norms, embeddings and the head stay as they are.
 """
 
 from __future__ import annotations
