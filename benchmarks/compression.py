@@ -4,8 +4,10 @@ calibrated nothing.
     python benchmarks/compression.py [--model smollm2] [--rows int4-gptq,int4-awq] [--windows 32] [--also NAME=PATH ...]
 
 `--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same
-way. The yardstick is the original, run in float32. 8-bit products run on the reference kernels, which carry out their definition
-exactly; the rest on whatever the device has. Rows are kept as they come, so that a run that was broken off goes on with the rows
+way. The yardstick is the original, run in float32. 8-bit products run on the reference kernels, which carry out their
+definition
+exactly; the rest on whatever the device has. Rows are kept as they come, so that a run that was broken off goes on with the
+rows
 that are missing (`--again` measures them anew).
 
 Bits are those of the products that were rounded, scales included; bytes those of the weights on disk.
