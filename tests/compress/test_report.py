@@ -9,10 +9,11 @@ import json
 import pytest
 
 from slipstream.compress import page
-from slipstream.compress.report import Report, Side, back_off, measure, model_bytes, tokens_per_s, write_report
+from slipstream.compress.report import Report, Side, back_off, measure, model_bytes, tokens_per_s, write_receipt, write_report
 from slipstream.config import EngineArgs
 from slipstream.errors import BudgetError
 from slipstream.evals.text import TextSettings
+from slipstream.worker.canary import read_canary
 
 TEXT = "hello the world, in the other hour the hello is here and the wind is there. " * 3
 
@@ -53,6 +54,12 @@ def test_the_keys_that_the_design_promises(report, tmp_path):
     assert found["recipe"] == report.recipe
     assert found["versions"]["slipstream"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [html_file.name, json_file.name]
+
+
+def test_a_receipt_brings_the_canary(report, tmp_path):
+    write_receipt(report, tmp_path)
+    assert read_canary(tmp_path, 288) == report.canary
+    assert report.canary.made_with["kv_cache_dtype"] == "int8"
 
 
 class Page(html.parser.HTMLParser):
@@ -156,6 +163,6 @@ def test_bytes_are_of_the_weights(tmp_path):
 
 
 def test_every_field_is_in_the_document(report):
-    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "facts"}
+    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "facts", "canary"}
     assert names <= report.document.keys()
     assert {f.name for f in dataclasses.fields(Side)} == report.document["original"].keys()

@@ -26,6 +26,7 @@ from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import TextSettings, Window, read_windows
 from slipstream.hub import resolve_model
+from slipstream.worker.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"
@@ -62,8 +63,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`recipe` is what was done, in JSON's types; `tried` are attempts that cost more than `max_kl`, with their mean KL; `tasks`
-    the accuracy of both on each task."""
+    """`recipe`: what was done, in JSON's types. `tried`: attempts that cost more than `max_kl`, and their mean KL. `tasks`: the
+    accuracy of both on each task. `canary`: the compressed model's."""
 
     original: Side
     compressed: Side
@@ -73,6 +74,7 @@ class Report:
     max_kl: float | None = None
     tried: tuple[tuple[str, float], ...] = ()
     tasks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    canary: Canary | None = None
     facts: Mapping[str, Any] = field(default_factory=facts)
 
     @property
@@ -143,6 +145,7 @@ def measure(
     divergence = compare(
         a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
     )
+    canary = b.canary(max((w.token_ids for w in windows), key=len))
     sides = [_side(a, original, divergence.perplexity_a), _side(b, compressed, divergence.perplexity_b, name)]
     del a, b
     if speed:
@@ -151,7 +154,7 @@ def measure(
             args = dataclasses.replace(args, dtype=str(sides[i].run_as["dtype"]))
             sides[i] = dataclasses.replace(sides[i], tokens_per_s=tokens_per_s(args))
         progress("speed", 2, 2)
-    return Report(original=sides[0], compressed=sides[1], text=text, divergence=divergence, **more)
+    return Report(original=sides[0], compressed=sides[1], text=text, divergence=divergence, canary=canary, **more)
 
 
 def back_off(
@@ -173,6 +176,14 @@ def mean_kl(original: Scorer, compressed: EngineArgs, windows: list[Window]) -> 
     """The cost of one attempt, for `back_off`: no layers, no worst prompts, no speed."""
     b = Scorer.load(compressed, context=original.context)
     return compare(original, b, windows, num_worst=0, layers=False).kl.mean
+
+
+def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
+    """`write_report` into the compressed checkpoint's folder, with the canary that tells at each start whether it still gives
+    what was measured."""
+    if report.canary is not None:
+        write_canary(report.canary, checkpoint)
+    return write_report(report, checkpoint)
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:

@@ -252,6 +252,7 @@ class Program:
         self._library, self._engine, self._kept = load(), engine, list[Tensor]()
         self._pointer = self._library.ss_program_create(engine.pointer)
         self.operators: list[tuple[str, int]] = []  # name, and bytes of weights that it reads
+        self.token_bytes = 0  # of its own buffers, a token
 
     def __del__(self) -> None:
         if hasattr(self, "_pointer"):
@@ -259,7 +260,9 @@ class Program:
 
     def buffer(self, form: int, size: int) -> int:
         """A row of `size` values a token, in `form`."""
-        return int(self._library.ss_buffer(self._pointer, self._library.ss_form_bytes(form, size)))
+        num_bytes = self._library.ss_form_bytes(form, size)
+        self.token_bytes += num_bytes
+        return int(self._library.ss_buffer(self._pointer, num_bytes))
 
     def bound(self, tensor: Tensor | None = None) -> int:
         """A buffer of the caller's: `tensor` [T, n], or what `bind` gives later."""

@@ -95,6 +95,11 @@ class CompiledStep:
         del kept
         return hidden
 
+    @property
+    def token_bytes(self) -> int:
+        """What a step takes for each of its tokens: the program's buffers and the hidden states."""
+        return self.program.token_bytes + 4 * self.hidden_size
+
     # --- Pieces -----------------------------------------------------------------------------------------------------
 
     def _embed(self, decoder: Decoder) -> None:

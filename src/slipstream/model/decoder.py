@@ -287,6 +287,11 @@ class Decoder:
             h, residual = layer(self.ops, h, residual, cache, meta)
         return self.finished(h, residual)
 
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes that a step takes for each of its tokens, where that is known: if the step is compiled."""
+        return None if self._compiled is None else self._compiled.token_bytes
+
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → what the first layer reads, [T, E]"""
         h = self.ops.embed(token_ids, self.embed, self.spec.embed_scale)

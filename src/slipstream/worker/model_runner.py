@@ -49,6 +49,9 @@ TORCH_DTYPES = {
     "int8": torch.int8,
 }
 
+SHORT_STEP = 64
+"""Tokens of the step that is measured where most of what a step takes is known."""
+
 CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an 8-bit cache."""
 
@@ -98,11 +101,12 @@ class ModelRunner:
             config.device.kernels,
             tiles,
             num_threads=config.device.num_threads,
+            isa=config.device.facts.isa,
             deterministic=config.device.deterministic,
             dense_copies=config.device.dense_copies,
         )
         self.phases: dict[str, float] = {}
-        with self._phase("weights"):
+        with self.phase("weights"):
             self.model: LoadedModel = load_model(
                 config.model.path,
                 ops=self.ops,
@@ -119,7 +123,7 @@ class ModelRunner:
             if self.model.cache_scales is not None:  # of the same form: `resolve` has seen to it
                 self.kv_scales = self.model.cache_scales.layers()
             else:
-                with self._phase("calibrate"), torch.inference_mode():
+                with self.phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
@@ -129,11 +133,14 @@ class ModelRunner:
 
     def profile(self) -> int:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
-        with self._phase("profile"), torch.inference_mode():
+        with self.phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
-            num_tokens = scheduling.max_num_batched_tokens
+            num_tokens, per_token = scheduling.max_num_batched_tokens, self.model.decoder.token_bytes
+            known = 0
+            if per_token is not None:  # then a short step shows the rest
+                num_tokens, known = min(num_tokens, SHORT_STEP), num_tokens * per_token
             length = min(self.config.model.max_model_len, num_tokens)
-            num_rows = min(scheduling.max_num_seqs, num_tokens)
+            num_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             kv = self.make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
@@ -142,14 +149,14 @@ class ModelRunner:
             self.ops.sample(logits, self._dummy_sampling(num_rows))
             peak = self._memory_peak() - before
             del hidden, logits
-            return max(0, peak)
+            return known + max(0, peak)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
         """The KV cache of `num_blocks` blocks (block 0 is the null block), the rows, and on a GPU the graphs, whose bytes
         are returned. `config` is the engine's final one: its context may have been lowered to what fits."""
         self.config = config
         try:
-            with self._phase("cache"):
+            with self.phase("cache"):
                 self.kv = self.make_cache(num_blocks)
                 self.rows = self._make_rows()
                 self._synchronize()
@@ -158,11 +165,11 @@ class ModelRunner:
         graph_bytes = 0
         if not config.device.enforce_eager:
             before = torch.cuda.mem_get_info(self.device)[0]
-            with self._phase("graphs"):
+            with self.phase("graphs"):
                 self.graphs = DecodeGraphs(self.model.decoder, self.kv, self.rows, config)
                 self.graphs.capture()
             graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
-        with self._phase("warm-up"), torch.inference_mode():
+        with self.phase("warm-up"), torch.inference_mode():
             self._warm_up()
         return graph_bytes
 
@@ -206,7 +213,7 @@ class ModelRunner:
         prompt = self._prompt_logprobs(plan, hidden)
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt)
-        logits = self.model.decoder.logits(hidden[batch.sample_index])
+        logits = self.model.decoder.logits(hidden if batch.sample_index is None else hidden[batch.sample_index])
         return self._sample(plan, logits, batch.sampled, prompt)
 
     def forget_rows(self) -> None:
@@ -225,7 +232,7 @@ class ModelRunner:
         # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
         kept = logits[upload(np.array(which, np.int64), self.device)] if which else None
         tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
-        rows.tokens[sampled.rows, sampled.positions] = tokens.int()
+        rows.write(sampled.rows, sampled.positions, tokens)
         logprobs = None
         if kept is not None:
             counts = [wanted[i] or 0 for i in which]
@@ -369,7 +376,8 @@ class ModelRunner:
         return _peak_rss_bytes()
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase of the start."""
         begin = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - begin
