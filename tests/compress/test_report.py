@@ -9,7 +9,16 @@ import json
 import pytest
 
 from slipstream.compress import page
-from slipstream.compress.report import Report, Side, back_off, measure, model_bytes, tokens_per_s, write_receipt, write_report
+from slipstream.compress.report import (
+    Report,
+    Side,
+    back_off,
+    measure,
+    model_bytes,
+    tokens_per_s,
+    write_receipt,
+    write_report,
+)
 from slipstream.config import EngineArgs
 from slipstream.errors import BudgetError
 from slipstream.evals.text import TextSettings

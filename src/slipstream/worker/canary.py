@@ -32,9 +32,10 @@ NUM_TOKENS = 48
 NUM_DECODED = 4
 NUM_TOP = 16
 MAX_KL = 0.05
-"""Nats. Measured on SmolLM2-135M-Instruct, touchy because it is small, against float32 and the reference kernels: bfloat16 costs
-0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or fp8 cache 0.01, int8 or fp8 products 0.04. What is wrong in every layer
-costs nats; one layer's MLP scaled by 2, 0.08; but by 1.5, 0.02, and one head's queries in one layer, 0.006: such pass."""
+"""Nats. Measured on SmolLM2-135M-Instruct, touchy because it is small, against float32 and the reference kernels: bfloat16
+costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or fp8 cache 0.01, int8 or fp8 products 0.04. What is wrong in
+every layer costs nats; one layer's MLP scaled by 2, 0.08; but by 1.5, 0.02, and one head's queries in one layer, 0.006: such
+pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
