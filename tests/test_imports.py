@@ -55,6 +55,7 @@ HEAVY = {  # third-party package: the parts that may import it
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),
     "datasets": ("evals.text",),
+    "lm_eval": ("evals.tasks", "evals.lm_eval_adapter"),
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
