@@ -41,8 +41,9 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
     "compress": (*BASE, "hub", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
-        *(*BASE, "hub", "plan", "worker.device", "worker.cpu_choice", "engine", "server", "bench", "evals", "compress"),
-        *(*DESCRIPTION, "model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
+        *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
+        *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
+        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }

@@ -86,9 +86,10 @@ class EngineCore:
                     field="canary",
                 )
             return None
-        with self.runner.phase("canary"):
-            model = self.runner.model.decoder
-            result = run_canary(model, self.runner.kv, canary, context=self.config.model.max_model_len)
+        begin = time.perf_counter()
+        model = self.runner.model.decoder
+        result = run_canary(model, self.runner.kv, canary, context=self.config.model.max_model_len)
+        self.phases["canary"] = time.perf_counter() - begin
         if wanted == "refuse" and not result.ok:
             raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
         return result

@@ -63,8 +63,8 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
     ) -> list[tuple[float, bool]]:
         scores = loglikelihoods(self.llm, [(context, continuation) for _, context, continuation in requests])
         found = [(s.logprob, s.is_greedy) for s in scores]
-        for (texts, _, _), score in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, score)
+        for request, score in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], score)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -142,7 +142,7 @@ def run_lm_eval(
 
         from slipstream.evals.lm_eval_adapter import SlipstreamLM
     except ImportError as error:
-        raise ConfigError(f"lm-eval's tasks need its package: pip install 'slipstream[eval]' ({error})", field="tasks") from error
+        raise ConfigError(f"lm-eval's tasks need it: pip install 'slipstream[eval]' ({error})", field="tasks") from error
     manager = TaskManager()
     unknown = [t for t in tasks if isinstance(t, str) and t not in manager.all_tasks]
     if unknown:

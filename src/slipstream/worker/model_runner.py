@@ -106,7 +106,7 @@ class ModelRunner:
             dense_copies=config.device.dense_copies,
         )
         self.phases: dict[str, float] = {}
-        with self.phase("weights"):
+        with self._phase("weights"):
             self.model: LoadedModel = load_model(
                 config.model.path,
                 ops=self.ops,
@@ -123,7 +123,7 @@ class ModelRunner:
             if self.model.cache_scales is not None:  # of the same form: `resolve` has seen to it
                 self.kv_scales = self.model.cache_scales.layers()
             else:
-                with self.phase("calibrate"), torch.inference_mode():
+                with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
@@ -133,7 +133,7 @@ class ModelRunner:
 
     def profile(self) -> int:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
-        with self.phase("profile"), torch.inference_mode():
+        with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
             num_tokens, per_token = scheduling.max_num_batched_tokens, self.model.decoder.token_bytes
             known = 0
@@ -156,7 +156,7 @@ class ModelRunner:
         are returned. `config` is the engine's final one: its context may have been lowered to what fits."""
         self.config = config
         try:
-            with self.phase("cache"):
+            with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
                 self.rows = self._make_rows()
                 self._synchronize()
@@ -165,20 +165,13 @@ class ModelRunner:
         graph_bytes = 0
         if not config.device.enforce_eager:
             before = torch.cuda.mem_get_info(self.device)[0]
-            with self.phase("graphs"):
+            with self._phase("graphs"):
                 self.graphs = DecodeGraphs(self.model.decoder, self.kv, self.rows, config)
                 self.graphs.capture()
             graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
-        with self.phase("warm-up"), torch.inference_mode():
+        with self._phase("warm-up"), torch.inference_mode():
             self._warm_up()
         return graph_bytes
-
-    def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """A cache of `num_blocks` blocks, in the form and with the scales of this runner's."""
-        dtype = TORCH_DTYPES[self.config.cache.dtype]
-        if self.kv_scales is None:
-            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
-        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
@@ -261,6 +254,13 @@ class ModelRunner:
         return found
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
+
+    def make_cache(self, num_blocks: int) -> list[LayerKV]:
+        """A layer's keys and values each, of zeros."""
+        dtype = TORCH_DTYPES[self.config.cache.dtype]
+        if self.kv_scales is None:
+            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
+        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention = self.model.spec.layers[layer].attention
@@ -376,8 +376,7 @@ class ModelRunner:
         return _peak_rss_bytes()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times a phase of the start."""
+    def _phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - begin
