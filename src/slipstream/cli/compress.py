@@ -39,7 +39,11 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
     report = parser.add_argument_group("report")
     report.add_argument("--no-report", action="store_true", help="measure nothing")
+    report.add_argument(
+        "--text", default="sharegpt", metavar="X", help="what to measure on, as in `slipstream eval` (its evaluation part)"
+    )
     report.add_argument("--max-kl", type=float, metavar="X", help="write nothing if the mean KL is above X nats")
+    report.add_argument("--back-off", action="store_true", help="with --max-kl: try again with more bits instead")
     report.add_argument(
         "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
     )
@@ -49,33 +53,28 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.compress.recipe import read_recipe
-    from slipstream.compress.run import calibration, compress, plan
+    from slipstream.compress.recipe import more_bits, read_recipe
+    from slipstream.compress.run import calibration, compress, place, plan
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
 
     recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
+    if args.back_off and args.max_kl is None:
+        raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     planned = plan(source, recipe)
     if args.dry_run:
         _show(args, recipe, planned, None)
         return 0
 
-    import torch
-
-    from slipstream.compress.report import write_report
+    from slipstream.compress.report import write_receipt
     from slipstream.engine.tokenizer import Tokenizer
     from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
-    from slipstream.worker.device import detect
 
-    device = torch.device(detect(args.device).device)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.bfloat16
-    if args.dtype not in dtypes:
-        raise ConfigError(f"dtype={args.dtype!r} is not one of {', '.join(dtypes)}", field="dtype")
+    device, dtype = place(args.device, args.dtype)
     windows: list[tuple[int, ...]] = []
     if planned.needs_text:
         text = calibration(recipe)
@@ -88,50 +87,65 @@ def run(args: argparse.Namespace) -> int:
                 download_dir=args.download_dir,
             )
     reports: list[Report] = []
+    tried: list[tuple[str, float]] = []
+    attempts = [recipe, *(more_bits(recipe) if args.back_off else ())]
+    for attempt in attempts:
 
-    def measure_it(folder: Path) -> None:
-        if not args.no_report:
-            reports.append(_measure(args, recipe, source, folder, out))
-            write_report(reports[0], folder)
-            reports[0].check()
+        def measure_it(folder: Path, attempt: Recipe = attempt) -> None:
+            if not args.no_report:
+                reports.append(_measure(args, attempt, source, folder, out, tuple(tried)))
+                write_receipt(reports[-1], folder)
+                reports[-1].check()
 
-    try:
-        with progress_bar("layers") as bar:
-            planned = compress(
-                source,
-                recipe,
-                out,
-                windows=windows,
-                device=device,
-                dtype=dtypes[args.dtype],
-                restart=args.restart,
-                progress=bar,
-                finish=measure_it,
-            )
-    except BudgetError as error:
-        error.add_note(f"nothing was written to {out}")
-        raise
-    _show(args, recipe, planned, reports[0] if reports else None)
+        try:
+            with progress_bar(f"layers ({attempt.name})") as bar:
+                planned = compress(
+                    source,
+                    attempt,
+                    out,
+                    windows=windows,
+                    device=device,
+                    dtype=dtype,
+                    restart=args.restart or bool(tried),
+                    progress=bar,
+                    finish=measure_it,
+                )
+            break
+        except BudgetError as error:
+            tried.append((attempt.name, reports[-1].divergence.kl.mean))
+            if attempt is attempts[-1]:
+                error.add_note(f"nothing was written to {out}")
+                raise
+            say(f"slipstream: {attempt.name}: {error}; going on with more bits")
+    _show(args, attempt, planned, reports[-1] if reports else None)
     return 0
 
 
-def _measure(args: argparse.Namespace, recipe: Recipe, source: ModelDescription, folder: Path, out: Path) -> Report:
+def _measure(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    source: ModelDescription,
+    folder: Path,
+    out: Path,
+    tried: tuple[tuple[str, float], ...],
+) -> Report:
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
     from slipstream.evals.text import TextSettings
 
     context = min(512, source.spec.max_position)
-    # On a CPU the definition itself is measured: the kernels there round inputs otherwise, and have no products of fp8.
+    # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     with progress_bar("report") as bar:
         return measure(
             original,
             dataclasses.replace(original, model=str(folder)),
             name=str(out),
-            text=TextSettings(context=context, stride=context, num_windows=args.eval_windows),
+            text=TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows),
             speed=args.speed,
             recipe={"name": recipe.name, "steps": recipe.as_data()},
             max_kl=args.max_kl,
+            tried=tried,
             progress=lambda phase, done, total: bar(done, total),
         )
 

@@ -256,6 +256,27 @@ def read_recipe(given: str) -> Recipe:
     return parse(data, name=path.name)
 
 
+def more_bits(recipe: Recipe) -> list[Recipe]:
+    """The same with one bit more, and more, up to 8 (a budget of bits: half a bit more, up to its largest choice)."""
+    quantize: Quantize | None = recipe.one(Quantize)
+    if quantize is None:
+        return []
+
+    def changed(bits: int | Budget, shown: str) -> Recipe:
+        own = dataclasses.replace(quantize, bits=bits)
+        steps = tuple(own if step is quantize else step for step in recipe.steps)
+        return dataclasses.replace(recipe, steps=steps, name=f"{recipe.name} with {shown} bits")
+
+    if isinstance(quantize.bits, int):
+        return [changed(bits, str(bits)) for bits in range(quantize.bits + 1, 9)]
+    budget, found = quantize.bits, []
+    average = budget.average + 0.5
+    while average < max(budget.choices):
+        found.append(changed(dataclasses.replace(budget, average=average), f"{average:g}"))
+        average += 0.5
+    return found
+
+
 def preset(name: str) -> list[Any] | None:
     if found := _MIXED.fullmatch(name):
         return [{"quantize": {"bits": {"average": float(found[1])}, "rounding": "gptq"}}]

@@ -438,6 +438,22 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
+def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Where to compute, and in which type, of "auto" or names. ConfigError if they are not to be had."""
+    kind, _, index = device.partition(":")
+    has_gpu = torch.cuda.is_available()
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ConfigError(f"device={device!r} is not one of auto, cpu, cuda, cuda:N", field="device")
+    if kind == "cuda" and (not has_gpu or int(index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"device={device!r}: torch sees no such GPU; use 'cpu'", field="device")
+    found = torch.device("cuda" if kind == "auto" and has_gpu else "cpu" if kind == "auto" else device)
+    if dtype == "auto":
+        return found, torch.float32 if found.type == "cpu" else torch.bfloat16
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", field="dtype")
+    return found, TORCH_DTYPES[dtype]
+
+
 def calibration(recipe: Recipe) -> Calibrate:
     """The recipe's, or the default."""
     found: Calibrate | None = recipe.one(Calibrate)
