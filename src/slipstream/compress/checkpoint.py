@@ -276,11 +276,12 @@ class WorkFolder:
         recipe: Any,
         finish: Callable[[Path], None],
     ) -> None:
-        """Make the result of the finished parts, let `finish` look at it, and remove this folder. A GGUF file's tokenizer is
-        written anew."""
+        """Make the result of the finished parts, with `config` over the source's own, let `finish` look at it, and remove this
+        folder. A GGUF file's tokenizer is written anew.
+        """
         with new_folder(self.out) as folder:
             write_tensors(folder, self._tensors(parts))
-            write_config(folder, {**huggingface_config(source), "quantization_config": dict(config)})
+            write_config(folder, {**huggingface_config(source), **config})
             write_surroundings(folder, source)
             (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
             finish(folder)

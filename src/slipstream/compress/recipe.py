@@ -167,6 +167,17 @@ OVERRIDABLE = frozenset(("bits", "group_size", "symmetric", "rounding", "clip", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rotate:
+    """A random Hadamard rotation of the residual (QuaRot), folded into the weights before they are rounded: the model computes
+    the same, with fewer outliers. A tied output head becomes a weight of its own."""
+
+    seed: int = 0
+
+    def check(self) -> None:
+        _at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
     """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
     needs
@@ -201,9 +212,9 @@ class KVCache:
             raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
 
 
-Step: TypeAlias = Calibrate | Quantize | QAT | KVCache
+Step: TypeAlias = Calibrate | Rotate | Quantize | QAT | KVCache
 
-STEPS: dict[str, type[Step]] = {"calibrate": Calibrate, "quantize": Quantize, "qat": QAT, "kv_cache": KVCache}
+STEPS: dict[str, type[Step]] = {"calibrate": Calibrate, "rotate": Rotate, "quantize": Quantize, "qat": QAT, "kv_cache": KVCache}
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
@@ -308,6 +319,9 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     quantize: Quantize | None = recipe.one(Quantize)
     if recipe.one(QAT) is not None and (quantize is None or quantize.inputs is not None or quantize.kind == "float"):
         raise ConfigError("qat trains integer weights with inputs in the model's type: add such a quantize step", field="qat")
+    fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
+    if recipe.one(Rotate) is not None and not fixed:
+        raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
     return recipe

@@ -28,12 +28,13 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
+from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.learned import learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
 from slipstream.compress.quantize.rounding import Grid, Rounded, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe
+from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe, Rotate
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import parameters
@@ -87,6 +88,10 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     product."""
     check_writable(source)
     quantize: Quantize | None = recipe.one(Quantize)
+    before_shapes = parameters(source.spec)
+    if recipe.one(Rotate) is not None:
+        rotate.check(source.spec)
+        source = rotate.untied(source)
     shapes, spec = parameters(source.spec), source.spec
     element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
     products = []
@@ -108,8 +113,8 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
             raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
         Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
         _check_parallel(spec.layers, {p.name: p.fmt for p in products})
-    before = sum(_numel(shape) for shape in shapes.values()) * element
-    after = before + sum(
+    before = sum(_numel(shape) for shape in before_shapes.values()) * element
+    after = sum(_numel(shape) for shape in shapes.values()) * element + sum(
         p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
     )
     trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
@@ -210,14 +215,19 @@ class _Job:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.source, self.recipe, self.plan, self.work, self.device = source, recipe, plan, work, device
-        self.names = Names(source)
+        self.original, self.recipe, self.plan, self.work, self.device = source, recipe, plan, work, device
+        turn: Rotate | None = recipe.one(Rotate)
+        self.turn = None if turn is None else rotate.rotation(source.spec.hidden_size, turn.seed, device)
+        self.source = source if turn is None else rotate.untied(source)
+        self.names = Names(self.source)
         self.written = TORCH_DTYPES.get(source.dtype, torch.bfloat16)
         self.quantize: Quantize | None = recipe.one(Quantize)
         self.cache: KVCache | None = recipe.one(KVCache)
         self.formats = plan.formats
         self.stored = stored_formats(self.names, self.formats) if self.formats else StoredFormats(())
         self.stream = Stream(source, windows, device=device, dtype=dtype) if windows else None
+        if self.stream is not None and self.turn is not None:
+            self.stream.states = [state @ self.turn.to(state) for state in self.stream.states]
         self.dtype = dtype
         self.parts = ["ends", *(f"layer-{i:05d}" for i in range(source.spec.num_layers))]
 
@@ -226,8 +236,10 @@ class _Job:
         if self.work.note("ends") is not None:
             return
         values = load_parameters(
-            self.source, dtype=torch.float32, device=self.device, wanted=lambda n: not n.startswith("layers.")
+            self.original, dtype=torch.float32, device=self.device, wanted=lambda n: not n.startswith("layers.")
         )
+        if self.turn is not None:
+            rotate.rotate_ends(self.original.spec, values, self.turn)
         rounded = {}
         if (fmt := self.formats.get("head.weight")) is not None:
             rounded["head.weight"] = nearest(values["head.weight"], fmt, self.written, clip=True)
@@ -237,7 +249,9 @@ class _Job:
         """Round a layer, if that is not done yet, and run the text through it."""
         part, prefix = f"layer-{index:05d}", f"layers.{index}."
         if (note := self.work.note(part)) is None:
-            values = load_layer(self.source, index, self.device)
+            values = load_layer(self.original, index, self.device)
+            if self.turn is not None:
+                rotate.rotate_layer(self.source.spec.layers[index], values, self.turn)
             rounded, note = self.round_layer(index, values)
             whole = {prefix + name: value for name, value in values.items()}
             scales = {f"{prefix}{name}.weight": scale for name, scale in note["input_scales"].items()}
@@ -383,7 +397,8 @@ class _Job:
         else:
             assert kv is not None
             config = cache_only_config(kv)
-        self.work.publish(self.source, self.parts, config, self.recipe.as_data(), finish)
+        untied = {"tie_word_embeddings": False} if self.turn is not None else {}
+        self.work.publish(self.original, self.parts, {**untied, "quantization_config": config}, self.recipe.as_data(), finish)
 
 
 def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
