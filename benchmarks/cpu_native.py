@@ -26,10 +26,11 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.hub import resolve_model
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import LayerKV
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import SCHEMES
 from slipstream.plan.hardware import available_cores
+from slipstream.worker.uniform import uniform_step
 
 BLOCK = 16
 FORMS: dict[str, dict[str, Any]] = {
@@ -62,23 +63,6 @@ def cache(model: LoadedModel, num_blocks: int, dtype: torch.dtype) -> list[Layer
     ]
 
 
-def metadata(num_seqs: int, num_new: int, length: int) -> AttentionMetadata:
-    blocks = -(-length // BLOCK)
-    table = (torch.arange(num_seqs * blocks, dtype=torch.int32) + 1).view(num_seqs, blocks)
-    positions = torch.arange(length - num_new, length).repeat(num_seqs)
-    rows = torch.arange(num_seqs).repeat_interleave(num_new)
-    return AttentionMetadata(
-        query_start_loc=torch.arange(0, num_seqs * num_new + 1, num_new, dtype=torch.int32),
-        seq_lens=torch.full((num_seqs,), length, dtype=torch.int32),
-        block_table=table,
-        positions=positions,
-        slot_mapping=table[rows, positions // BLOCK].long() * BLOCK + positions % BLOCK,
-        num_decodes=num_seqs if num_new == 1 else 0,
-        max_query_len=num_new,
-        max_seq_len=length,
-    )
-
-
 @torch.inference_mode()
 def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     """Tokens per second of whole steps (hidden states and logits of each sequence's last token), and one step's operators."""
@@ -91,7 +75,7 @@ def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict
     }.items():
         num_seqs, num_new, _ = shape
         meta, tokens = (
-            metadata(*shape),
+            uniform_step(*shape, BLOCK),
             torch.randint(0, model.spec.vocab_size, (num_seqs * num_new,), dtype=torch.int32),
         )
         best, until = float("inf"), time.perf_counter() + seconds
@@ -106,9 +90,9 @@ def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict
 @torch.inference_mode()
 def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One token's step by operator, averaged over many, with the rate at which weights are read."""
-    step = model.decoder._compiled
+    step = model.decoder.compiled
     assert step is not None
-    kv, meta, rounds = cache(model, 16, dtype), metadata(1, 1, 128), 100
+    kv, meta, rounds = cache(model, 16, dtype), uniform_step(1, 1, 128, BLOCK), 100
     tokens = torch.zeros(1, dtype=torch.int32)
     model.decoder.forward(tokens, kv, meta)
     step.program.profile("wall")
@@ -116,8 +100,8 @@ def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
         model.decoder.forward(tokens, kv, meta)
     times = step.program.profile(None)
     rows: dict[tuple[str, int], list[float]] = {}
-    for key, ns in zip(step.program.operators, times, strict=True):
-        rows.setdefault(key, []).append(ns / rounds / 1e3)
+    for op, ns in zip(step.program.operators, times, strict=True):
+        rows.setdefault((op.name, op.weights.data.numel() if op.weights else 0), []).append(ns / rounds / 1e3)
     return [
         {
             "operator": name,
@@ -132,7 +116,7 @@ def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def perplexity(model: LoadedModel, ids: list[int], dtype: torch.dtype) -> float:
-    kv, meta, total, count = cache(model, 33, dtype), metadata(1, 512, 512), 0.0, 0
+    kv, meta, total, count = cache(model, 33, dtype), uniform_step(1, 512, 512, BLOCK), 0.0, 0
     for i in range(0, len(ids) - 511, 512):
         window = torch.tensor(ids[i : i + 512], dtype=torch.int32)
         logits = model.decoder.logits(model.decoder.forward(window, kv, meta)).float()

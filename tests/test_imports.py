@@ -41,8 +41,9 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
     "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
-        *(*BASE, "hub", "plan", "worker.device", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
-        *("model.check", "kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
+        *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
+        *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
+        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }
@@ -55,6 +56,7 @@ HEAVY = {  # third-party package: the parts that may import it
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),
     "datasets": ("evals.text",),
+    "lm_eval": ("evals.tasks", "evals.lm_eval_adapter"),
     "starlette": ("server",),
     "uvicorn": ("server",),
 }

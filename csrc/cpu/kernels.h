@@ -85,6 +85,8 @@ struct Kernels {
     void (*decode)(const AttentionArgs&, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed, float* scratch);
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     int64_t (*argmax)(const float* x, int64_t size);
+    float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
+    int64_t (*ceiling_macs)(int32_t what);
     int64_t (*decode_scratch)(const AttentionArgs&);  // floats
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
 };

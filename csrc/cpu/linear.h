@@ -32,6 +32,18 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
     }
 }
 
+// With one token a product is as fast as its weights come. A panel's codes, scales and minima are three short streams, which the
+// processor's own look-ahead meets anew at each panel; so the next panels' bytes are asked for here. Past the end it is harmless.
+template <int KIND, int NP>
+static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* codes, const uint8_t* scales, const uint8_t* mins) {
+    constexpr int64_t bytes = KIND >= KIND_Q4 ? GROUP / 2 * PANEL : GROUP * PANEL;
+    const uint8_t* next = codes + NP * at.code_bytes + g * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+    if (KIND == KIND_I8 || g % 2 == 1) return;
+    __builtin_prefetch(scales + NP * at.scale_bytes + g * 2 * PANEL);
+    if (KIND == KIND_Q4M) __builtin_prefetch(mins + NP * at.scale_bytes + g * 2 * PANEL);
+}
+
 // MR tokens × NP panels of whole numbers. Each group's sum is exact in int32 and joins the rest in float32.
 template <int KIND, int MR, int NP>
 static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
@@ -50,6 +62,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
         PANELS acc[t][p] = zero();
     }
     for (int64_t g = 0; g < at.groups; g++) {
+        if (MR == 1) PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
         I dot[MR][NP];
         TOKENS PANELS dot[t][p] = KIND == KIND_Q4M ? izero() : iset1(KIND == KIND_Q4 ? q[t][g].minus8 : q[t][g].minus128);
         if (KIND >= KIND_Q4) {

@@ -90,6 +90,21 @@ struct Argmax : RowOp {
     void row(Program& p, int64_t t, float*) override { *(int64_t*)p.row(out, t) = p.kernels().argmax((float*)p.row(x, t), size); }
 };
 
+struct CeilingOp : Op {  // every thread does the same work, on a share of the data of its own
+    int32_t what;
+    const uint8_t* data;
+    int64_t bytes, rounds;
+    std::vector<float> found;
+    int chunks(Program& p) override {
+        found.assign(p.threads() * CHUNKS_PER_THREAD, 0.0f);
+        return (int)found.size();
+    }
+    void run(Program& p, int chunk, int) override {
+        const int64_t share = bytes / (int64_t)found.size() / 64 * 64;
+        found[chunk] = p.kernels().ceiling(what, data + chunk * share, share, rounds);
+    }
+};
+
 // A product: chunks of panels, and of tokens where there are few panels for many threads.
 struct Linear : Op {
     int32_t x, out;
@@ -368,6 +383,16 @@ void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int6
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.scale = scale, a.window = window;
     a.softcap = softcap, a.slopes = slopes;
+}
+
+void ss_add_ceiling(ss_program* p, int32_t what, const void* data, int64_t bytes, int64_t rounds) {
+    auto* op = add<CeilingOp>(p);
+    op->what = what, op->data = (const uint8_t*)data, op->bytes = bytes, op->rounds = rounds;
+}
+
+int64_t ss_ceiling_macs(ss_engine* engine, int32_t what, int64_t rounds) {
+    const Engine& e = *(Engine*)engine;
+    return e.kernels->ceiling_macs(what) * rounds * e.pool.num_threads() * CHUNKS_PER_THREAD;
 }
 
 void ss_add_argmax(ss_program* p, int32_t x, int32_t out, int64_t size) {

@@ -63,6 +63,9 @@ SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64
                                   const float* q_norm, const float* k_norm, float eps, float offset);
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                              int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes);
+// Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
+SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
+SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'
 SS_API void ss_add_argmax(ss_program*, int32_t x, int32_t out, int64_t size);
 
 typedef struct {

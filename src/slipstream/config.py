@@ -37,6 +37,7 @@ class DeviceFacts:
     num_threads: int = 1
     compute_capability: tuple[int, int] | None = None
     dtype_reason: str = ""
+    isa: str | None = None  # of the C++ kernels, on a CPU where they are built
 
     @property
     def is_cuda(self) -> bool:
@@ -76,6 +77,7 @@ class EngineArgs:
     scheduling_policy: str = "inflight"
     batch_window_s: float | None = None
     max_queue: int | None = None
+    canary: str = "warn"
     kernels: str = "auto"
     tile_table: str = "auto"
     num_threads: int | None = None
@@ -287,6 +289,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
+    _one_of("canary", args.canary, ("off", "warn", "refuse"))
+    if args.canary == "refuse" and args.load_format == "dummy":
+        raise ConfigError("canary='refuse' can't hold for random weights (load_format='dummy'); leave it out", field="canary")
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
     if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
         raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")

@@ -76,6 +76,11 @@ def tiles_folder() -> Path:
     return cache_folder() / "tiles"
 
 
+def machine_folder() -> Path:
+    """Where it is kept what was measured of this machine."""
+    return cache_folder() / "machine"
+
+
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()

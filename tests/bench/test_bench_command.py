@@ -230,3 +230,17 @@ def test_output_that_cannot_be_written(config_only, capsys):
 def test_batch_size_of_transformers(tiny_model):
     with pytest.raises(ConfigError, match="batch_size"):
         OfflineTransformers(tiny_model, batch_size=0, dtype="float32", device="cpu", num_threads=1, dummy=False)
+
+
+def test_roofline(config_only, capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.worker.roofline.READ_BYTES", 2**20)
+    words = ["roofline", config_only, "--batch-sizes=2", "--prompt=8", "--context=8", *DUMMY]
+    found = result(capsys, *words)
+    check_document(found, "roofline")
+    assert [step["name"] for step in found["results"]["steps"]] == ["decode 2", "prefill 8"]
+    assert found["results"]["ceilings"]["read"] > 0
+    assert {o["operator"].split()[0] for o in found["results"]["steps"][0]["operators"]} >= {"linear", "attention", "norm"}
+    assert main(["bench", *map(str, words)]) == 0
+    assert "share of it" in capsys.readouterr().out
+    assert main(["bench", "roofline", str(config_only), "--prompt=8", *DUMMY[:1], "--kernels=torch"]) != 0
+    assert "kernels" in capsys.readouterr().err

@@ -196,6 +196,25 @@ def test_the_command(tmp_path, model, capsys):
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "recipe"
 
 
+def test_the_command_backs_off(tmp_path, model, capsys):
+    """Until the divergence is within the limit; what was tried stands in the report."""
+    text = "".join(f"{i} words of a text that goes on for some time\n\n" for i in range(2000))
+    (tmp_path / "text.txt").write_text(text)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("- quantize: {bits: 2, group_size: 32}\n")
+    measured = ["--json", "--eval-windows", "2", "--text", str(tmp_path / "text.txt")]
+    command = ["compress", str(model.path), "--recipe", str(recipe), *measured]
+    assert main([*command, "--out", str(tmp_path / "a"), "--max-kl", "0.2"]) == 1
+    assert not (tmp_path / "a").exists()
+    assert json.loads(capsys.readouterr().out)["error"]["field"] == "max_kl"
+    assert main([*command, "--out", str(tmp_path / "b"), "--max-kl", "0.2", "--back-off"]) == 0
+    said = json.loads(capsys.readouterr().out)["report"]
+    kept = json.loads((tmp_path / "b" / "slipstream-report.json").read_text())
+    assert {key: said[key] for key in ("kl", "tried", "recipe")} == {key: kept[key] for key in ("kl", "tried", "recipe")}
+    assert said["kl"]["mean"] <= 0.2 < said["tried"][-1]["kl_mean"]
+    assert said["tried"][0]["what"] == "r.yaml"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8", "fp8-static", "int8", "int4-awq", "w3", "w2", "w6", "w8", "w4 rows", "mixed"])
 def test_transformers_loads_it_with_the_same_logits(tmp_path, model, name):

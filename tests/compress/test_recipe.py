@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.compress.recipe import PRESETS, Budget, Quantize, parse, preset, read_recipe
+from slipstream.compress.recipe import PRESETS, Budget, Quantize, more_bits, parse, preset, read_recipe
 from slipstream.errors import ConfigError
 
 
@@ -85,3 +85,10 @@ def test_groups_fit_the_inputs():
     assert [quantize.format(n).group_size for n in (4096, 576, 96, 100)] == [128, 64, 32, None]
     with pytest.raises(ConfigError, match="does not divide"):
         parse([{"quantize": {"group_size": 128}}]).one(Quantize).format(576)
+
+
+def test_more_bits():
+    assert [r.one(Quantize).bits for r in more_bits(read_recipe("int4-awq"))] == [5, 6, 7, 8]
+    assert [r.one(Quantize).bits.average for r in more_bits(read_recipe("w4a16-mixed:6.5bpw"))] == [7.0, 7.5]
+    assert more_bits(read_recipe("fp8")) == more_bits(parse(["kv_cache"])) == []
+    assert more_bits(read_recipe("int4-awq"))[0].name == "int4-awq with 5 bits"

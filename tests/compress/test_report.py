@@ -9,10 +9,20 @@ import json
 import pytest
 
 from slipstream.compress import page
-from slipstream.compress.report import Report, Side, back_off, measure, model_bytes, tokens_per_s, write_report
+from slipstream.compress.report import (
+    Report,
+    Side,
+    back_off,
+    measure,
+    model_bytes,
+    tokens_per_s,
+    write_receipt,
+    write_report,
+)
 from slipstream.config import EngineArgs
 from slipstream.errors import BudgetError
 from slipstream.evals.text import TextSettings
+from slipstream.worker.canary import read_canary
 
 TEXT = "hello the world, in the other hour the hello is here and the wind is there. " * 3
 
@@ -21,6 +31,8 @@ TEXT = "hello the world, in the other hour the hello is here and the wind is the
 def report(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text(TEXT)
+    question = {"prompt": "hello", "choices": ["the", "in"], "answer": 0}
+    (folder / "colours.jsonl").write_text(json.dumps(question) + "\n")
     text = TextSettings(source=str(folder / "text.txt"), part="all", context=48, stride=48, num_windows=3)
     args = EngineArgs(model=str(tiny_model), device="cpu", num_threads=1, dtype="float32")
     return measure(
@@ -32,7 +44,7 @@ def report(tiny_model, tmp_path_factory):
         recipe={"steps": [{"method": "cache </pre><script>"}]},
         max_kl=1.0,
         tried=(("three bits", 2.5),),
-        tasks={"colours": (0.9, 0.8)},
+        tasks=[str(folder / "colours.jsonl")],
     )
 
 
@@ -49,10 +61,18 @@ def test_the_keys_that_the_design_promises(report, tmp_path):
     assert found["text"]["num_tokens"] > 0
     assert found["within_max_kl"] is True
     assert found["tried"] == [{"what": "three bits", "kl_mean": 2.5}]
-    assert found["tasks"] == {"colours": {"original": 0.9, "compressed": 0.8}}
+    (task,) = found["tasks"]
+    assert (task["name"], task["num_questions"]) == ("colours", 1)
+    assert {task["original"], task["compressed"]} <= {0.0, 1.0}
     assert found["recipe"] == report.recipe
     assert found["versions"]["slipstream"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [html_file.name, json_file.name]
+
+
+def test_a_receipt_brings_the_canary(report, tmp_path):
+    write_receipt(report, tmp_path)
+    assert read_canary(tmp_path, 288) == report.canary
+    assert report.canary.made_with["kv_cache_dtype"] == "int8"
 
 
 class Page(html.parser.HTMLParser):
@@ -83,7 +103,7 @@ def test_the_page_is_whole_offline_and_escapes(report):
     assert "&lt;script&gt;alert(1)" in text
     assert found.tags.count("svg") == 3  # spread, layers, sizes; no speed
     assert "three bits" in text
-    assert "-10.0 points" in text
+    assert "colours, acc_norm, 1 questions" in text
     assert "Within" in text
     over = dataclasses.replace(report, max_kl=1e-12)
     assert "Over the budget" in page.render(over.document)
@@ -156,6 +176,6 @@ def test_bytes_are_of_the_weights(tmp_path):
 
 
 def test_every_field_is_in_the_document(report):
-    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "facts"}
+    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "facts", "canary"}
     assert names <= report.document.keys()
     assert {f.name for f in dataclasses.fields(Side)} == report.document["original"].keys()

@@ -129,7 +129,11 @@ def test_gptq_with_inputs_that_never_come():
 
 @pytest.mark.parametrize(
     "fmt",
-    [WeightFormat(inputs="int8", whole=whole) for whole in (False, True)] + [WeightFormat(kind="float", inputs="fp8", whole=True)],
+    [
+        WeightFormat(inputs="int8"),
+        WeightFormat(inputs="int8", whole=True),
+        WeightFormat(kind="float", inputs="fp8", whole=True),
+    ],
 )
 def test_eight_bits(fmt):
     weight = weights(8, 64)

@@ -17,6 +17,7 @@ from slipstream.engine import async_llm
 from slipstream.engine.async_llm import MAX_FAST_DEATHS, collect
 from slipstream.engine.core_process import Abort, Add, Failed, GetStats, Outputs, Ready, Rejected, Start, Stats
 from slipstream.errors import EngineDeadError, EngineOverloadedError
+from slipstream.hub import machine_folder
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineOutput, EngineStats, FinishReason
 from slipstream.worker.device import detect
@@ -70,7 +71,7 @@ class World:
 
     def __init__(self, path, monkeypatch):
         self.args = EngineArgs(model=str(path), skip_tokenizer_init=True, **SETTINGS)
-        self.ready = Ready(detect("cpu", 1), LEDGER, {})
+        self.ready = Ready(detect("cpu", machine_folder(), num_threads=1), LEDGER, {})
         self.children: list[ScriptedChild] = []
         self.scripts: list[list] = []
         self.num_spawns = 0

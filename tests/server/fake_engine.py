@@ -49,6 +49,7 @@ class ByteTokenizer:
 
 class FakeEngine:
     model_name = "fake"
+    canary = None
 
     def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):
         self.tokenizer = ByteTokenizer()

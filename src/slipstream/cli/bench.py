@@ -1,4 +1,4 @@
-"""`slipstream bench latency|throughput|serve`: measure, with the definitions printed beside every result.
+"""`slipstream bench latency|throughput|serve|roofline`: measure, with the definitions printed beside every result.
 
 Greedy, end-of-sequence ignored, and, unless said otherwise, random token ids and no prefix cache. docs/benchmarking.md
 explains each number. An option that the chosen workload or engine has no use for is refused, since a result would show
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import phases, plain, print_json, progress_bar, say
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.roofline import add_arguments as add_roofline
+from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 
@@ -75,6 +77,10 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     _add_workload(throughput)
     _finish(throughput, run_throughput)
+
+    roofline = kinds.add_parser("roofline", help="a CPU's ceilings, and each operator's share of them", description=__doc__)
+    add_roofline(roofline)
+    _finish(roofline, run_roofline)
 
     serve = kinds.add_parser("serve", help="requests over time, to a server or an engine started here")
     serve.add_argument("model", nargs="?", help=f"{MODEL_HELP}; with --url: whose tokenizer and vocabulary to use")
@@ -145,7 +151,7 @@ def run_latency(args: argparse.Namespace) -> int:
 
     sizes = parse_sizes(args.batch_sizes)
     refuse_engine_options(args, text=False)
-    _positive(args, "input_len", "output_len", "repeat")
+    positive(args, "input_len", "output_len", "repeat")
     settings = bench_args(args, needs_text=False, sharing=False)
     vocab = vocab_size(settings)
     with phases(f"starting {args.model}") as on_phase:
@@ -185,7 +191,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document, print_summary
     from slipstream.bench.workload import warmup
 
-    _positive(args, "repeat")
+    positive(args, "repeat")
     settle(args)
     settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
     workload = make_workload(args, settings)
@@ -384,7 +390,7 @@ def vocab_size(settings: EngineArgs) -> int:
 def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
     from slipstream.bench import workload as make
 
-    _positive(args, "num_requests", "input_len", "output_len", "prefix_len")
+    positive(args, "num_requests", "input_len", "output_len", "prefix_len")
     if args.warmup < 0:
         raise ConfigError("warmup must not be negative", field="warmup")
     count, seed = args.num_requests, settings.seed
@@ -429,7 +435,7 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _positive(args: argparse.Namespace, *names: str) -> None:
+def positive(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}", field=name)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +40,11 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
     report = parser.add_argument_group("report")
     report.add_argument("--no-report", action="store_true", help="measure nothing")
+    report.add_argument(
+        "--text", default="sharegpt", metavar="X", help="what to measure on, as in `slipstream eval` (its evaluation part)"
+    )
     report.add_argument("--max-kl", type=float, metavar="X", help="write nothing if the mean KL is above X nats")
+    report.add_argument("--back-off", action="store_true", help="with --max-kl: try again with more bits instead")
     report.add_argument(
         "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
     )
@@ -52,8 +54,8 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.compress.recipe import read_recipe
-    from slipstream.compress.run import calibration, compress, plan
+    from slipstream.compress.recipe import more_bits, read_recipe
+    from slipstream.compress.run import calibration, compress, place, plan
     from slipstream.compress.steps import Distill, PruneSettings
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
+    if args.back_off and args.max_kl is None:
+        raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     reshaped = any(isinstance(step, (PruneSettings, Distill)) for step in recipe.steps)
     if reshaped:
@@ -69,31 +73,26 @@ def run(args: argparse.Namespace) -> int:
         # What the layers' part will find: the sizes are known beforehand.
         source = dataclasses.replace(original, spec=shape_after(original, recipe))
     planned = plan(source, recipe)
-    before = original.spec.num_parameters * planned.scale_bytes
-    planned = dataclasses.replace(planned, bytes_before=before) if reshaped else planned
+    before = original.spec.num_parameters * planned.scale_bytes if reshaped else planned.bytes_before
+    planned = dataclasses.replace(planned, bytes_before=before)
     if args.dry_run:
         _show(args, recipe, planned, None)
         return 0
 
-    import torch
-
-    from slipstream.compress.report import write_report
+    from slipstream.compress.report import write_receipt
     from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
-    from slipstream.worker.device import detect
 
-    device = torch.device(detect(args.device).device)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.bfloat16
-    if args.dtype not in dtypes:
-        raise ConfigError(f"dtype={args.dtype!r} is not one of {', '.join(dtypes)}", field="dtype")
+    device, dtype = place(args.device, args.dtype)
     reports: list[Report] = []
+    tried: list[tuple[str, float]] = []
 
-    def measure_it(folder: Path) -> None:
+    def measure_it(folder: Path, attempt: Recipe = recipe) -> None:
         if not args.no_report:
-            reports.append(_measure(args, recipe, original, folder, out))
-            write_report(reports[0], folder)
-            reports[0].check()
+            reports.append(_measure(args, attempt, original, folder, out, tuple(tried)))
+            write_receipt(reports[-1], folder)
+            reports[-1].check()
 
     if reshaped:
         with phases("reshaping") as say_phase:
@@ -107,9 +106,12 @@ def run(args: argparse.Namespace) -> int:
                 say=say_phase,
             )
         if rest(recipe) is None:
-            with _noting(out):
+            try:
                 publish(source, recipe, out, measure_it)
-            _show(args, recipe, planned, reports[0] if reports else None)
+            except BudgetError as error:
+                error.add_note(f"nothing was written to {out}")
+                raise
+            _show(args, recipe, planned, reports[-1] if reports else None)
             return 0
     windows: list[tuple[int, ...]] = []
     if planned.needs_text:
@@ -122,54 +124,59 @@ def run(args: argparse.Namespace) -> int:
                 context=text.context,
                 download_dir=args.download_dir,
             )
-    with _noting(out), progress_bar("layers") as bar:
-        planned = compress(
-            source,
-            recipe,
-            out,
-            windows=windows,
-            device=device,
-            dtype=dtypes[args.dtype],
-            restart=args.restart,
-            progress=bar,
-            finish=measure_it,
-        )
+    attempts = [recipe, *(more_bits(recipe) if args.back_off else ())]
+    for attempt in attempts:
+        try:
+            with progress_bar(f"layers ({attempt.name})") as bar:
+                planned = compress(
+                    source,
+                    attempt,
+                    out,
+                    windows=windows,
+                    device=device,
+                    dtype=dtype,
+                    restart=args.restart or bool(tried),
+                    progress=bar,
+                    finish=lambda folder, attempt=attempt: measure_it(folder, attempt),  # type: ignore[misc]
+                )
+            break
+        except BudgetError as error:
+            tried.append((attempt.name, reports[-1].divergence.kl.mean))
+            if attempt is attempts[-1]:
+                error.add_note(f"nothing was written to {out}")
+                raise
+            say(f"slipstream: {attempt.name}: {error}; going on with more bits")
     if reshaped:
-        planned = dataclasses.replace(planned, bytes_before=before)
         clean(out)
-    _show(args, recipe, planned, reports[0] if reports else None)
+    _show(args, attempt, dataclasses.replace(planned, bytes_before=before), reports[-1] if reports else None)
     return 0
 
 
-@contextmanager
-def _noting(out: Path) -> Iterator[None]:
-    """A budget that is broken leaves nothing, and says so."""
-    from slipstream.errors import BudgetError
-
-    try:
-        yield
-    except BudgetError as error:
-        error.add_note(f"nothing was written to {out}")
-        raise
-
-
-def _measure(args: argparse.Namespace, recipe: Recipe, source: ModelDescription, folder: Path, out: Path) -> Report:
+def _measure(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    source: ModelDescription,
+    folder: Path,
+    out: Path,
+    tried: tuple[tuple[str, float], ...],
+) -> Report:
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
     from slipstream.evals.text import TextSettings
 
     context = min(512, source.spec.max_position)
-    # On a CPU the definition itself is measured: the kernels there round inputs otherwise, and have no products of fp8.
+    # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     with progress_bar("report") as bar:
         return measure(
             original,
             dataclasses.replace(original, model=str(folder)),
             name=str(out),
-            text=TextSettings(context=context, stride=context, num_windows=args.eval_windows),
+            text=TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows),
             speed=args.speed,
             recipe={"name": recipe.name, "steps": recipe.as_data()},
             max_kl=args.max_kl,
+            tried=tried,
             progress=lambda phase, done, total: bar(done, total),
         )
 

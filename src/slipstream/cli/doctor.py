@@ -11,11 +11,14 @@ import platform
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_facts, print_json, size
 from slipstream.cli.options import add_output_options
 from slipstream.plan.hardware import GpuFacts, HostFacts, gpus, host_facts
+
+if TYPE_CHECKING:
+    from slipstream.worker.cpu_choice import CpuChoice
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers")
 
@@ -40,6 +43,9 @@ class TorchFacts:
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = sub.add_parser("doctor", help="what this machine has and lacks", description=__doc__)
+    parser.add_argument(
+        "--measure", action="store_true", help="measure anew what the CPU runs fastest, instead of what was found before"
+    )
     add_output_options(parser)
     parser.set_defaults(handler=run)
 
@@ -51,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     host, cards, torch = host_facts(), gpus(), torch_facts()
     packages = {name: package_version(name) for name in PACKAGES}
     model = list_cached().get(DEFAULT_MODEL)
+    choice = cpu_choice(measure=args.measure) if torch is not None else None
     used = will_use() if torch is not None else None
     built = torch is not None and cpu_kernels_built()
     missing = find_missing(host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built)
@@ -69,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 "cache_folder": cache_folder(),
                 "default_model": {"name": DEFAULT_MODEL, "path": model},
                 "will_use": used,
+                "cpu_measured": choice,
                 "missing": missing,
             }
         )
@@ -92,6 +100,16 @@ def run(args: argparse.Namespace) -> int:
     if used is not None:
         print()
         print_facts("will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()])
+    if choice is not None:
+        print()
+        rows = [
+            (
+                f"{t.kernels}, {t.weights}, {t.num_threads} thread{'s' if t.num_threads > 1 else ''}",
+                f"{t.decode_ms:.2f} ms a token, {t.prompt_ms:.1f} ms for 64 tokens",
+            )
+            for t in choice.timings
+        ]
+        print_facts("CPU as measured, on a small decoder", rows)
     print()
     if missing:
         print_facts("missing", [(m.what, m.command) for m in missing])
@@ -147,11 +165,12 @@ def will_use() -> dict[str, Any]:
     """What device="auto", dtype="auto", kernels="auto" come to."""
     import torch
 
+    from slipstream.hub import machine_folder
     from slipstream.kernels.ops import select_ops
     from slipstream.worker.device import detect
 
-    facts = detect("auto")
-    ops = select_ops(torch.device(facts.device), num_threads=facts.num_threads)
+    facts = detect("auto", machine_folder())
+    ops = select_ops(torch.device(facts.device), num_threads=facts.num_threads, isa=facts.isa)
     return {
         "device": f"{facts.device} ({facts.name})",
         "dtype": facts.best_dtype,
@@ -159,6 +178,13 @@ def will_use() -> dict[str, Any]:
         "kernels": ops.describe(),
         "threads": facts.num_threads,
     }
+
+
+def cpu_choice(*, measure: bool) -> CpuChoice:
+    from slipstream.hub import machine_folder
+    from slipstream.worker.cpu_choice import choose_cpu
+
+    return choose_cpu(machine_folder(), measure=measure)
 
 
 def cpu_kernels_built() -> bool:

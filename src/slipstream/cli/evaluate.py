@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from slipstream.compress.report import Report
+    from slipstream.evals.tasks import TaskResult
 
 OPTIONS = (
     *("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "block_size", "kernels", "tile_table"),
@@ -41,6 +42,13 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--no-layers", action="store_true", help="leave out the comparison layer by layer")
     parser.add_argument("--report", metavar="DIR", help="leave the whole comparison there, as JSON and as a page")
     parser.add_argument("--speed", action="store_true", help="with --report: also how fast each of the two generates")
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        *("--tasks",),
+        metavar="X,Y",
+        help="questions too: .jsonl files of multiple choice, and tasks of lm-eval (if it is installed and finds their data)",
+    )
+    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
     add_output_options(parser)
     engine = parser.add_argument_group("engine (as in LLM(...))")
     add_engine_options(engine, without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS))
@@ -117,6 +125,8 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
             speed=args.speed,
             num_worst=args.worst,
             layers=not args.no_layers,
+            tasks=_tasks(args),
+            limit=args.limit,
             max_kl=args.max_kl,
             progress=lambda phase, done, total: bar(done, total),
         )
@@ -142,15 +152,24 @@ def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
         windows = read_windows(settings, a.tokenizer, download_dir=getattr(args, "download_dir", None))
     with progress_bar("reading") as bar:
         found = perplexity(a, windows, progress=bar)
+    results = []
+    if names := _tasks(args):
+        from slipstream.engine.llm import LLM
+        from slipstream.evals.tasks import run_tasks
+
+        again = dataclasses.replace(engine_args(args, model=args.a), dtype=str(a.settings["dtype"]))
+        with LLM(**{f.name: getattr(again, f.name) for f in dataclasses.fields(again)}) as llm:
+            results = run_tasks(llm, names, limit=args.limit)
     if args.json:
         model = {"model": a.name, "run_as": a.settings, "weights_bytes": a.weights_bytes}
-        print_json({**model, "text": settings, **dataclasses.asdict(found)})
+        print_json({**model, "text": settings, **dataclasses.asdict(found), "tasks": results})
         return 0
     rows = [
         ("perplexity", f"{found.perplexity:.3f}"),
         *_about(settings, found.num_tokens, found.num_windows),
         ("weights", size(a.weights_bytes)),
         ("run as", _run_as(a.settings)),
+        *((t.name, f"{t.metric} {_value(t)} on {t.num_questions} questions") for t in results),
     ]
     print_facts(args.a, rows)
     return 0
@@ -160,6 +179,16 @@ def _about(settings: TextSettings, num_tokens: int, num_windows: int) -> list[tu
     part = "all of it" if settings.part == "all" else f"the {settings.part} part"
     cut = f"windows of {settings.context} tokens, stride {settings.stride}"
     return [("text", f"{settings.source}, {part}"), ("scored", f"{num_tokens:,} tokens in {num_windows} windows; {cut}")]
+
+
+def _tasks(args: argparse.Namespace) -> list[str]:
+    if args.limit is not None and (args.tasks is None or args.limit < 1):
+        raise ConfigError("--limit is a number above 0 of questions of --tasks", field="limit")
+    return args.tasks.split(",") if args.tasks else []
+
+
+def _value(result: TaskResult) -> str:
+    return f"{result.value:.4f}" + ("" if result.stderr is None else f" ± {result.stderr:.4f}")
 
 
 def _run_as(settings: Mapping[str, Any]) -> str:
@@ -181,6 +210,7 @@ def _print(report: Report) -> None:
             (f"speed, {batch} at once", f"{rate:,.1f} → {b.tokens_per_s[batch]:,.1f} tokens/s")
             for batch, rate in a.tokens_per_s.items()
         ),
+        *((x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.num_questions} questions") for x, y in report.tasks),
         *_about(report.text, found.num_tokens, found.num_windows),
         ("A run as", _run_as(a.run_as)),
         ("B run as", _run_as(b.run_as)),

@@ -31,13 +31,13 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.config import resolve
-    from slipstream.hub import resolve_model, tiles_folder
+    from slipstream.hub import machine_folder, resolve_model, tiles_folder
     from slipstream.kernels.tiles import file_name, load_tiles, read_tiles, write_tiles
     from slipstream.model.description import read_spec
     from slipstream.worker.device import detect
 
     settings = engine_args(args)
-    facts = detect(settings.device)
+    facts = detect(settings.device, machine_folder())
     if not facts.is_cuda:
         raise ConfigError("only a GPU's kernels have tiles, and this device is a CPU; see `slipstream doctor`", field="device")
     if args.seconds <= 0:

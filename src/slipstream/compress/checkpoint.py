@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compress.quantize.rounding import Rounded
+from slipstream.compress.quantize.rounding import Grid, Rounded
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.compressed import expanded, is_product
 from slipstream.model.description import ModelDescription, huggingface_config
-from slipstream.model.packing import pack_words
+from slipstream.model.packing import pack_words, unpack_words
 from slipstream.model.parameters import Placement, Transpose, parameters
 from slipstream.model.quantization_config import StoredFormats
 from slipstream.model.save import copy_surroundings, new_folder, stored, write_config, write_tensors
@@ -98,6 +98,31 @@ class Names:
                 if at.target not in found:
                     found[at.target] = torch.empty(self.shapes[at.target], device=device)
                 place(found[at.target], at).copy_(transform(read().float(), at.transform))
+        return found
+
+
+    def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, Grid]:
+        """The grids of those rounded weights, of `formats` by our names, whose modules are in a file of `tensors`."""
+        from safetensors import safe_open
+
+        found: dict[str, Grid] = {}
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            present = set(opened.keys())
+            for name, at in self.places.items():
+                module, fmt = name.removesuffix(".weight"), formats.get(at.target)
+                if fmt is None or f"{module}.weight_scale" not in present:
+                    continue
+                scales = opened.get_tensor(f"{module}.weight_scale")
+                if at.target not in found:
+                    shape = (self.shapes[at.target][0], fmt.groups(self.shapes[at.target][1]))
+                    zeros = None if fmt.symmetric else torch.empty(shape, dtype=torch.int8, device=device)
+                    found[at.target] = Grid(fmt, torch.empty(shape, dtype=scales.dtype, device=device), zeros)
+                grid = found[at.target]
+                place(grid.scales, at).copy_(transform(scales, at.transform))
+                if grid.zeros is not None:
+                    words = opened.get_tensor(f"{module}.weight_zero_point").T.contiguous()
+                    zeros = unpack_words(words, fmt.bits, len(scales)).T
+                    place(grid.zeros, at).copy_(transform(zeros, at.transform))
         return found
 
 
@@ -251,8 +276,9 @@ class WorkFolder:
         recipe: Any,
         finish: Callable[[Path], None],
     ) -> None:
-        """Make the result of the finished parts, with `config` added to the source's, let `finish` look at it, and remove this folder. A GGUF file's tokenizer is
-        written anew."""
+        """Make the result of the finished parts, with `config` over the source's own, let `finish` look at it, and remove this
+        folder. A GGUF file's tokenizer is written anew.
+        """
         with new_folder(self.out) as folder:
             write_tensors(folder, self._tensors(parts))
             write_config(folder, {**huggingface_config(source), **config})

@@ -169,13 +169,35 @@ OVERRIDABLE = frozenset(("bits", "group_size", "symmetric", "rounding", "clip", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotate:
-    """Random Hadamard rotations of the residual (QuaRot), folded into the weights: the model computes the same, and its weights
-    and inputs have fewer outliers."""
+    """A random Hadamard rotation of the residual (QuaRot), folded into the weights before they are rounded: the model computes
+    the same, with fewer outliers. A tied output head becomes a weight of its own."""
 
     seed: int = 0
 
     def check(self) -> None:
         _at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QAT:
+    """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
+    needs
+    the whole model in memory, four times in float32 and the original once."""
+
+    num_steps: int = 200
+    step_tokens: int = 2048
+    learning_rate: float = 2e-5
+    warmup: float = 0.05  # share of the steps in which the rate rises; then it falls to 0 along a cosine
+    seed: int = 0
+
+    def check(self) -> None:
+        _at_least("num_steps", self.num_steps, 1)
+        _at_least("step_tokens", self.step_tokens, 1)
+        _at_least("seed", self.seed, 0)
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"learning_rate={self.learning_rate} must lie between 0 and 1", field="learning_rate")
+        if not 0 <= self.warmup < 1:
+            raise ConfigError(f"warmup={self.warmup} must lie between 0 and 1", field="warmup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +213,7 @@ class KVCache:
             raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
 
 
-Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | KVCache
+Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache
 
 STEPS: dict[str, type[Step]] = {
     "calibrate": Calibrate,
@@ -200,6 +222,7 @@ STEPS: dict[str, type[Step]] = {
     "rotate": Rotate,
     "sparsify": Sparsify,
     "quantize": Quantize,
+    "qat": QAT,
     "kv_cache": KVCache,
 }
 
@@ -258,6 +281,27 @@ def read_recipe(given: str) -> Recipe:
     return parse(data, name=path.name)
 
 
+def more_bits(recipe: Recipe) -> list[Recipe]:
+    """The same with one bit more, and more, up to 8 (a budget of bits: half a bit more, up to its largest choice)."""
+    quantize: Quantize | None = recipe.one(Quantize)
+    if quantize is None:
+        return []
+
+    def changed(bits: int | Budget, shown: str) -> Recipe:
+        own = dataclasses.replace(quantize, bits=bits)
+        steps = tuple(own if step is quantize else step for step in recipe.steps)
+        return dataclasses.replace(recipe, steps=steps, name=f"{recipe.name} with {shown} bits")
+
+    if isinstance(quantize.bits, int):
+        return [changed(bits, str(bits)) for bits in range(quantize.bits + 1, 9)]
+    budget, found = quantize.bits, []
+    average = budget.average + 0.5
+    while average < max(budget.choices):
+        found.append(changed(dataclasses.replace(budget, average=average), f"{average:g}"))
+        average += 0.5
+    return found
+
+
 def preset(name: str) -> list[Any] | None:
     if found := _MIXED.fullmatch(name):
         return [{"quantize": {"bits": {"average": float(found[1])}, "rounding": "gptq"}}]
@@ -288,9 +332,16 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     for kind in {type(s) for s in found}:
         if sum(isinstance(s, kind) for s in found) > 1:
             raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
+    recipe = Recipe(steps=tuple(found), name=name)
+    quantize: Quantize | None = recipe.one(Quantize)
+    if recipe.one(QAT) is not None and (quantize is None or quantize.inputs is not None or quantize.kind == "float"):
+        raise ConfigError("qat trains integer weights with inputs in the model's type: add such a quantize step", field="qat")
+    fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
+    if recipe.one(Rotate) is not None and not fixed:
+        raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
-    return Recipe(steps=tuple(found), name=name)
+    return recipe
 
 
 def build(kind: type[Any], settings: Any, where: str) -> Any:

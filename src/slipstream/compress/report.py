@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +21,14 @@ from slipstream.bench.facts import facts
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
+from slipstream.engine.llm import LLM
 from slipstream.errors import BudgetError
 from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
+from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, Window, read_windows
 from slipstream.hub import resolve_model
+from slipstream.worker.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"
@@ -62,9 +65,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`recipe` is what was done, in JSON's types; `tried` are attempts that cost more than `max_kl`, with their mean KL;
-    `tasks`
-    the accuracy of both on each task."""
+    """`recipe`: what was done, in JSON's types. `tried`: attempts that cost more than `max_kl`, and their mean KL. `tasks`:
+    what both get on each task. `canary`: the compressed model's."""
 
     original: Side
     compressed: Side
@@ -73,7 +75,8 @@ class Report:
     recipe: Any = None
     max_kl: float | None = None
     tried: tuple[tuple[str, float], ...] = ()
-    tasks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tasks: tuple[tuple[TaskResult, TaskResult], ...] = ()
+    canary: Canary | None = None
     facts: Mapping[str, Any] = field(default_factory=facts)
 
     @property
@@ -99,7 +102,18 @@ class Report:
             "text": {**dataclasses.asdict(self.text), "num_tokens": d.num_tokens, "windows_scored": d.num_windows},
             "original": dataclasses.asdict(self.original),
             "compressed": dataclasses.asdict(self.compressed),
-            "tasks": {name: {"original": a, "compressed": b} for name, (a, b) in self.tasks.items()},
+            "tasks": [
+                {
+                    "name": a.name,
+                    "metric": a.metric,
+                    "num_questions": a.num_questions,
+                    "original": a.value,
+                    "original_stderr": a.stderr,
+                    "compressed": b.value,
+                    "compressed_stderr": b.stderr,
+                }
+                for a, b in self.tasks
+            ],
             "max_kl": self.max_kl,
             "within_max_kl": self.within_max_kl,
             "tried": [{"what": what, "kl_mean": kl} for what, kl in self.tried],
@@ -128,11 +142,14 @@ def measure(
     name: str | None = None,
     num_worst: int = 5,
     layers: bool = True,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
     **more: Any,
 ) -> Report:
     """Both models on the text, and how fast each generates. `name` is what the report calls the compressed model, if not by its
-    path. `more` are the report's own fields: recipe, max_kl, tried, tasks. `progress` is told the phase and how far it is."""
+    path. `tasks` are names for `evals.tasks.run_tasks`, on the first `limit` questions of each. `more` are the report's own
+    fields: recipe, max_kl, tried. `progress` is told the phase and how far it is."""
     text = text or TextSettings()
     progress("loading", 0, 2)
     a = Scorer.load(original, context=text.context)
@@ -144,15 +161,34 @@ def measure(
     divergence = compare(
         a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
     )
+    canary = b.canary(max((w.token_ids for w in windows), key=len))
     sides = [_side(a, original, divergence.perplexity_a), _side(b, compressed, divergence.perplexity_b, name)]
     del a, b
+    # What "auto" meant, so that both are run as they were compared.
+    settled = [
+        dataclasses.replace(args, dtype=str(side.run_as["dtype"]))
+        for args, side in zip((original, compressed), sides, strict=True)
+    ]
     if speed:
-        for i, args in enumerate((original, compressed)):
+        for i, args in enumerate(settled):
             progress("speed", i, 2)
-            args = dataclasses.replace(args, dtype=str(sides[i].run_as["dtype"]))
             sides[i] = dataclasses.replace(sides[i], tokens_per_s=tokens_per_s(args))
-        progress("speed", 2, 2)
-    return Report(original=sides[0], compressed=sides[1], text=text, divergence=divergence, **more)
+    results: list[list[TaskResult]] = []
+    for i, args in enumerate(settled if tasks else ()):
+        progress("tasks", i, 2)
+        gc.collect()
+        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
+            results.append(run_tasks(llm, tasks, limit=limit))
+    progress("done", 2, 2)
+    return Report(
+        original=sides[0],
+        compressed=sides[1],
+        text=text,
+        divergence=divergence,
+        tasks=tuple(zip(*results, strict=True)),
+        canary=canary,
+        **more,
+    )
 
 
 def back_off(
@@ -174,6 +210,14 @@ def mean_kl(original: Scorer, compressed: EngineArgs, windows: list[Window]) -> 
     """The cost of one attempt, for `back_off`: no layers, no worst prompts, no speed."""
     b = Scorer.load(compressed, context=original.context)
     return compare(original, b, windows, num_worst=0, layers=False).kl.mean
+
+
+def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
+    """`write_report` into the compressed checkpoint's folder, with the canary that tells at each start whether it still gives
+    what was measured."""
+    if report.canary is not None:
+        write_canary(report.canary, checkpoint)
+    return write_report(report, checkpoint)
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:

@@ -28,11 +28,13 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
+from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.learned import learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
+from slipstream.compress.quantize.qat import train
 from slipstream.compress.quantize.rounding import Grid, Rounded, fit, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import Budget, Calibrate, KVCache, Quantize, Recipe
+from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import check_inner, layer_ratios, outlier_share, sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
@@ -91,6 +93,10 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     check_writable(source)
     quantize: Quantize | None = recipe.one(Quantize)
     sparsify: Sparsify | None = recipe.one(Sparsify)
+    before_shapes = parameters(source.spec)
+    if recipe.one(Rotate) is not None:
+        rotate.check(source.spec)
+        source = rotate.untied(source)
     shapes, spec = parameters(source.spec), source.spec
     element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
     products = []
@@ -108,6 +114,10 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
         _check_patterns(sparsify.ignore, [p.name for p in products])
         if not any(p.sparse for p in products):
             raise ConfigError("the recipe leaves no product to be sparsified; ignore fewer", field="ignore")
+        if recipe.one(QAT) is not None:
+            raise ConfigError("qat would fill the zeros again; leave one of them out", field="qat")
+        if recipe.one(Rotate) is not None and sparsify.ratios == "outliers":
+            raise ConfigError("a rotation takes the outliers away; take ratios='uniform'", field="ratios")
         for product in products:
             if product.sparse and sparsify.pattern is not None:
                 check_inner(product.inner, sparsify.pattern)
@@ -122,11 +132,12 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
             raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
         Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
         _check_parallel(spec.layers, {p.name: p.fmt for p in products})
-    before = sum(_numel(shape) for shape in shapes.values()) * element
-    after = before + sum(
+    before = sum(_numel(shape) for shape in before_shapes.values()) * element
+    after = sum(_numel(shape) for shape in shapes.values()) * element + sum(
         p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
     )
-    needs = any(step is not None and step.needs_text for step in (quantize, sparsify)) or recipe.one(KVCache) is not None
+    trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
+    needs = any(step is not None and step.needs_text for step in (quantize, sparsify)) or trained
     return Plan(products=tuple(products), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs)
 
 
@@ -158,6 +169,8 @@ def compress(
         bits = _spend(source, recipe, first, budget, work, windows, device, dtype, lambda done, _: progress(done, total))
         first = plan(source, recipe, bits)
     skipped = total - source.spec.num_layers - 1
+    if (step := recipe.one(QAT)) is not None:
+        total += step.num_steps
     job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     job.choose_ratios(windows)
     job.write_ends()
@@ -165,6 +178,8 @@ def compress(
     for index in range(source.spec.num_layers):
         job.do_layer(index)
         progress(skipped + index + 2, total)
+    if (step := recipe.one(QAT)) is not None:
+        job.train(step, windows, lambda done, _: progress(skipped + 1 + source.spec.num_layers + done, total))
     job.publish(finish)
     return job.plan
 
@@ -220,9 +235,11 @@ class _Job:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.source, self.recipe, self.plan, self.work, self.device = source, recipe, plan, work, device
-        self.dtype = dtype
-        self.names = Names(source)
+        self.original, self.recipe, self.plan, self.work, self.device = source, recipe, plan, work, device
+        turn: Rotate | None = recipe.one(Rotate)
+        self.turn = None if turn is None else rotate.rotation(source.spec.hidden_size, turn.seed, device)
+        self.source = source if turn is None else rotate.untied(source)
+        self.names = Names(self.source)
         self.written = TORCH_DTYPES.get(source.dtype, torch.bfloat16)
         self.quantize: Quantize | None = recipe.one(Quantize)
         self.sparsify: Sparsify | None = recipe.one(Sparsify)
@@ -231,6 +248,10 @@ class _Job:
         self.formats = plan.formats
         self.stored = stored_formats(self.names, self.formats) if self.formats else StoredFormats(())
         self.stream = Stream(source, windows, device=device, dtype=dtype) if windows else None
+        if self.stream is not None and self.turn is not None:
+            self.stream.states = [state @ self.turn.to(state) for state in self.stream.states]
+        self.dtype = dtype
+        self.parts = ["ends", *(f"layer-{i:05d}" for i in range(source.spec.num_layers))]
 
     @torch.no_grad()
     def choose_ratios(self, windows: Sequence[Sequence[int]]) -> None:
@@ -240,9 +261,9 @@ class _Job:
             self.ratios = [0.0 if s is None else s.ratio] * spec.num_layers
             return
         if (note := self.work.note("ratios")) is None:
-            stream, shares = Stream(self.source, windows, device=self.device, dtype=self.dtype), []
+            stream, shares = Stream(self.original, windows, device=self.device, dtype=self.dtype), []
             for index in range(spec.num_layers):
-                values = load_layer(self.source, index, self.device)
+                values = load_layer(self.original, index, self.device)
                 stats = stream.observe(index, values, [n for n in ORDER if s.takes(f"layers.{index}.{n}")], inputs={})
                 shares.append(outlier_share({n: values[f"{n}.weight"] for n in stats if "@" not in n}, stats, s.outlier))
                 stream.states = stream.run(index, values, ObservingOps())
@@ -255,8 +276,10 @@ class _Job:
         if self.work.note("ends") is not None:
             return
         values = load_parameters(
-            self.source, dtype=torch.float32, device=self.device, wanted=lambda n: not n.startswith("layers.")
+            self.original, dtype=torch.float32, device=self.device, wanted=lambda n: not n.startswith("layers.")
         )
+        if self.turn is not None:
+            rotate.rotate_ends(self.original.spec, values, self.turn)
         rounded = {}
         if (fmt := self.formats.get("head.weight")) is not None:
             rounded["head.weight"] = nearest(values["head.weight"], fmt, self.written, clip=True)
@@ -266,7 +289,9 @@ class _Job:
         """Round a layer, if that is not done yet, and run the text through it."""
         part, prefix = f"layer-{index:05d}", f"layers.{index}."
         if (note := self.work.note(part)) is None:
-            values = load_layer(self.source, index, self.device)
+            values = load_layer(self.original, index, self.device)
+            if self.turn is not None:
+                rotate.rotate_layer(self.source.spec.layers[index], values, self.turn)
             rounded, note = self.round_layer(index, values)
             whole = {prefix + name: value for name, value in values.items()}
             scales = {f"{prefix}{name}.weight": scale for name, scale in note["input_scales"].items()}
@@ -402,6 +427,29 @@ class _Job:
             scale = scale.clamp(min=1e-6).to(self.written)
             yield f"{module}.{part}_scale", scale[:, None, None] if self.cache.per == "head" else scale
 
+    def train(self, step: QAT, windows: Sequence[Sequence[int]], progress: Progress) -> None:
+        """Train what was rounded, and write the layers anew, beside what they were."""
+        device, layers = self.device, range(self.source.spec.num_layers)
+        files = [self.work.part(part) for part in self.parts[1:]]
+        values = [self.names.read(file, self.stored, device=device) for file in files]
+        grids: dict[str, Grid] = {}
+        for file in files:
+            grids.update(self.names.read_grids(file, self.formats, device=device))
+        made = train(self.source, values, grids, windows, step, device=device, dtype=self.dtype, progress=progress)
+        for i in layers:
+            part, cache = f"trained-{i:05d}", self.cache_tensors(files[i])
+            own = {name: rounded for name, rounded in made.items() if name.startswith(f"layers.{i}.")}
+            self.work.finish(part, [*self.names.tensors(values[i], own, {}, self.written), *cache], {})
+            self.parts[1 + i] = part
+
+    def cache_tensors(self, file: Path) -> list[tuple[str, Tensor]]:
+        """The scales of a KV cache that are in a part."""
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.endswith((".k_scale", ".v_scale"))]  # noqa: SIM118 (no dict)
+            return [(name, opened.get_tensor(name)) for name in names]
+
     def publish(self, finish: Callable[[Path], None]) -> None:
         kv = None if self.cache is None else cache_config(self.cache.form, self.cache.per)
         config: dict[str, Any] = {}
@@ -409,8 +457,9 @@ class _Job:
             config["quantization_config"] = quantization_config(self.stored, kv)
         elif kv is not None:
             config["quantization_config"] = cache_only_config(kv)
-        parts = ["ends", *(f"layer-{i:05d}" for i in range(self.source.spec.num_layers))]
-        self.work.publish(self.source, parts, config, self.recipe.as_data(), finish)
+        if self.turn is not None:
+            config["tie_word_embeddings"] = False
+        self.work.publish(self.original, self.parts, config, self.recipe.as_data(), finish)
 
 
 def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
@@ -475,6 +524,22 @@ def _numel(shape: tuple[int, ...]) -> int:
     for n in shape:
         count *= n
     return count
+
+
+def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Where to compute, and in which type, of "auto" or names. ConfigError if they are not to be had."""
+    kind, _, index = device.partition(":")
+    has_gpu = torch.cuda.is_available()
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ConfigError(f"device={device!r} is not one of auto, cpu, cuda, cuda:N", field="device")
+    if kind == "cuda" and (not has_gpu or int(index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"device={device!r}: torch sees no such GPU; use 'cpu'", field="device")
+    found = torch.device("cuda" if kind == "auto" and has_gpu else "cpu" if kind == "auto" else device)
+    if dtype == "auto":
+        return found, torch.float32 if found.type == "cpu" else torch.bfloat16
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", field="dtype")
+    return found, TORCH_DTYPES[dtype]
 
 
 def calibration(recipe: Recipe) -> Calibrate:

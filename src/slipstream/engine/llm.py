@@ -15,11 +15,18 @@ from typing import Any, Self
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.engine_core import EngineCore, check_alive
-from slipstream.engine.processor import InputProcessor, OutputProcessor, load_tokenizer, merge, raise_on_error
+from slipstream.engine.processor import (
+    InputProcessor,
+    OutputProcessor,
+    load_tokenizer,
+    log_canary,
+    merge,
+    raise_on_error,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams
 
 Message = dict[str, Any]
 
@@ -62,6 +69,7 @@ class LLM:
         scheduling_policy: str = "inflight",
         batch_window_s: float | None = None,
         max_queue: int | None = None,
+        canary: str = "warn",
         kernels: str = "auto",
         tile_table: str = "auto",
         num_threads: int | None = None,
@@ -70,6 +78,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name not in ("self", "progress")}
         args = EngineArgs(**given)
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
+        log_canary(self._core.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.config.model.path)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
@@ -93,6 +102,11 @@ class LLM:
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the start."""
         return self.core.phases
+
+    @property
+    def canary(self) -> CanaryResult | None:
+        """What the checkpoint's canary said at the start; None if there is none or it was not asked."""
+        return self.core.canary
 
     def stats(self) -> EngineStats:
         return self.core.stats()

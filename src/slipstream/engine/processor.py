@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from slipstream.errors import ContextLengthError, EngineError, RequestError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription
 from slipstream.types import (
+    CanaryResult,
     CompletionOutput,
     EngineOutput,
     EngineRequest,
@@ -33,6 +35,8 @@ from slipstream.types import (
     SamplingParams,
     TokenLogprobs,
 )
+
+_logger = logging.getLogger("slipstream.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,12 @@ def load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
         return None
     named = path if args.tokenizer is None else resolve_model(args.tokenizer, download_dir=args.download_dir)
     return Tokenizer.from_pretrained(named)
+
+
+def log_canary(result: CanaryResult | None) -> None:
+    """Say what the checkpoint's canary found, a warning if it is not well."""
+    if result is not None:
+        _logger.log(logging.INFO if result.ok else logging.WARNING, "%s", result.describe())
 
 
 class InputProcessor:

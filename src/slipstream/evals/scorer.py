@@ -14,18 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import EngineArgs, resolve
+from slipstream.config import EngineArgs
+from slipstream.engine.engine_core import load_runner
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError
-from slipstream.hub import resolve_model, tiles_folder
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.kernels.tiles import load_tiles
 from slipstream.model.decoder import Decoder
-from slipstream.model.description import read_spec
 from slipstream.model.spec import ModelSpec
-from slipstream.worker.device import detect
-from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.canary import Canary, make_canary
 
 STEP_TOKENS = 2048
 """The most tokens of a sequence that go through the model at once."""
@@ -55,28 +52,18 @@ class Scorer:
         self.context = context
         self.settings = dict(settings or {})
         self.weights_bytes = weights_bytes
-        size = kv[0].block_size
-        self._table = torch.arange(1, -(-context // size) + 1, dtype=torch.int32, device=decoder.device)[None]
 
     @classmethod
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
         """The model that `args` describe, with room for `context` tokens. What sizes an engine (sequences, budgets, memory
         share) has no effect here and is not looked at."""
-        path = resolve_model(args.model, download_dir=args.download_dir)
-        description = read_spec(path)
-        if context > description.spec.max_position:
-            raise ConfigError(
-                f"context={context} is beyond the {description.spec.max_position} tokens that {args.model} was made for; "
-                "lower it",
-                field="context",
-            )
-        args = dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
-        config = resolve(args, description, detect(args.device, args.num_threads))
-        tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
-        tokenizer = load_tokenizer(args, path)
+        description, runner, _ = load_runner(
+            dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
+        )
+        config = runner.config
+        tokenizer = load_tokenizer(args, description.path)
         if tokenizer is None:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
-        runner = ModelRunner(config, tiles)
         return cls(
             runner.model.decoder,
             runner.make_cache(config.max_blocks_per_seq + 1),
@@ -137,20 +124,13 @@ class Scorer:
             hidden = self.hidden([token], start=position)
         return found
 
+    def canary(self, token_ids: Sequence[int], **more: Any) -> Canary:
+        """What a later start of this checkpoint has to give again on the first of `token_ids`."""
+        return make_canary(self.decoder, self.kv, token_ids, made_with=self.settings, **more)
+
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int32, device=self.decoder.device)
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
         """The metadata of positions start … start + num_tokens − 1."""
-        device, end = self.decoder.device, start + num_tokens
-        positions = torch.arange(start, end, device=device)
-        return AttentionMetadata(
-            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
-            block_table=self._table,
-            positions=positions,
-            slot_mapping=positions + self.kv[0].block_size,
-            num_decodes=int(num_tokens == 1),
-            max_query_len=num_tokens,
-            max_seq_len=end,
-        )
+        return AttentionMetadata.alone(start, num_tokens, block_size=self.kv[0].block_size, device=self.decoder.device)

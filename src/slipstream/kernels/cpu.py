@@ -253,6 +253,10 @@ class Product:
             self._program.add("convert", self._x, x, w.form, size)
         add_linear(self._program, x, self._y, w)
 
+    @property
+    def program(self) -> Program:
+        return self._program
+
     def __call__(self, x: Tensor) -> Tensor:
         assert (x.dtype, x.shape[1]) == (torch.float32, self._w.weight.shape[1])
         y = torch.empty(len(x), self._w.out_features)
@@ -267,8 +271,7 @@ def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate:
     row = 0
     for part in w.parts:
         bias = None if w.bias is None else w.bias[row : row + part.rows]
-        reads = part.data.numel()
-        program.add("linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, reads=reads)
+        program.add("linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, weights=part)
         row += part.rows
 
 

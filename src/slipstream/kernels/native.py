@@ -31,6 +31,9 @@ BUILD = "python -m slipstream.kernels.build"
 F32, BF16, I8, Q8, Q4, Q4M = range(6)
 """Kinds of weights: csrc/cpu/formats.h."""
 
+CEILINGS = ("read", "int8", "bfloat16", "float32")
+"""What `add_ceiling` can do: csrc/cpu/formats.h."""
+
 ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, row by row as torch keeps them."""
 
@@ -88,6 +91,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
     "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P]),
     "add_argmax": (None, [_P, _I, _I, _L]),
+    "add_ceiling": (None, [_P, _I, _P, _L, _L]),
+    "ceiling_macs": (_L, [_P, _I, _L]),
     "run": (None, [_P, ctypes.POINTER(StepInputs)]),
     "profile": (_I, [_P, _I, _P, _I]),
 }
@@ -245,13 +250,22 @@ def _at(tensor: Tensor | None) -> int | None:
 # --- Programs ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """`weights`: what a product reads."""
+
+    name: str
+    weights: Packed | None = None
+
+
 class Program:
     """A list of operators over buffers. `add` passes tensors as addresses and keeps them."""
 
     def __init__(self, engine: Engine) -> None:
         self._library, self._engine, self._kept = load(), engine, list[Tensor]()
         self._pointer = self._library.ss_program_create(engine.pointer)
-        self.operators: list[tuple[str, int]] = []  # name, and bytes of weights that it reads
+        self.operators: list[Operator] = []
+        self.token_bytes = 0  # of its own buffers, a token
 
     def __del__(self) -> None:
         if hasattr(self, "_pointer"):
@@ -259,7 +273,9 @@ class Program:
 
     def buffer(self, form: int, size: int) -> int:
         """A row of `size` values a token, in `form`."""
-        return int(self._library.ss_buffer(self._pointer, self._library.ss_form_bytes(form, size)))
+        num_bytes = self._library.ss_form_bytes(form, size)
+        self.token_bytes += num_bytes
+        return int(self._library.ss_buffer(self._pointer, num_bytes))
 
     def bound(self, tensor: Tensor | None = None) -> int:
         """A buffer of the caller's: `tensor` [T, n], or what `bind` gives later."""
@@ -274,11 +290,11 @@ class Program:
         assert tensor.stride(1) == 1
         self._library.ss_bind(self._pointer, buffer, tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
 
-    def add(self, name: str, *arguments: Any, reads: int = 0) -> None:
+    def add(self, name: str, *arguments: Any, weights: Packed | None = None) -> None:
         self._kept += [a for a in arguments if isinstance(a, Tensor)]
         plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         getattr(self._library, "ss_add_" + name)(self._pointer, *plain)
-        self.operators.append((name, reads))
+        self.operators.append(Operator(name, weights))
 
     def run(self, step: StepInputs) -> None:
         self._library.ss_run(self._pointer, ctypes.byref(step))

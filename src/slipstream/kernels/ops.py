@@ -67,6 +67,22 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
 
+    @classmethod
+    def alone(cls, start: int, num_tokens: int, *, block_size: int, device: torch.device) -> AttentionMetadata:
+        """One sequence, in blocks 1, 2, …: its tokens start … start + num_tokens − 1, those before being in the cache."""
+        end = start + num_tokens
+        positions = torch.arange(start, end, device=device)
+        return cls(
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+            block_table=torch.arange(1, -(-end // block_size) + 1, dtype=torch.int32, device=device)[None],
+            positions=positions,
+            slot_mapping=positions + block_size,
+            num_decodes=int(num_tokens == 1),
+            max_query_len=num_tokens,
+            max_seq_len=end,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
@@ -350,13 +366,14 @@ def select_ops(
     tiles: TileTable = NO_TILES,
     *,
     num_threads: int = 1,
+    isa: str | None = None,
     deterministic: bool = False,
     dense_copies: bool = False,
 ) -> OpSet:
     """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
-    CPU auto is cpu, the C++ kernels with `num_threads`, or torch where they are not built (`slipstream doctor` says so).
-    `tiles` are for triton, and so are `deterministic` (the result for a token depends on nothing but the tokens before it)
-    and `dense_copies` (4-bit weights are kept dense as well)."""
+    CPU auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the last that the machine has), or
+    torch where they are not built (`slipstream doctor` says so). `tiles` are for triton, and so are `deterministic` (the result
+    for a token depends on nothing but the tokens before it) and `dense_copies` (4-bit weights are kept dense as well)."""
     from slipstream.errors import ConfigError
 
     if implementation == "auto":
@@ -370,7 +387,7 @@ def select_ops(
     if implementation == "cpu" and device.type == "cpu":
         from slipstream.kernels.cpu import NativeOps
 
-        return NativeOps(num_threads)
+        return NativeOps(num_threads, isa)
     if implementation == "torch" and device.type == "cpu":
         from slipstream.kernels.cpu_torch import CpuOps
 

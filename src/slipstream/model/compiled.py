@@ -82,6 +82,7 @@ class CompiledStep:
         assert decoder.final_norm is not None
         self._add_norm(decoder.final_norm, self.out, FORM_F32, waiting)
         assert isinstance(decoder.head, NativeLinear)
+        self.spec = decoder.spec
         self.head = Product(ops.engine, decoder.head)  # float32 [N, E] → logits float32 [N, V]
 
     def __call__(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
@@ -94,6 +95,11 @@ class CompiledStep:
         self.program.run(inputs)
         del kept
         return hidden
+
+    @property
+    def token_bytes(self) -> int:
+        """What a step takes for each of its tokens: the program's buffers and the hidden states."""
+        return self.program.token_bytes + 4 * self.hidden_size
 
     # --- Pieces -----------------------------------------------------------------------------------------------------
 
@@ -172,20 +178,8 @@ class CompiledStep:
         inner = self._buffer("inner", form, s.intermediate_size)
         if s.gated and len(mlp.up.parts) == 1 and s.intermediate_size % 32 == 0:
             part = mlp.up.parts[0]
-            reads = part.data.numel()
-            p.add(
-                "gated_linear",
-                x,
-                inner,
-                form,
-                kind,
-                part.kind,
-                part.rows,
-                part.inner,
-                part.data,
-                mlp.up.bias,
-                reads=reads,
-            )
+            weight = (part.kind, part.rows, part.inner, part.data)
+            p.add("gated_linear", x, inner, form, kind, *weight, mlp.up.bias, weights=part)
         else:
             up = self._buffer("up", FORM_F32, mlp.up.out_features)
             add_linear(p, x, up, mlp.up)

@@ -242,17 +242,22 @@ class Decoder:
             ]
         self.layers = list(layers)
         assert not parameters, f"unused: {list(parameters)}"
-        self._compiled = compile_step(self)
+        self.compiled = compile_step(self)
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
-        if self._compiled is not None:
-            return self._compiled(token_ids, kv, meta)
+        if self.compiled is not None:
+            return self.compiled(token_ids, kv, meta)
         h = self.embedded(token_ids, meta)
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
             h, residual = layer(self.ops, h, residual, cache, meta)
         return self.finished(h, residual)
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes that a step takes for each of its tokens, where that is known: if the step is compiled."""
+        return None if self.compiled is None else self.compiled.token_bytes
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → what the first layer reads, [T, E]"""
@@ -269,8 +274,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → [N, V], in the model's type, or in float32 if the step is compiled."""
-        if self._compiled is not None:
-            logits = _scaled(self._compiled.head(hidden), self.spec.logit_scale)
+        if self.compiled is not None:
+            logits = _scaled(self.compiled.head(hidden), self.spec.logit_scale)
         else:
             if self.embed_out is not None:
                 hidden = self.ops.linear(hidden, self.embed_out)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.server.limits import Exchange
@@ -49,6 +49,8 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def model_name(self) -> str: ...
+    @property
+    def canary(self) -> CanaryResult | None: ...
     def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]: ...

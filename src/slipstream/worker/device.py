@@ -1,22 +1,21 @@
-"""What the device is: found once at start, in the process that will use it.
-
-On a CPU the faster of float32 and bfloat16 is measured, not looked up: hosts hide or emulate instructions, and only the
-clock tells. The measurement takes about 0.1 s.
-"""
+"""What the device is: found once at start, in the process that will use it. On a CPU what is fastest is measured, the first
+time (`cpu_choice.py`)."""
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
 
 import torch
 
-from slipstream.config import DeviceFacts, DType
+from slipstream.config import DeviceFacts
 from slipstream.errors import ConfigError
-from slipstream.plan.hardware import available_cores, cpu_name, host_memory
+from slipstream.plan.hardware import cpu_name, host_memory
+from slipstream.worker.cpu_choice import choose_cpu
 
 
-def detect(requested: str, num_threads: int | None = None) -> DeviceFacts:
-    """Facts about `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N."""
+def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> DeviceFacts:
+    """Facts about `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N. `folder` keeps what was measured of this
+    machine's CPU; `num_threads` is what the user wants, None for what is fastest."""
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device")
@@ -39,44 +38,15 @@ def detect(requested: str, num_threads: int | None = None) -> DeviceFacts:
             best_dtype="bfloat16",
             compute_capability=(properties.major, properties.minor),
         )
-    threads = num_threads or available_cores()
-    dtype, reason = _fastest_cpu_dtype(threads)
+    choice = choose_cpu(folder)
     total, free = host_memory()
     return DeviceFacts(
         device="cpu",
         name=cpu_name(),
         memory_bytes=total,
         free_bytes=free,
-        best_dtype=dtype,
-        num_threads=threads,
-        dtype_reason=reason,
+        best_dtype=choice.dtype,
+        num_threads=num_threads or choice.num_threads,
+        dtype_reason=choice.reason,
+        isa=choice.isa,
     )
-
-
-def _fastest_cpu_dtype(threads: int) -> tuple[DType, str]:
-    """Time the two shapes that decide: a matrix-vector product (decode) and a small matrix product (prefill)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        types: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        operands = {
-            name: (torch.ones(2048, 1024, dtype=dtype), [torch.ones(rows, 1024, dtype=dtype) for rows in (1, 64)])
-            for name, dtype in types.items()
-        }
-        # The types take turns and the best of each counts: a busy neighbour must not decide.
-        times: dict[tuple[DType, int], float] = {}
-        for _ in range(8):
-            for name, (weight, inputs) in operands.items():
-                for shape, x in enumerate(inputs):
-                    begin = time.perf_counter()
-                    torch.nn.functional.linear(x, weight)
-                    taken = time.perf_counter() - begin
-                    times[name, shape] = min(taken, times.get((name, shape), taken))
-        seconds = {name: times[name, 0] + times[name, 1] for name in types}
-    finally:
-        torch.set_num_threads(before)
-    best: DType = "bfloat16" if seconds["bfloat16"] < seconds["float32"] else "float32"
-    reason = (
-        f"measured at start: bfloat16 {seconds['bfloat16'] * 1e6:.0f} µs, float32 {seconds['float32'] * 1e6:.0f} µs"
-    )
-    return best, reason

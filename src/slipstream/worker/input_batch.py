@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.kernels.ops import AttentionMetadata
 from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 
-IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -100,6 +100,13 @@ class RowTable:
                 0, self._upload(np.asarray(where, dtype=np.int64)), self._upload(np.asarray(blocks, dtype=np.int32))
             )
 
+    def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """The sampled tokens [N] to their places: what the next step reads."""
+        if self.device.type == "cpu":
+            self.tokens.numpy()[rows.numpy(), positions.numpy()] = tokens.numpy()
+        else:
+            self.tokens[rows, positions] = tokens.int()
+
     def _upload(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
         return upload(array, self.device)
 
@@ -128,61 +135,87 @@ class InputBatch:
 
     token_ids: Tensor  # int32 [T]
     meta: AttentionMetadata
-    sample_index: Tensor  # int64 [N]: the tokens whose logits are sampled
+    sample_index: Tensor | None  # int64 [N]: the tokens whose logits are sampled; None: all of them
     sampled: SampledRows
 
 
 def gather(table: RowTable, plan: StepPlan) -> InputBatch:
-    """The inputs of `plan`, whose rows `table` already holds: one upload, then lookups on the device."""
+    """The inputs of `plan`, whose rows `table` already holds: on a GPU one upload, then lookups on the device; on a CPU
+    lookups by numpy, whose calls cost a tenth of torch's: at one sequence a step has only some 2 ms."""
     scheduled = plan.scheduled
     num_seqs = len(scheduled)
-    rows = np.fromiter((table.rows[s.request_id].index for s in scheduled), np.int32, num_seqs)
-    computed = np.fromiter((s.num_computed_tokens for s in scheduled), np.int32, num_seqs)
-    lengths = np.fromiter((s.num_tokens for s in scheduled), np.int32, num_seqs)
-    starts = np.zeros(num_seqs + 1, np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    num_tokens = int(starts[-1])
+    rows = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
+    computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
+    num_new = [s.num_tokens for s in scheduled]
+    max_query_len = max(num_new)
+    lengths = np.array(num_new, np.int64)
     seq_lens = computed + lengths
-    sampled = np.flatnonzero(np.fromiter((s.samples for s in scheduled), np.bool_, num_seqs)).astype(np.int32)
-
-    sequence_of = np.repeat(np.arange(num_seqs, dtype=np.int32), lengths)
-    positions = np.arange(num_tokens, dtype=np.int32) + (computed - starts[:-1])[sequence_of]
-    parts = (
-        rows[sequence_of],
-        positions,
-        starts,
-        seq_lens,
-        rows,
-        starts[sampled + 1] - 1,
-        rows[sampled],
-        seq_lens[sampled],
-    )
-    packed = upload(np.concatenate(parts), table.device)
-    token_rows, position, query_start_loc, seq_lens_d, rows_d, index, sample_rows, sample_positions = packed.split(
-        [len(part) for part in parts]
-    )
-    num_decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else num_seqs
-    token_ids, meta = look_up(
-        table,
-        token_rows=token_rows,
-        positions=position,
-        rows=rows_d,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens_d,
-        num_decodes=num_decodes,
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(seq_lens.max()),
+    which = [i for i, s in enumerate(scheduled) if s.samples]
+    sequences = scheduled if len(which) == num_seqs else tuple(scheduled[i] for i in which)
+    if max_query_len == 1:
+        token_rows, positions, num_decodes = rows, computed, num_seqs
+        starts = np.arange(num_seqs + 1)
+    else:
+        starts = np.concatenate(([0], lengths.cumsum()))
+        sequence_of = np.arange(num_seqs).repeat(lengths)
+        token_rows = rows[sequence_of]
+        positions = np.arange(starts[-1]) + (computed - starts[:-1])[sequence_of]
+        num_decodes = int(np.argmax(lengths != 1))
+    if len(which) == len(positions):
+        index, sample_rows, sample_positions = None, rows, seq_lens
+    else:
+        index, sample_rows, sample_positions = starts[1:][which] - 1, rows[which], seq_lens[which]
+    arrays = [token_rows, positions, starts, seq_lens, rows, sample_rows, sample_positions]
+    if index is not None:
+        arrays.append(index)
+    look = _look_up_on_host if table.device.type == "cpu" else _look_up_after_upload
+    token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(
+        table, arrays, num_decodes=num_decodes, max_query_len=max_query_len, max_seq_len=max(seq_lens.tolist())
     )
     return InputBatch(
         token_ids=token_ids,
         meta=meta,
-        sample_index=index.long(),
-        sampled=SampledRows(
-            sequences=tuple(scheduled[i] for i in sampled),
-            rows=sample_rows.long(),
-            positions=sample_positions.long(),
-        ),
+        sample_index=indices[0] if indices else None,
+        sampled=SampledRows(sequences=sequences, rows=sample_rows_d, positions=sample_positions_d),
     )
+
+
+def _look_up_after_upload(
+    table: RowTable, arrays: list[LongArray], *, num_decodes: int, max_query_len: int, max_seq_len: int
+) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
+    packed = upload(np.concatenate(arrays, dtype=np.int32, casting="same_kind"), table.device)
+    token_rows, positions, starts, seq_lens, rows, *more = packed.split([len(a) for a in arrays])
+    token_ids, meta = look_up(
+        table,
+        token_rows=token_rows,
+        positions=positions,
+        rows=rows,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    return token_ids, meta, [t.long() for t in more]
+
+
+def _look_up_on_host(
+    table: RowTable, arrays: list[LongArray], *, num_decodes: int, max_query_len: int, max_seq_len: int
+) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
+    """`look_up`, by numpy."""
+    token_rows, positions, starts, seq_lens, rows, *more = arrays
+    tokens, blocks, size = table.tokens.numpy(), table.block_table.numpy(), table.block_size
+    meta = AttentionMetadata(
+        query_start_loc=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+        block_table=torch.from_numpy(blocks[rows, : -(-max_seq_len // size)]),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(blocks[token_rows, positions // size] * np.int64(size) + positions % size),
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    return torch.from_numpy(tokens[token_rows, positions]), meta, [torch.from_numpy(a) for a in more]
 
 
 def look_up(

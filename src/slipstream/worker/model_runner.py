@@ -49,6 +49,9 @@ TORCH_DTYPES = {
     "int8": torch.int8,
 }
 
+SHORT_STEP = 64
+"""Tokens of the step that is measured where most of what a step takes is known."""
+
 CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an 8-bit cache."""
 
@@ -98,6 +101,7 @@ class ModelRunner:
             config.device.kernels,
             tiles,
             num_threads=config.device.num_threads,
+            isa=config.device.facts.isa,
             deterministic=config.device.deterministic,
             dense_copies=config.device.dense_copies,
         )
@@ -131,9 +135,12 @@ class ModelRunner:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
         with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
-            num_tokens = scheduling.max_num_batched_tokens
+            num_tokens, per_token = scheduling.max_num_batched_tokens, self.model.decoder.token_bytes
+            known = 0
+            if per_token is not None:  # then a short step shows the rest
+                num_tokens, known = min(num_tokens, SHORT_STEP), num_tokens * per_token
             length = min(self.config.model.max_model_len, num_tokens)
-            num_rows = min(scheduling.max_num_seqs, num_tokens)
+            num_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             kv = self.make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
@@ -142,7 +149,7 @@ class ModelRunner:
             self.ops.sample(logits, self._dummy_sampling(num_rows))
             peak = self._memory_peak() - before
             del hidden, logits
-            return max(0, peak)
+            return known + max(0, peak)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
         """The KV cache of `num_blocks` blocks (block 0 is the null block), the rows, and on a GPU the graphs, whose bytes
@@ -165,13 +172,6 @@ class ModelRunner:
         with self._phase("warm-up"), torch.inference_mode():
             self._warm_up()
         return graph_bytes
-
-    def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """A cache of `num_blocks` blocks, in the form and with the scales of this runner's."""
-        dtype = TORCH_DTYPES[self.config.cache.dtype]
-        if self.kv_scales is None:
-            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
-        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
@@ -206,7 +206,7 @@ class ModelRunner:
         prompt = self._prompt_logprobs(plan, hidden)
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt)
-        logits = self.model.decoder.logits(hidden[batch.sample_index])
+        logits = self.model.decoder.logits(hidden if batch.sample_index is None else hidden[batch.sample_index])
         return self._sample(plan, logits, batch.sampled, prompt)
 
     def forget_rows(self) -> None:
@@ -225,7 +225,7 @@ class ModelRunner:
         # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
         kept = logits[upload(np.array(which, np.int64), self.device)] if which else None
         tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
-        rows.tokens[sampled.rows, sampled.positions] = tokens.int()
+        rows.write(sampled.rows, sampled.positions, tokens)
         logprobs = None
         if kept is not None:
             counts = [wanted[i] or 0 for i in which]
@@ -254,6 +254,13 @@ class ModelRunner:
         return found
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
+
+    def make_cache(self, num_blocks: int) -> list[LayerKV]:
+        """A layer's keys and values each, of zeros."""
+        dtype = TORCH_DTYPES[self.config.cache.dtype]
+        if self.kv_scales is None:
+            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
+        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention = self.model.spec.layers[layer].attention

@@ -1,4 +1,4 @@
-"""Learned rounding: whether each weight goes up or down, and each scale, by gradient, so that a layer's output stays what it was.
+"""Learned rounding: whether each weight goes up or down, and each scale, by gradient, so that a layer's output stays as it was.
 
 After AutoRound (Cheng et al. 2023): a code is round(w / s + v) with an offset v in [−½, ½] of its own, and s the fitted scale
 times a factor near 1. All products of a layer are learned together from the squared error of the layer's output on
@@ -107,7 +107,7 @@ def learn(
             pending, residual = run_layer(layer, ops, x, None, batch)
             out = pending if residual is None else pending + residual
             loss = (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float()).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for own in learned.values():
                 own.step((1 - step / num_steps) / num_steps)
     found = {name: own.rounded() for name, own in learned.items()}

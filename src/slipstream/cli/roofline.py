@@ -1,0 +1,77 @@
+"""`slipstream bench roofline`: what this CPU can do at most, and each operator's share of it. Part of `bench`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import phases
+from slipstream.cli.options import MODEL_HELP
+from slipstream.errors import ConfigError
+from slipstream.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from slipstream.worker.roofline import OperatorShare, Roofline
+
+UNUSED = ("tokenizer", "skip_tokenizer_init")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument("--batch-sizes", default="1,16", metavar="N,…", help="sequences of the decode steps (default: 1,16)")
+    parser.add_argument("--context", type=int, default=256, metavar="X", help="tokens that each of them has (default: 256)")
+    parser.add_argument("--prompt", type=int, default=512, metavar="X", help="tokens of the prefill (default: 512)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.bench.report import document, print_table
+    from slipstream.cli.bench import bench_args, deliver, parse_sizes, positive
+    from slipstream.cli.console import print_facts
+    from slipstream.engine.engine_core import EngineCore
+    from slipstream.worker.roofline import measure_roofline
+
+    sizes = parse_sizes(args.batch_sizes)
+    positive(args, "context", "prompt")
+    settings = bench_args(args, needs_text=False, sharing=False)
+    if settings.device.startswith("cuda"):
+        raise ConfigError("the roofline is a CPU's; take device='cpu'", field="device")
+    with phases(f"starting {args.model}") as on_phase:
+        core = EngineCore.build(settings, progress=on_phase)
+        on_phase("measuring")
+        found = measure_roofline(core.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context)
+    deliver(args, document("roofline", model=args.model, context=args.context, results=plain_results(found)))
+    if args.json:
+        return 0
+    c = found.ceilings
+    print_facts(
+        f"ceilings of {found.num_threads} threads, {found.kernels}",
+        [
+            ("read", f"{c.read / 1e9:.1f} GB/s"),
+            *((name, f"{getattr(c, name) / 1e9:,.0f} G operations/s") for name in ("int8", "bfloat16", "float32")),
+        ],
+    )
+    for step in found.steps:
+        print()
+        total = f"{step.seconds * 1e3:.2f} ms, of which {step.floor_s / step.seconds:.0%} is floor"
+        print_table(
+            f"{step.name}, {step.length} tokens each: {total}",
+            ("operator", "count", "ms", "of the step", "GB/s", "G op/s", "bound by", "share of it"),
+            [_cells(o, step.seconds) for o in sorted(step.operators, key=lambda o: -o.seconds)],
+        )
+    return 0
+
+
+def plain_results(found: Roofline) -> dict[str, Any]:
+    import dataclasses
+
+    result = dataclasses.asdict(found)
+    for step, shares in zip(result["steps"], found.steps, strict=True):
+        for operator, o in zip(step["operators"], shares.operators, strict=True):
+            operator["share"] = o.share
+    return result
+
+
+def _cells(o: OperatorShare, step_seconds: float) -> tuple[str, ...]:
+    rates = (f"{n / o.seconds / 1e9:,.1f}" if n else "–" for n in (o.num_bytes, o.operations))
+    share = "–" if o.share is None else f"{o.share:.0%}"
+    return o.operator, str(o.count), f"{o.seconds * 1e3:.3f}", f"{o.seconds / step_seconds:.0%}", *rates, o.bound or "–", share

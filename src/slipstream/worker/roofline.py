@@ -1,0 +1,213 @@
+"""Where a CPU's step goes, operator by operator, against what the machine can do at most (Williams et al. 2009, "Roofline").
+
+The ceilings are measured, not looked up: every thread reads memory that no cache holds, or multiplies operands that lie in
+registers and the nearest cache, and does nothing else. An operator's floor is the longer of its bytes (weights, keys, values;
+activations stay in the caches) over the rate of reading and its multiplications over their rate; its share is floor over time.
+Operators that only move activations (norms, rotation, rounding) have no floor here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.native import Engine, Operator, Packed, Program, StepInputs
+from slipstream.kernels.ops import LayerKV
+from slipstream.model.compiled import CompiledStep
+from slipstream.model.spec import AttentionSpec
+from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.uniform import uniform_step
+
+READ_BYTES = 256 * 2**20
+"""Beyond the last level's cache."""
+MULTIPLY_ROUNDS = 100_000
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Of all threads together: bytes a second, and multiplications with their additions (2 operations) a second by type."""
+
+    read: float
+    int8: float
+    bfloat16: float
+    float32: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorShare:
+    """All of a step's operators of one kind and size. `floor_s` and `bound` (read, int8, bfloat16, float32) are None where
+    there is no floor."""
+
+    operator: str
+    count: int
+    seconds: float
+    num_bytes: int
+    operations: int
+    floor_s: float | None
+    bound: str | None
+
+    @property
+    def share(self) -> float | None:
+        return None if self.floor_s is None else self.floor_s / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShares:
+    """One shape of step: `num_seqs` sequences of `length` tokens, the last `num_new` computed."""
+
+    name: str
+    num_seqs: int
+    num_new: int
+    length: int
+    operators: tuple[OperatorShare, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(o.seconds for o in self.operators)
+
+    @property
+    def floor_s(self) -> float:
+        return sum(o.floor_s or 0.0 for o in self.operators)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    kernels: str
+    num_threads: int
+    ceilings: Ceilings
+    steps: tuple[StepShares, ...]
+
+
+def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int) -> Roofline:
+    """Decode steps of each batch size with `context` tokens a sequence, and the prefill of one prompt. ConfigError where a step
+    is not one program of the C++ kernels."""
+    ops, step = runner.ops, runner.model.decoder.compiled
+    if not isinstance(ops, NativeOps):
+        raise ConfigError(
+            f"the roofline is that of the C++ kernels, and here {ops.name!r} run; use a CPU with kernels='auto' (`slipstream "
+            "doctor` says what is missing)",
+            field="kernels",
+        )
+    if step is None:
+        raise ConfigError(
+            f"a step of {runner.model.spec.family} is not one program of the C++ kernels, so its operators can't be timed",
+            field="model",
+        )
+    longest = max(prompt, context)
+    if longest > runner.config.model.max_model_len:
+        raise ConfigError(
+            f"{longest} tokens are more than max_model_len={runner.config.model.max_model_len}", field="max_model_len"
+        )
+    ceilings = measure_ceilings(ops.engine)
+    size = runner.config.cache.block_size
+    shapes = [(f"decode {n}", n, 1, context) for n in batch_sizes] + [(f"prefill {prompt}", 1, prompt, prompt)]
+    num_blocks = max(n * -(-length // size) for _, n, _, length in shapes) + 1
+    with torch.inference_mode():
+        kv = runner.make_cache(num_blocks)
+        for layer in kv:  # written: memory that never was is one page of zeros, which a cache holds
+            layer.k.fill_(1)
+            layer.v.fill_(1)
+        steps = tuple(
+            StepShares(
+                name=name, num_seqs=n, num_new=new, length=length, operators=_shares(step, kv, n, new, length, size, ceilings)
+            )
+            for name, n, new, length in shapes
+        )
+    return Roofline(kernels=ops.describe(), num_threads=ops.engine.num_threads, ceilings=ceilings, steps=steps)
+
+
+def measure_ceilings(engine: Engine) -> Ceilings:
+    data = torch.zeros(READ_BYTES, dtype=torch.uint8)
+    data.fill_(0)  # its pages must be there
+    rates = {}
+    for what, name in enumerate(native.CEILINGS):
+        rounds = 1 if name == "read" else MULTIPLY_ROUNDS
+        program = Program(engine)
+        program.add("ceiling", what, data, READ_BYTES, rounds)
+        work = READ_BYTES if name == "read" else 2 * native.load().ss_ceiling_macs(engine.pointer, what, rounds)
+        best = float("inf")  # a busy neighbour only ever adds
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            program.run(StepInputs(num_tokens=1))
+            best = min(best, time.perf_counter() - begin)
+        rates[name] = work / best
+    return Ceilings(**rates)
+
+
+def _shares(
+    step: CompiledStep, kv: list[LayerKV], num_seqs: int, num_new: int, length: int, block_size: int, ceilings: Ceilings
+) -> tuple[OperatorShare, ...]:
+    meta = uniform_step(num_seqs, num_new, length, block_size)
+    tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
+    programs = (step.program, step.head.program)
+    rounds: list[list[int]] = []
+    for _ in range(REPEATS + 1):
+        for program in programs:
+            program.profile("wall")
+        step.head(step(tokens, kv, meta)[num_new - 1 :: num_new])
+        rounds.append([ns for program in programs for ns in program.profile(None)])
+    ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+    attention = [layer.attention for layer in step.spec.layers]
+    found: dict[tuple[str, str | None, int, int], list[float]] = {}
+    at = 0
+    for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):
+        layers = iter(attention)
+        for op in program.operators:
+            if op.name == "attention":
+                key = _of_attention(next(layers), kv[0], num_seqs, num_new, length)
+            else:
+                key = _of_operator(op, num_tokens)
+            found.setdefault(key, []).append(ns_of[at] / 1e9)
+            at += 1
+    return tuple(_share(*key, seconds, ceilings) for key, seconds in found.items())
+
+
+def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, int]:
+    """(label, the type it multiplies in, bytes, operations)"""
+    if op.weights is None:
+        return op.name, None, 0, 0
+    w = op.weights
+    return f"{op.name} {w.rows} × {w.inner}", _type(w), w.data.numel(), 2 * w.rows * w.inner * num_tokens
+
+
+def _type(w: Packed) -> str:
+    return {native.F32: "float32", native.BF16: "bfloat16"}.get(w.kind, "int8")
+
+
+def _of_attention(
+    a: AttentionSpec, kv: LayerKV, num_seqs: int, num_new: int, length: int
+) -> tuple[str, str | None, int, int]:
+    """Every new token sees those before it and itself, within the window."""
+    seen = sum(min(n, a.window or n) for n in range(length - num_new + 1, length + 1))
+    held = min(length, (a.window or length) + num_new - 1)
+    kind = "bfloat16" if kv.k.dtype == torch.bfloat16 else "float32"
+    label = "attention" if a.window is None else f"attention, window {a.window}"
+    num_bytes = num_seqs * held * 2 * a.kv_size * kv.k.element_size()
+    return label, kind, num_bytes, num_seqs * seen * 4 * a.num_heads * a.head_dim
+
+
+def _share(
+    label: str, kind: str | None, num_bytes: int, operations: int, seconds: list[float], ceilings: Ceilings
+) -> OperatorShare:
+    floor, bound = None, None
+    if kind is not None:
+        floors = {"read": num_bytes / ceilings.read, kind: operations / getattr(ceilings, kind)}
+        bound = max(floors, key=lambda name: floors[name])
+        floor = floors[bound] * len(seconds)
+    return OperatorShare(
+        operator=label,
+        count=len(seconds),
+        seconds=sum(seconds),
+        num_bytes=num_bytes * len(seconds),
+        operations=operations * len(seconds),
+        floor_s=floor,
+        bound=bound,
+    )

@@ -1,0 +1,94 @@
+"""What is fastest on this machine is measured once, and remembered under all that it depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from slipstream.kernels.native import instruction_sets
+from slipstream.plan.hardware import available_cores
+from slipstream.worker import cpu_choice
+from slipstream.worker.cpu_choice import CpuChoice, Timing, choose_cpu, measure_cpu
+
+
+def timing(kernels="a", weights="bfloat16", num_threads=2, decode_ms=1.0, prompt_ms=1.0):
+    return Timing(kernels=kernels, weights=weights, num_threads=num_threads, decode_ms=decode_ms, prompt_ms=prompt_ms)
+
+
+CHOICE = CpuChoice(isa="avx2", dtype="float32", num_threads=3, timings=(timing(num_threads=3),))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """How many times it was measured; the answer is made up."""
+    calls = []
+
+    def measure():
+        calls.append(1)
+        return CHOICE
+
+    monkeypatch.setattr(cpu_choice, "measure_cpu", measure)
+    return calls
+
+
+def test_a_measurement_on_this_machine():
+    choice = measure_cpu()
+    assert choice.isa in instruction_sets()
+    assert choice.dtype in ("bfloat16", "float32")
+    assert 1 <= choice.num_threads <= available_cores()
+    assert all(t.decode_ms > 0 and t.prompt_ms > 0 for t in choice.timings)
+    assert {t.weights for t in choice.timings} == {"int8", "bfloat16", "float32"}
+    assert "bfloat16" in choice.reason
+    assert "float32" in choice.reason
+
+
+def test_remembered(tmp_path, measured):
+    first, second = choose_cpu(tmp_path / "machine"), choose_cpu(tmp_path / "machine")
+    assert first == second == CHOICE
+    assert len(measured) == 1
+    choose_cpu(tmp_path / "machine", measure=True)
+    assert len(measured) == 2
+    assert len(list((tmp_path / "machine").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["cpu_name", "cpu_features", "available_cores"])
+def test_another_machine_is_measured_anew(tmp_path, measured, monkeypatch, name):
+    choose_cpu(tmp_path)
+    monkeypatch.setattr(cpu_choice, name, lambda: "another")
+    choose_cpu(tmp_path)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"isa": null}', '{"timings": [{"x": 1}]}'])
+def test_a_damaged_record_is_measured_anew(tmp_path, measured, damage):
+    choose_cpu(tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(damage)
+    assert choose_cpu(tmp_path) == CHOICE
+    assert len(measured) == 2
+    assert choose_cpu(tmp_path) == CHOICE
+    assert len(measured) == 2
+
+
+def test_where_nothing_can_be_kept(tmp_path, measured):
+    (tmp_path / "file").write_text("")
+    assert choose_cpu(tmp_path / "file" / "machine") == CHOICE
+
+
+def test_the_best_is_chosen(monkeypatch):
+    """The instruction set by int8 products, the type by dense ones, and few threads only if they are much faster."""
+    speed = {"x": 3.0, "y": 1.0, "z": 2.0, "bfloat16": 2.0, "float32": 1.0}
+
+    def time(candidates):
+        ms = [speed[isa if weights == "int8" else weights] * threads_cost[n] for isa, weights, n in candidates]
+        return [timing(isa, w, n, m, m) for (isa, w, n), m in zip(candidates, ms, strict=True)]
+
+    monkeypatch.setattr("slipstream.kernels.native.instruction_sets", lambda: ["x", "y", "z"])
+    monkeypatch.setattr(cpu_choice, "_time", time)
+    threads_cost = {4: 1.0, 2: 0.9}
+    choice = cpu_choice._measure(4)
+    assert (choice.isa, choice.dtype, choice.num_threads) == ("y", "float32", 4)
+    threads_cost = {4: 1.0, 2: 0.5}
+    assert cpu_choice._measure(4).num_threads == 2
+    assert dataclasses.replace(choice, isa=None).reason == choice.reason

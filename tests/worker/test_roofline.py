@@ -1,0 +1,59 @@
+"""The roofline's account: which operators, how many bytes and operations, against ceilings that are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import LLM
+from slipstream.errors import ConfigError
+from slipstream.kernels.cpu import NativeOps
+from slipstream.worker import roofline
+from slipstream.worker.roofline import Ceilings, measure_ceilings, measure_roofline
+
+CEILINGS = Ceilings(read=1e9, int8=4e9, bfloat16=2e9, float32=1e9)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    monkeypatch.setattr(roofline, "measure_ceilings", lambda engine: CEILINGS)
+
+
+def test_ceilings_of_this_machine(monkeypatch):
+    monkeypatch.setattr(roofline, "READ_BYTES", 2**20)
+    monkeypatch.setattr(roofline, "MULTIPLY_ROUNDS", 1000)
+    found = measure_ceilings(NativeOps(1).engine)
+    assert min(found.read, found.int8, found.bfloat16, found.float32) > 0
+
+
+def test_the_account_of_a_step(tiny_model, given):
+    with LLM(str(tiny_model), dtype="bfloat16", num_threads=1, max_model_len=64) as llm:
+        found = measure_roofline(llm.core.runner, batch_sizes=[3], prompt=16, context=32)
+        spec = llm.core.runner.model.spec
+    decode, prefill = found.steps
+    shapes = [(s.name, s.num_seqs, s.num_new, s.length) for s in found.steps]
+    assert shapes == [("decode 3", 3, 1, 32), ("prefill 16", 1, 16, 16)]
+    a = spec.layers[0].attention
+    for step, pairs, cached in ((decode, 3 * 32, 3 * 32), (prefill, 16 * 17 // 2, 16)):
+        by_name = {o.operator: o for o in step.operators}
+        attention = by_name["attention"]
+        assert attention.count == spec.num_layers
+        assert attention.num_bytes == spec.num_layers * cached * 2 * a.kv_size * 2
+        assert attention.operations == spec.num_layers * pairs * 4 * a.q_size
+        products = [o for o in step.operators if "linear" in o.operator]
+        head = step.num_seqs * spec.vocab_size * spec.hidden_size
+        body = sum(p.rows * p.inner for layer in spec.layers for p in layer.products(spec.hidden_size))
+        assert sum(o.operations for o in products) == 2 * (head + step.num_seqs * step.num_new * body)
+        for o in step.operators:
+            if o.floor_s is not None:
+                assert o.floor_s == pytest.approx(max(o.num_bytes / CEILINGS.read, o.operations / CEILINGS.bfloat16))
+                assert o.bound in ("read", "bfloat16")
+        assert by_name["norm"].floor_s is None
+        assert step.floor_s > 0
+        assert step.seconds > 0
+
+
+def test_what_has_no_program_is_refused(tiny_model, given):
+    with LLM(str(tiny_model), kernels="torch", max_model_len=64) as llm, pytest.raises(ConfigError, match="kernels"):
+        measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)
+    with LLM(str(tiny_model), max_model_len=64) as llm, pytest.raises(ConfigError, match="max_model_len"):
+        measure_roofline(llm.core.runner, batch_sizes=[1], prompt=65, context=4)
