@@ -138,9 +138,9 @@ def gptq(
     clip: bool = True,
 ) -> Rounded:
     """GPTQ (Frantar et al. 2023): columns are rounded one after another, and each one's error is taken up by those that
-    follow, as
-    the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on grids that were
-    found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn comes."""
+    follow, as the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on
+    grids that were found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn
+    comes."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
