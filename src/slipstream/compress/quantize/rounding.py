@@ -48,7 +48,7 @@ class Grid:
     def column(self, column: Tensor, group: int) -> Tensor:
         """One column of weights [out] to nearest, as numbers."""
         lowest, highest = bounds(self.fmt)
-        scale = self.scales.float()[:, group]
+        scale = self.scales[:, group].float()
         zero = self.zeros[:, group].float() if self.zeros is not None else 0.0
         return ((column / scale + zero).round().clamp(lowest, highest) - zero) * scale
 
