@@ -364,6 +364,10 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             store(mixed + r * dp + i, zero());
         }
         running[r] = {-INFINITY, zero()};
+        if (a.sinks) {  // a key without a value, seen by all
+            const float once[16] = {1.0f};
+            running[r] = {a.sinks[kv_head * heads + r % heads], load(once)};
+        }
     }
     const int64_t last = first + token1;  // one beyond the last position
     int64_t low = a.window ? first + token0 - a.window + 1 : 0;

@@ -40,7 +40,7 @@ def their_loss(theirs, sequences):
     return sum(parts) / sum(len(s) - 1 for s in sequences)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "deepseek" not in name])  # latent attention is refused
 def test_gradients_equal_transformers(name, tmp_path):
     """1e-4 of the largest gradient of each parameter leaves room for another order of float32 sums."""
     family, overrides = CASES[name]

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear
 from slipstream.kernels.quantize import quantize_rows
-from slipstream.model.decoder import Decoder, Layer, MoE, PositionTables, build_layer
+from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
 from slipstream.model.description import ModelDescription
 from slipstream.model.scheme import FORMAT_MAX, InputFormat
 from slipstream.model.sequences import SequenceBatch, run_layer
@@ -124,6 +124,7 @@ class ObservingOps(AutogradOps):
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """(name in the layer, weight) of all products that may be rounded; each expert's alone, as "experts.up@3"."""
+    assert isinstance(layer.attention, Attention), "`check_writable` has seen to it"
     yield "attention.qkv", layer.attention.qkv.weight
     yield "attention.out", layer.attention.out.weight
     if not isinstance(layer.mlp, MoE):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.sequences import attention_of
 from slipstream.model.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -51,7 +52,7 @@ def num_units(spec: ModelSpec) -> dict[Units, int]:
     """All units there are."""
     found = {HIDDEN: spec.hidden_size}
     for i, layer in enumerate(spec.layers):
-        found[Units("heads", i)] = num_groups(layer.attention)
+        found[Units("heads", i)] = num_groups(attention_of(layer))
         m = layer.mlp
         if isinstance(m, DenseSpec):
             found[Units("channels", i)] = m.intermediate_size
@@ -114,7 +115,7 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
     i = int(index)
     layer = spec.layers[i]
     if stem.startswith("attention."):
-        return _attention_axes(layer.attention, Units("heads", i), stem, kind, hidden)
+        return _attention_axes(attention_of(layer), Units("heads", i), stem, kind, hidden)
     if stem in layer.norms:
         return hidden, None
     if stem in ("router", "shared_weight"):
@@ -175,7 +176,7 @@ def cut_spec(spec: ModelSpec, kept: Kept) -> ModelSpec:
     def layer(i: int) -> LayerSpec:
         whole = spec.layers[i]
         block = dataclasses.replace(whole.block, **{name: norm(n) for name, n in whole.norms.items()})  # type: ignore[arg-type]
-        attention, mlp = _cut_attention(whole.attention, i, kept), _cut_mlp(whole, i, kept)
+        attention, mlp = _cut_attention(attention_of(whole), i, kept), _cut_mlp(whole, i, kept)
         return dataclasses.replace(whole, attention=attention, mlp=mlp, block=block)
 
     return dataclasses.replace(
@@ -293,7 +294,7 @@ def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kep
     a = first.attention
     if family.model_type not in HEADS_SHARE_WIDTH and ("head_dim" in config or a.q_size != wanted.hidden_size):
         found["head_dim"] = a.head_dim
-    windows = [layer.attention.window for layer in wanted.layers]
+    windows = [attention_of(layer).window for layer in wanted.layers]
     if "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):
         found["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:

@@ -45,12 +45,13 @@ class AutogradOps(ReferenceOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         length = kv.block_size
         if meta.block_table.shape[1] != 1 or length != meta.max_seq_len or meta.max_query_len != meta.max_seq_len:
             raise ConfigError("the autograd op set runs whole sequences over a flat cache (model.sequences)", field="kernels")
-        if softcap is not None:
-            return _each(q, kv, meta, scale, window, softcap, alibi_slopes)
+        if softcap is not None or sinks is not None:
+            return _each(q, kv, meta, scale, window, softcap, alibi_slopes, sinks)
         group = q.shape[1] // kv.k.shape[1]
         k, v = (t.to(q.dtype).repeat_interleave(group, dim=1) for t in (kv.k, kv.v))
         rows = meta.slot_mapping // length, meta.slot_mapping % length
@@ -104,12 +105,13 @@ def _each(
     meta: AttentionMetadata,
     scale: float,
     window: int | None,
-    softcap: float,
+    softcap: float | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Sequence by sequence: scores with a cap have no fused attention."""
+    """Sequence by sequence: scores with a cap, or sinks, have no fused attention."""
     found = [
-        attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], scale, window, softcap, alibi_slopes)
+        attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], scale, window, softcap, alibi_slopes, sinks)
         for i, part in enumerate(q.split(meta.seq_lens.tolist()))
     ]
     return torch.cat(found)

@@ -18,11 +18,12 @@ from slipstream.model.families.base import ConfigReader
 from slipstream.model.scheme import FORMATS as SCHEME_FORMATS
 from slipstream.model.scheme import SCHEMES, InputFormat, WeightFormat
 
-Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
+Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4"]
 """How a checkpoint's tensors are called and packed. GPTQ's first version writes zero points less one."""
 
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
+SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
     "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent",
@@ -62,11 +63,12 @@ def _matches(module: str, target: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """`scheme` is a name in `SCHEMES` where all products are held by that one; `formats` says for each how it is held (of
-    compressed-tensors' checkpoints). Without both the weights are in the model's type, and there are scales for a cache."""
+    compressed-tensors' checkpoints). Without both the weights are in the model's type; something is set."""
 
     method: Method
     scheme: str | None
     kv_cache: InputFormat | None = None  # there are scales for a cache of this form
+    sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
     formats: StoredFormats | None = None
 
 
@@ -74,7 +76,13 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
     """UnsupportedModelError names the field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
-    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
+    if kind == "fp8":
+        raise read.unsupported(
+            "quant_method",
+            "scales for blocks of 128 × 128 (DeepSeek V3) are not supported: take a checkpoint of compressed-tensors with a "
+            "scale a row, or one in bfloat16 with quantization='fp8'",
+        )
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")
     found = readers[kind](read, tied_embeddings)
@@ -87,6 +95,13 @@ def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("zero_point", True)
     read.require("modules_to_not_convert", [], ["lm_head"])
     return StoredQuantization("awq", _int4(read))
+
+
+def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    kept = read.maybe("modules_to_not_convert", list) or []  # all but the experts, which alone have blocks
+    if any(str(name).rstrip(".*").endswith(("experts", "mlp")) for name in kept):
+        raise read.unsupported("modules_to_not_convert", "experts that are left out are not supported")
+    return StoredQuantization("mxfp4", "mxfp4")
 
 
 def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
@@ -111,7 +126,7 @@ def _int4(read: ConfigReader) -> str:
 
 def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("transform_config", {})
-    read.require("sparsity_config", {})
+    sparse = _sparsity(read)
     caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
     groups = dict(read.maybe("config_groups", dict) or {})
     for name, group in [*groups.items()]:
@@ -119,13 +134,13 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
             caches[f"config_groups.{name}"] = _attention_inputs(_reader(groups.pop(name), f"{PREFIX}config_groups.{name}."))
     kinds = {where: _cache(given, f"{PREFIX}{where}.") for where, given in caches.items() if given is not None}
     kv_cache = next(iter(kinds.values()), None)
-    if len(set(kinds.values())) > 1 or not (groups or kinds):
+    if len(set(kinds.values())) > 1 or not (groups or kinds or sparse):
         raise read.unsupported("config_groups", "a group of layers, or one form of the KV cache, is needed")
     ignored = tuple(str(layer) for layer in read.maybe("ignore", list) or [])
     if not groups:
-        read.require("format", "dense", *FORMATS)
+        read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
         read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were
-        return StoredQuantization("compressed-tensors", None, kv_cache)
+        return StoredQuantization("compressed-tensors", None, kv_cache, sparse)
     read.require("format", *FORMATS, "mixed-precision")
     read.require("quantization_status", "compressed")
     _check_expressions(read, "ignore", ignored)
@@ -134,7 +149,7 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
         prefix = f"{PREFIX}config_groups.{name}."
         found.append(_group(_reader(given, prefix), prefix))
     formats = StoredFormats(tuple(found), ignored)
-    return StoredQuantization("compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, formats)
+    return StoredQuantization("compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, sparse, formats)
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
@@ -155,6 +170,18 @@ def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...])
             re.compile(target[3:])
         except re.error as error:
             raise read.unsupported(field, f"{target!r} is no regular expression: {error}") from error
+
+
+def _sparsity(read: ConfigReader) -> bool:
+    """Whether weights are held without their zeros. Which ones (`targets`, `ignore`) their tensors' names say as well."""
+    given = read.maybe("sparsity_config", dict)
+    if not given:
+        return False
+    inner = _reader(given, f"{PREFIX}sparsity_config.")
+    inner.require("format", "dense", *SPARSE_FORMATS)
+    inner.ignore("targets", "ignore", "global_sparsity", "sparsity_structure", "registry_requires_subclass")
+    inner.finish()
+    return given.get("format") in SPARSE_FORMATS
 
 
 def _attention_inputs(group: ConfigReader) -> dict[str, Any]:

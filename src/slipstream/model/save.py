@@ -21,8 +21,8 @@ from torch import Tensor
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import Family
-from slipstream.model.parameters import Placement, Transpose, Ungroup
-from slipstream.model.spec import ModelSpec
+from slipstream.model.parameters import Placement, Transpose, Ungroup, Untwine
+from slipstream.model.spec import AttentionSpec, ModelSpec, MoESpec
 from slipstream.model.weights import place
 
 SHARD_BYTES = 5_000_000_000
@@ -68,11 +68,15 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
         case None:
             return part
         case Transpose():
-            return part.T
+            return part.mT
         case Ungroup(num_kv_heads=k, group=group):
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))
             return torch.cat((q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1).flatten(0, 2)
+        case Untwine(transposed=True):
+            return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
+        case Untwine():
+            return torch.stack(part.chunk(2, dim=1), dim=2).flatten(1, 2)
         case other:
             raise UnsupportedModelError(f"{type(other).__name__} is how GGUF files store weights, which aren't written")
 
@@ -133,5 +137,11 @@ def check_writable(source: ModelDescription) -> None:
             "model alone to a folder first",
             field="model_type",
         )
+    for layer in source.spec.layers:
+        if not isinstance(layer.attention, AttentionSpec) or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias):
+            raise UnsupportedModelError(
+                f"{source.name} has latent attention or experts with biases; such models can't be compressed yet",
+                field="model_type",
+            )
     if source.quantization is not None:
         raise CheckpointError(f"{source.name} is quantised already; start from dense weights", field="model")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, OpSet
 from slipstream.model.decoder import Decoder, Layer, PositionTables, build_layer
@@ -67,13 +67,20 @@ class SequenceBatch:
         return LayerKV(*(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2)))
 
 
+def attention_of(layer: LayerSpec) -> AttentionSpec:
+    """The layer's attention, of the kind that this and what changes checkpoints are written for."""
+    if not isinstance(layer.attention, AttentionSpec):
+        raise UnsupportedModelError("latent attention can't be trained or compressed yet", field="kv_lora_rank")
+    return layer.attention
+
+
 def run_layer(
     layer: Layer, ops: OpSet, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
 ) -> tuple[Tensor, Tensor | None]:
     """`Layer` over whole sequences: (what to add next, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
-    return layer(ops, pending, residual, batch.flat_cache(layer.spec.attention, dtype), batch.meta)
+    return layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)
 
 
 class Block(nn.Module):

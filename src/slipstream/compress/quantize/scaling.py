@@ -18,6 +18,7 @@ from slipstream.compress.calibrate import FakeInputs, InputStats
 from slipstream.compress.quantize.rounding import Rounded, fit
 from slipstream.compress.recipe import Quantize
 from slipstream.model.scheme import WeightFormat
+from slipstream.model.sequences import attention_of
 from slipstream.model.spec import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
@@ -47,7 +48,7 @@ class Fold:
 def folds(spec: LayerSpec) -> dict[str, Fold]:
     """The products of a layer whose inputs can be scaled, those first whose fold changes another's weight. A norm that several
     branches read is left alone, and so is one whose result is the residual too; mixtures of experts keep theirs."""
-    a, m, norms = spec.attention, spec.mlp, spec.norms
+    a, m, norms = attention_of(spec), spec.mlp, spec.norms
     found: dict[str, Fold] = {}
     if isinstance(m, DenseSpec) and (m.gated or m.activation == "relu"):
         size = m.intermediate_size
