@@ -214,9 +214,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             f"quantization={quantization!r}, but the checkpoint's weights are {held}; leave it out",
             field="quantization",
         )
-    if quantization is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
+    rounded = quantization or ("compressed-tensors" if stored is not None and stored.formats is not None else None)
+    if rounded is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
         raise ConfigError(
-            f"quantization={quantization!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
+            f"quantization={rounded!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
         )
     kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
     kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)

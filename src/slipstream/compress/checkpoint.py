@@ -1,10 +1,9 @@
 """What a quantised checkpoint holds, and the folder in which one comes to be.
 
 The result is compressed-tensors in safetensors: beside a module's name stand weight_packed (or weight), weight_scale,
-weight_shape, weight_zero_point and input_scale in place of `weight`, and config.json says which module is in which format. All
-else is as in the source. Layers are written to a *work folder* beside the result, one file each, as soon as they are done; a
-run
-that was interrupted finds them there and goes on. The result appears whole, at the end.
+weight_shape, weight_zero_point and input_scale in place of `weight`, and config.json says which module is in which format.
+All else is as in the source. Layers are written to a *work folder* beside the result, one file each, as soon as they are
+done; a run that was interrupted finds them there and goes on. The result appears whole, at the end.
 """
 
 from __future__ import annotations
@@ -145,8 +144,7 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
 
 def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredFormats:
     """How the checkpoint says which module is in which format; `formats` are by our names of weights. The format of most
-    modules
-    is that of "Linear", others are named."""
+    modules is that of "Linear", others are named."""
     modules: dict[WeightFormat, list[str]] = {}
     ignored = ["lm_head"] if names.tied else []
     for name, at in names.places.items():

@@ -181,8 +181,7 @@ class Rotate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
     """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
-    needs
-    the whole model in memory, four times in float32 and the original once."""
+    needs the whole model in memory, four times in float32 and the original once."""
 
     num_steps: int = 200
     step_tokens: int = 2048

@@ -154,9 +154,8 @@ def compress(
     finish: Callable[[Path], None] = lambda folder: None,
 ) -> Plan:
     """Write `source` quantised by `recipe` to the folder `out`, which must not be there yet. `windows` are token ids to
-    calibrate
-    on (none are needed where `Plan.needs_text` is False); products run in `dtype`. `finish` sees
-    the folder before it becomes `out`; if it raises, nothing is written, and what was done is kept for another try."""
+    calibrate on (none are needed where `Plan.needs_text` is False); products run in `dtype`. `finish` sees the folder before
+    it becomes `out`; if it raises, nothing is written, and what was done is kept for another try."""
     first = plan(source, recipe)
     if first.needs_text and not windows:
         raise ConfigError("this recipe calibrates: give windows of text", field="windows")
@@ -275,8 +274,10 @@ class _Job:
         """Embeddings, last norm and output head."""
         if self.work.note("ends") is not None:
             return
+        # Large tables stay in the type they are written in, unless something is computed with them.
+        dtype = torch.float32 if self.turn is not None or "head.weight" in self.formats else self.written
         values = load_parameters(
-            self.original, dtype=torch.float32, device=self.device, wanted=lambda n: not n.startswith("layers.")
+            self.original, dtype=dtype, device=self.device, wanted=lambda n: not n.startswith("layers.")
         )
         if self.turn is not None:
             rotate.rotate_ends(self.original.spec, values, self.turn)

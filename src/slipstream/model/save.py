@@ -44,6 +44,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         folder.chmod(0o755)
+        for file in (f for f in folder.rglob("*") if f.is_file()):
+            file.chmod(0o644)  # safetensors writes for the owner alone
         os.replace(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,9 @@ from slipstream.errors import ConfigError
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription
 
+KEPT_PARAMETERS = 10**9
+"""The most parameters of a model that is kept in memory while bits are chosen."""
+
 ROWS_AT_ONCE = 256
 """Rows of logits that are held at once."""
 
@@ -105,11 +108,21 @@ def measure(
 ) -> dict[str, dict[int, float]]:
     """The KL in nats that each product in `settings` (by our names) with each number of bits costs."""
     probe = budget.nearest
-    stream = Stream(source, windows, device=device, dtype=dtype)
+    stream, held = Stream(source, windows, device=device, dtype=dtype), dict[int, dict[str, Tensor]]()
+
+    def layer(index: int) -> dict[str, Tensor]:
+        """Each is needed once for every product before it: those of a small model are kept."""
+        if index in held:
+            return held[index]
+        values = load_layer(source, index, device)
+        if source.spec.num_parameters <= KEPT_PARAMETERS:
+            held[index] = values
+        return values
+
     ends, num_layers = load_ends(source, device=device, dtype=dtype), source.spec.num_layers
     before, errors = [], {}  # what each layer reads; the errors of outputs
     for index in range(num_layers):
-        values, prefix = load_layer(source, index, device), f"layers.{index}."
+        values, prefix = layer(index), f"layers.{index}."
         own = [name.removeprefix(prefix) for name in settings if name.startswith(prefix)]
         stats = stream.observe(index, values, own, inputs={})
         for name in own:
@@ -120,14 +133,14 @@ def measure(
     exact = [_log_probabilities(ends, h.to(device)) for h in stream.states]
     found: dict[str, dict[int, float]] = {}
     for index in range(num_layers):
-        values, prefix = load_layer(source, index, device), f"layers.{index}."
+        values, prefix = layer(index), f"layers.{index}."
         for name in (n for n in settings if n.startswith(prefix)):
             key = f"{name.removeprefix(prefix)}.weight"
             fmt = settings[name].format(values[key].shape[1], probe)
             changed = {**values, key: nearest(values[key], fmt, written, clip=settings[name].clip).numbers()}
             stream.states = stream.run(index, changed, ObservingOps(), before[index])
             for i in range(index + 1, num_layers):
-                stream.states = stream.run(i, load_layer(source, i, device), ObservingOps())
+                stream.states = stream.run(i, layer(i), ObservingOps())
             kl = _mean_kl(ends, exact, [h.to(device) for h in stream.states])
             found[name] = {b: kl * e / max(errors[name][probe], 1e-30) for b, e in errors[name].items()}
         progress(index + 1, num_layers)

@@ -69,9 +69,8 @@ def train(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Rounded]:
-    """The layers' rounded weights after training, by our names. `values` are each layer's parameters as they were written,
-    by our
-    names, and `grids` those of the rounded ones among them. Products run in `dtype`."""
+    """The layers' rounded weights after training, by our names. `values` are each layer's parameters as they were written, by
+    our names, and `grids` those of the rounded ones among them. Products run in `dtype`."""
     spec = source.spec
     longest = max(len(w) for w in windows)
     tables = PositionTables(longest, device)

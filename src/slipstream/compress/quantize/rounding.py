@@ -48,7 +48,7 @@ class Grid:
     def column(self, column: Tensor, group: int) -> Tensor:
         """One column of weights [out] to nearest, as numbers."""
         lowest, highest = bounds(self.fmt)
-        scale = self.scales.float()[:, group]
+        scale = self.scales[:, group].float()
         zero = self.zeros[:, group].float() if self.zeros is not None else 0.0
         return ((column / scale + zero).round().clamp(lowest, highest) - zero) * scale
 
@@ -138,9 +138,9 @@ def gptq(
     clip: bool = True,
 ) -> Rounded:
     """GPTQ (Frantar et al. 2023): columns are rounded one after another, and each one's error is taken up by those that
-    follow, as
-    the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on grids that were
-    found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn comes."""
+    follow, as the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on
+    grids that were found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn
+    comes."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]

@@ -1,6 +1,5 @@
 """Moving magnitude between a product's inputs and its weight: inputs are divided by s, columns of the weight multiplied by
-it, and
-the division is folded into whatever makes the inputs, so that the model computes the same in other numbers.
+it, and the division is folded into whatever makes the inputs, so that the model computes the same in other numbers.
 
 AWQ (Lin et al. 2024): s = rms(x)^a: weights that meet large inputs are rounded finer. SmoothQuant (Xiao et al. 2023):
 s = max|x|^a / max|w|^(1 − a): what makes inputs hard to round goes to the weights. The exponent is searched product by product
