@@ -1,6 +1,6 @@
 """What zeros, pruning and distillation cost on a real model, as slipstream-report.json of the recipes would say.
 
-    python benchmarks/pruning.py sparsity [--model smollm2] [--calibrate 16x256] [--evaluate 8x512]
+    python benchmarks/pruning.py sparsity [--model smollm2] [--calibrate 64x512] [--evaluate 16x512]
     python benchmarks/pruning.py structured --device cuda --steps 5000          # a GPU, up to 20 minutes
     python benchmarks/pruning.py draft --device cuda --steps 4000
 
@@ -101,8 +101,8 @@ def main() -> None:
     parser.add_argument("what", choices=("sparsity", "structured", "draft"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--calibrate", type=size, default=(16, 256), metavar="NxT", help="windows by tokens (default: 16x256)")
-    parser.add_argument("--evaluate", type=size, default=(8, 512), metavar="NxT", help="(default: 8x512)")
+    parser.add_argument("--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)")
+    parser.add_argument("--evaluate", type=size, default=(16, 512), metavar="NxT", help="(default: 16x512)")
     parser.add_argument("--steps", type=int, default=5000)
     args = parser.parse_args()
     if args.what == "sparsity":

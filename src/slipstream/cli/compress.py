@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     before = original.spec.num_parameters * planned.scale_bytes if reshaped else planned.bytes_before
     planned = dataclasses.replace(planned, bytes_before=before)
     if args.dry_run:
-        _show(args, recipe, planned, None)
+        reads = any(s.needs_text for s in recipe.steps if isinstance(s, (PruneSettings, Distill)))
+        _show(args, recipe, dataclasses.replace(planned, needs_text=planned.needs_text or reads), None)
         return 0
 
     from slipstream.compress.report import write_receipt

@@ -162,6 +162,10 @@ class Distill(DistillSettings):
     top_k: int | None = None
     num_processes: int = 1
 
+    @property
+    def needs_text(self) -> bool:
+        return True
+
     def check(self) -> None:
         DistillSettings.check(self)
         for name in ("max_tokens", "num_processes"):

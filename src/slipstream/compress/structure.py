@@ -118,8 +118,8 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
         return _attention_axes(attention_of(layer), Units("heads", i), stem, kind, hidden)
     if stem in layer.norms:
         return hidden, None
-    if stem in ("router", "shared_weight"):
-        return None, hidden
+    if stem in ("router", "shared_weight", "correction"):
+        return None, hidden if kind == "weight" and stem != "correction" else None
     which = Units("shared", i) if stem.startswith("shared.") else Units("channels", i, int(expert) if expert else -1)
     mlp = _mlp(layer, which)
     rows = torch.arange(mlp.intermediate_size)
@@ -138,9 +138,14 @@ def _attention_axes(a: AttentionSpec, units: Units, stem: str, kind: str, hidden
             return (units, torch.cat((q, kv, kv))), hidden if kind == "weight" else None
         case "attention.out":
             return hidden, (units, q) if kind == "weight" else None
+        case "attention.sinks":
+            return (units, groups), None
     if a.qk_norm is None or a.qk_norm.over == "head":
         return None, None
-    return (units, q if stem == "attention.q_norm" else kv), None
+    of_q = stem == "attention.q_norm"
+    if a.qk_norm.over == "row":
+        return (units, q if of_q else kv), None
+    return (units, groups if of_q else kv[:: a.head_dim]), None  # a row for each head
 
 
 def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
