@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,11 @@ def save(path: Path, name: str, **parts: Any) -> None:
     text = json.dumps(document(name, **parts), default=plain, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")
+
+
+def with_source() -> dict[str, str]:
+    """The environment in which another environment's Python finds this source."""
+    return {**os.environ, "PYTHONPATH": str(RESULTS.parents[1] / "src")}
 
 
 def median(values: Sequence[float]) -> float:

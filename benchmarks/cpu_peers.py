@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import statistics
@@ -79,15 +78,13 @@ def child(name: str, path: Path, threads: int) -> None:
 
 
 def measure(python: str, name: str, path: Path, threads: int) -> dict[str, float]:
+    import common
+
     command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads)]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=common.with_source())
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])["figures"]
-
-
-SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

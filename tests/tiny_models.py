@@ -34,6 +34,28 @@ _GPT = dict(
 )
 _SMALL = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
 _LAYERS = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "rope_theta")}
+_LATENT = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    first_k_dense_replace=1,
+    kv_lora_rank=24,
+    q_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+    max_position_embeddings=256,
+    bos_token_id=0,
+    eos_token_id=1,
+    initializer_range=0.2,
+)
 _EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -79,6 +101,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere": {**_LLAMA, "model_type": "cohere"},
     "cohere2": {**_LLAMA, "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 6},
+    "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
+    "deepseek_v3": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "num_mtp_layers": 0,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "gpt_oss": {
+        **_LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "rope_theta": None,
+    },
     "glm": {**_LLAMA, "model_type": "glm", "head_dim": 16},
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 16},
 }
@@ -90,18 +130,25 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**FAMILIES[family], **overrides}
-    for key in [k for k, v in settings.items() if v is None and k != "pad_token_id"]:
+    for key in [k for k, v in settings.items() if v is None and k not in ("pad_token_id", "q_lora_rank")]:
         del settings[key]
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():  # norms and biases that are all ones or zeros would hide mistakes
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.abs().sum() > 0, name
+        for buffer in correction_buffers(model):
+            buffer.normal_(0.0, 0.3)
     model.save_pretrained(path)
     return model
+
+
+def correction_buffers(model: Any) -> list[Any]:
+    """What DeepSeek V3 learns beside gradients."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> Any:

@@ -19,14 +19,15 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
-bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+bool has_vbmi2() { return has_vnni() && __builtin_cpu_supports("avx512vbmi2"); }
+bool has_bf16() { return has_vbmi2() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 const Set sets[] = {
     {kernels_portable, always},
 #if defined(__x86_64__)
     {kernels_avx2, has_avx2},       {kernels_avxvnni, has_avxvnni}, {kernels_avx512, has_avx512},
-    {kernels_avx512vnni, has_vnni}, {kernels_avx512bf16, has_bf16},
+    {kernels_avx512vnni, has_vnni}, {kernels_avx512vbmi2, has_vbmi2}, {kernels_avx512bf16, has_bf16},
 #endif
 };
 
@@ -62,6 +63,15 @@ void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_t* code
 void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
                     const int32_t* to) {
     pack_blocks(kind, rows, inner, (uint8_t*)packed, (const uint8_t*)blocks, count, row0, to);
+}
+void ss_pack_codes4(int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes, const float* scales,
+                    const float* minima, int64_t count, int64_t row0, const int32_t* to) {
+    pack_codes4(kind, rows, inner, (uint8_t*)packed, codes, scales, minima, count, row0, to);
+}
+int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed) { return num_zeros(rows, inner, (const uint8_t*)packed); }
+int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed) { return sparse_bytes(rows, inner, (const uint8_t*)packed); }
+void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse) {
+    pack_sparse(rows, inner, (const uint8_t*)packed, (uint8_t*)sparse);
 }
 void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count, float* out) {
     for (int64_t i = 0; i < count; i++) unpack_row(kind, rows, inner, (const uint8_t*)packed, which[i], out + i * inner);

@@ -88,22 +88,27 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
     return scale;
 }
 
-// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile's keys
-// are read, its values are asked for, and while those are, the next keys, one at a time: all at once they would fill the queue that
-// the reads need.
+// A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile of keys
+// is computed, the next tile's keys and values are asked for, one at a time and evenly: a burst would fill the queue of misses
+// and be waited for like plain reads.
 struct Ahead {
+    const uint8_t *now, *then;  // keys, then values
     const int64_t* at;
-    int64_t n, bytes;
-    inline void fetch(const uint8_t* cache, int64_t j) const {
-        if (j < n)
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(cache + at[j] + i);
+    int64_t n, bytes, calls;
+    int64_t due = 0, key = 0;
+
+    inline void fetch() {
+        for (due += 2 * n; due >= calls; due -= calls) {
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(now + at[key] + i);
+            if (++key == n) key = 0, now = then;
+        }
     }
 };
 
 // --- One token --------------------------------------------------------------------------------------------------------
 
 template <int CACHE, int ND>  // ND vectors a head, or any number if 0
-static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t heads, const int64_t* at, int64_t n, Ahead ahead,
+static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t heads, const int64_t* at, int64_t n, Ahead& ahead,
                                  float* scores) {
     const int64_t nd = ND ? ND : a.head_dim / 16;
     F part[16];
@@ -113,7 +118,7 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t
             const int64_t m = n - j0 < 16 ? n - j0 : 16;
             for (int64_t j = 0; j < m; j++) {
                 const uint8_t* key = a.k + at[j0 + j];
-                if (h == 0) ahead.fetch(a.v, j0 + j);
+                ahead.fetch();
                 F s = load(qh) * load_kv<CACHE>(key, 0);
                 for (int64_t d = 1; d < nd; d++) s = fma(load(qh + 16 * d), load_kv<CACHE>(key, 16 * d), s);
                 part[j] = s;
@@ -127,7 +132,7 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t
 // The same with bfloat16 pairs: queries are rounded, nothing else.
 template <int ND>
 static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q, int64_t heads, const int64_t* at, int64_t n,
-                                       Ahead ahead, float* scores) {
+                                       Ahead& ahead, float* scores) {
     const int64_t nd = ND ? ND / 2 : a.head_dim / 32;
     F part[16];
     for (int64_t h = 0; h < heads; h++) {
@@ -138,7 +143,7 @@ static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q
             const int64_t m = n - j0 < 16 ? n - j0 : 16;
             for (int64_t j = 0; j < m; j++) {
                 const uint8_t* key = a.k + at[j0 + j];
-                if (h == 0) ahead.fetch(a.v, j0 + j);
+                ahead.fetch();
                 F s = zero();
                 for (int64_t d = 0; d < nd; d++) s = dot_pairs(s, load_b(key + 64 * d), ND ? own[d] : load_b(qh + 64 * d));
                 part[j] = s;
@@ -151,13 +156,13 @@ static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q
 
 template <int CACHE, int NH, int NV>
 static inline void decode_mix(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                              Ahead ahead, int64_t d0, float* mixed) {
+                              Ahead& ahead, int64_t d0, float* mixed) {
     F acc[NH][NV];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < n; j++) {
         const uint8_t* value = a.v + at[j];
-        ahead.fetch(a.k, j);
+        ahead.fetch();
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -171,10 +176,10 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
 
 template <int CACHE, int NH>
 static inline void decode_mix_heads(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                                    Ahead ahead, float* mixed) {
+                                    Ahead& ahead, float* mixed) {
     int64_t d = 0;
-    for (; d + 64 <= a.head_dim; d += 64, ahead.n = 0) decode_mix<CACHE, NH, 4>(a, weights, scales, at, n, ahead, d, mixed);
-    for (; d < a.head_dim; d += 16, ahead.n = 0) decode_mix<CACHE, NH, 1>(a, weights, scales, at, n, ahead, d, mixed);
+    for (; d + 64 <= a.head_dim; d += 64) decode_mix<CACHE, NH, 4>(a, weights, scales, at, n, ahead, d, mixed);
+    for (; d < a.head_dim; d += 16) decode_mix<CACHE, NH, 1>(a, weights, scales, at, n, ahead, d, mixed);
 }
 
 template <int CACHE>
@@ -195,32 +200,34 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
         store(mixed + i, zero());
     }
     for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
+    const int64_t mixes = (heads + 3) / 4 * (d / 64 + d % 64 / 16);  // times that `decode_mix` passes the values
     find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
     for (int64_t key = key0; key < key1; key += KT) {
         const int64_t n = key1 - key < KT ? key1 - key : KT, after = key1 - key - n < KT ? key1 - key - n : KT;
         int64_t* known = next;
         next = at, at = known;
-        Ahead values{at, n, d * element_bytes(CACHE)}, ahead{next, after, values.bytes};
+        int64_t coming = after;
         if (after > 0) {
             find_keys(a, seq, kv_head, key + n, after, next);
         } else if (then) {  // what this thread does next
-            ahead.n = then->end - then->begin < KT ? then->end - then->begin : KT;
-            find_keys(a, then->seq, then->kv_head, then->begin, ahead.n, next);
+            coming = then->end - then->begin < KT ? then->end - then->begin : KT;
+            find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
+        Ahead ahead{a.k, a.v, next, coming, d * element_bytes(CACHE), (heads + mixes) * n};
         if (use_pairs) {
-            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, values, scores);
-            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, values, scores);
-            else decode_scores_pairs<0>(a, pairs, heads, at, n, values, scores);
+            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, ahead, scores);
+            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, ahead, scores);
+            else decode_scores_pairs<0>(a, pairs, heads, at, n, ahead, scores);
         } else {
-            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, values, scores);
-            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, values, scores);
-            else decode_scores<CACHE, 0>(a, q, heads, at, n, values, scores);
+            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, ahead, scores);
+            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, ahead, scores);
+            else decode_scores<CACHE, 0>(a, q, heads, at, n, ahead, scores);
         }
         for (int64_t h = 0; h < heads; h++) {
             const float slope = a.slopes ? a.slopes[kv_head * heads + h] : 0.0f;
             scales[h] = soften(a, scores + h * KT, key, n, position, slope, running + h);
         }
-        for (int64_t h = 0; h < heads; ahead.n = 0) {
+        for (int64_t h = 0; h < heads;) {
             float *w = scores + h * KT, *to = mixed + h * d;
             if (heads - h >= 4) decode_mix_heads<CACHE, 4>(a, w, scales + h, at, n, ahead, to), h += 4;
             else if (heads - h == 3) decode_mix_heads<CACHE, 3>(a, w, scales + h, at, n, ahead, to), h += 3;
@@ -357,6 +364,10 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             store(mixed + r * dp + i, zero());
         }
         running[r] = {-INFINITY, zero()};
+        if (a.sinks) {  // a key without a value, seen by all
+            const float once[16] = {1.0f};
+            running[r] = {a.sinks[kv_head * heads + r % heads], load(once)};
+        }
     }
     const int64_t last = first + token1;  // one beyond the last position
     int64_t low = a.window ? first + token0 - a.window + 1 : 0;

@@ -56,11 +56,11 @@ static inline void emit_group(int32_t form, uint8_t* out, int64_t size, int64_t 
         const I p = nearest(a * inverse), q = nearest(b * inverse);
         store_bytes((int8_t*)out + g * GROUP, p);
         store_bytes((int8_t*)out + g * GROUP + 16, q);
-        const float total = sum(to_float(p) + to_float(q));
+        const float halves[2] = {sum(to_float(p)), sum(to_float(q))}, total = halves[0] + halves[1];
         QGroup* meta = (QGroup*)(out + padded(size)) + g;
         meta->scale = most / 127.0f;
         meta->sum = total * meta->scale;
-        meta->minus8 = (int32_t)(-8.0f * total);
+        for (int i = 0; i < 2; i++) meta->halves[i] = (int16_t)halves[i];
         meta->minus128 = (int32_t)(-128.0f * total);
     }
 }

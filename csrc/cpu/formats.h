@@ -3,18 +3,36 @@
 // A weight [rows, inner] is cut into panels of 16 rows; a panel holds, for 64 bytes at a time, 16 rows side by side:
 //   F32         1 input  × 16 rows × 4 bytes
 //   BF16        2 inputs × 16 rows × 2 bytes
-//   I8 Q8       4 inputs × 16 rows × 1 byte: number + 128
-//   Q4 Q4M      8 inputs × 16 rows: inputs j … j+3 in the low nibbles, j+16 … j+19 in the high ones, j = 0, 4, 8, 12 of each 32
-// After all panels' codes come the scales, a panel's together: one float32 a row (I8), or for every 32 inputs 16 float16
-// (Q8, Q4, Q4M); then, laid out like them, Q4M's minima. A number is code · scale + minimum, with codes counted from −128
-// (I8, Q8), −8 (Q4) or 0 (Q4M). Inputs are padded with zeros to a multiple of 32, rows to one of 16.
+//   I8 Q8       4 inputs × 16 rows × 1 byte
+//   4 to 6 bits 8 inputs × 16 rows: inputs j … j+3 in the low nibbles, j+16 … j+19 in the high ones, j = 0, 4, 8, 12 of each 32.
+//               Of 5 bits 64 bytes more for each 32 inputs: bit t of a byte belongs to inputs 4t … 4t+3. Of 6 bits 128 more: bits
+//               2t and 2t+1 to the inputs 4t … 4t+3 of the first 16, then of the last 16.
+// Inputs are padded with zeros to a multiple of 32, rows to one of 16. A number is (code − from) · scale + minimum; after all
+// panels' codes come the scales, a panel's together, and then, where they are apart, the minima laid out like them:
+//   kind          bits from  scale and minimum, each for 16 rows side by side
+//   I8            8    128   one float32 a row
+//   Q8 Q4 Q5      8 4 5 128 8 16  a float16 for every 32 inputs
+//   Q4M Q5M       4 5  0     the same, and a minimum
+//   Q4K Q5K       4 5  0     for every 256 inputs two float16 d, e; then for each 32 of them two bytes s, m: s · d, m · e
+//   Q6K           6    32    for every 256 inputs a float16 d; then for each 16 of them a signed byte s: s · d
+//   W4 W4M        4    8 0   a float32 for every 128 inputs; W4M: a minimum too
+//   W4M32         4    0     both for every 32
+//
+// S8 is I8 without its zeros. First, for every panel and once more for the end, where it begins (int64, bytes from the start of
+// the weight); then the scales, one float32 a row; then the panels: a mask of 64 bits for each 64 bytes that I8 has, bit i set if
+// byte i is not a zero, and after all masks the bytes that are not, in the same order. A panel is padded to a multiple of 64 bytes
+// and the weight by 64 more, which may be read.
 //
 // Activations are float32 between operators. What a product reads is one of three forms: float32, bfloat16, or 8 bits with a
 // scale for every 32 (`QGroup`).
 #pragma once
 #include <stdint.h>
+#include <string.h>
 
-enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4M = 5, NUM_KINDS = 6 };
+enum Kind : int32_t {
+    KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4M = 5, KIND_S8 = 6, KIND_Q5 = 7, KIND_Q5M = 8,
+    KIND_Q4K = 9, KIND_Q5K = 10, KIND_Q6K = 11, KIND_W4 = 12, KIND_W4M = 13, KIND_W4M32 = 14
+};
 // Tables that are only looked up keep their rows as torch has them.
 enum Table : int32_t { ROWS_F32 = -1, ROWS_BF16 = -2 };
 enum Form : int32_t { FORM_F32 = 0, FORM_BF16 = 1, FORM_Q = 2 };
@@ -24,12 +42,48 @@ enum Cache : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_I8 = 2 };
 
 constexpr int64_t PANEL = 16;  // rows
 constexpr int64_t GROUP = 32;  // inputs
+constexpr int64_t SUPER = 8;   // groups of a K kind that share d and e
 
 struct QGroup {  // of 32 activations: value = code · scale
     float scale;
-    float sum;  // of the values
-    int32_t minus8, minus128;  // −8 and −128 times the sum of the codes: what codes that don't count from 0 add
+    float sum;          // of the values
+    int16_t halves[2];  // sums of the first 16 codes and of the last
+    int32_t minus128;   // −128 times the sum of the codes: what codes that don't count from 0 add
 };
+
+constexpr bool is_k(int32_t kind) { return kind == KIND_Q4K || kind == KIND_Q5K || kind == KIND_Q6K; }
+constexpr bool is_w4(int32_t kind) { return kind == KIND_W4 || kind == KIND_W4M || kind == KIND_W4M32; }
+constexpr bool scaled_by_row(int32_t kind) { return kind == KIND_I8 || kind == KIND_S8; }
+constexpr bool has_mins(int32_t kind) {  // apart from the scales
+    return kind == KIND_Q4M || kind == KIND_Q5M || kind == KIND_W4M || kind == KIND_W4M32;
+}
+constexpr int code_bits(int32_t kind) {
+    switch (kind) {
+        case KIND_F32: return 32;
+        case KIND_BF16: return 16;
+        case KIND_I8: case KIND_Q8: case KIND_S8: return 8;
+        case KIND_Q5: case KIND_Q5M: case KIND_Q5K: return 5;
+        case KIND_Q6K: return 6;
+        default: return 4;
+    }
+}
+constexpr int code_from(int32_t kind) {  // the code of number 0
+    switch (kind) {
+        case KIND_I8: case KIND_Q8: case KIND_S8: return 128;
+        case KIND_Q6K: return 32;
+        case KIND_Q5: return 16;
+        case KIND_Q4: case KIND_W4: return 8;
+        default: return 0;
+    }
+}
+constexpr int64_t groups_a_scale(int32_t kind) { return kind == KIND_W4 || kind == KIND_W4M ? 4 : 1; }
+// Where in a panel's scales those of a group stand, and of a K kind its d and e.
+constexpr int64_t super_bytes(int32_t kind) { return (kind == KIND_Q6K ? 1 : 2) * 2 * PANEL + SUPER * 2 * PANEL; }
+constexpr int64_t super_at(int32_t kind, int64_t group) { return group / SUPER * super_bytes(kind); }
+constexpr int64_t scale_at(int32_t kind, int64_t group) {
+    if (is_k(kind)) return super_at(kind, group) + (kind == KIND_Q6K ? 1 : 2) * 2 * PANEL + group % SUPER * 2 * PANEL;
+    return is_w4(kind) ? group / groups_a_scale(kind) * 4 * PANEL : group * 2 * PANEL;
+}
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t padded(int64_t inner) { return round_up(inner, GROUP); }
@@ -41,18 +95,31 @@ static inline int64_t form_bytes(int32_t form, int64_t inner) {  // of a row; a 
 
 struct Layout {
     int64_t panels, groups;
-    int64_t code_bytes;   // of a panel
+    int64_t code_bytes;   // of a panel; of S8 the masks alone
     int64_t scale_bytes;  // of a panel
-    int64_t scales_at, mins_at, bytes;
+    int64_t scales_at, mins_at, bytes;  // bytes: of S8 those before the first panel
 
     Layout(int32_t kind, int64_t rows, int64_t inner) {
-        const int64_t n = padded(inner);
         panels = (rows + PANEL - 1) / PANEL;
-        groups = n / GROUP;
-        code_bytes = PANEL * (kind == KIND_F32 ? 4 * n : kind == KIND_BF16 ? 2 * n : kind >= KIND_Q4 ? n / 2 : n);
-        scale_bytes = kind == KIND_I8 ? PANEL * 4 : kind >= KIND_Q8 ? PANEL * 2 * groups : 0;
+        groups = padded(inner) / GROUP;
+        code_bytes = groups * GROUP * PANEL * code_bits(kind) / 8;
+        scale_bytes = 0;
+        if (scaled_by_row(kind)) scale_bytes = PANEL * 4;
+        else if (is_k(kind)) scale_bytes = super_at(kind, round_up(groups, SUPER));
+        else if (kind >= KIND_Q8) scale_bytes = scale_at(kind, round_up(groups, groups_a_scale(kind)));
         scales_at = panels * code_bytes;
+        if (kind == KIND_S8) {
+            code_bytes = groups * GROUP * PANEL / 8;
+            scales_at = round_up(8 * (panels + 1), 64);
+        }
         mins_at = scales_at + panels * scale_bytes;
-        bytes = mins_at + (kind == KIND_Q4M ? panels * scale_bytes : 0);
+        bytes = mins_at + (has_mins(kind) ? panels * scale_bytes : 0);
     }
 };
+
+// Of S8: where a panel's masks begin; its numbers follow at + Layout::code_bytes. Panel `panels` is the end.
+static inline int64_t sparse_panel(const uint8_t* packed, int64_t panel) {
+    int64_t at;
+    memcpy(&at, packed + 8 * panel, 8);
+    return at;
+}

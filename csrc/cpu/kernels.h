@@ -57,7 +57,7 @@ struct AttentionArgs {
     int64_t table_stride;
     float scale, softcap;  // softcap 0: none
     int64_t window;        // 0: none
-    const float* slopes;
+    const float *slopes, *sinks;
     // rope_and_cache
     const int64_t *positions, *slots;
     const float *cos_sin, *q_norm, *k_norm;
@@ -76,8 +76,9 @@ struct KeyRange {  // keys of one sequence's kv head, for its one new token
 
 struct Kernels {
     const char* name;
-    void (*linear)(const LinearArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1);
-    void (*gated)(const GatedArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1);
+    // scratch: linear_scratch() floats from a multiple of 64 bytes
+    void (*linear)(const LinearArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch);
+    void (*gated)(const GatedArgs&, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch);
     void (*norm)(const NormArgs&, int64_t row, float* scratch);
     void (*activation)(const ActivationArgs&, int64_t row, float* scratch);
     void (*convert)(const float* x, int64_t size, int32_t form, uint8_t* out);
@@ -91,6 +92,11 @@ struct Kernels {
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
 };
 
+// Two pairs of panels of S8, laid out as I8 for many tokens.
+static inline int64_t linear_scratch(const LinearArgs& a) {
+    return a.kind == KIND_S8 ? 2 * Layout(KIND_I8, 2 * PANEL, a.inner).bytes / 4 : 0;
+}
+
 constexpr int64_t KEY_TILE = 64;
 
 const Kernels* kernels_portable();
@@ -99,5 +105,6 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_avxvnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512vnni();
+const Kernels* kernels_avx512vbmi2();
 const Kernels* kernels_avx512bf16();
 #endif

@@ -7,6 +7,12 @@
 
 namespace ISA {
 
+static inline uint64_t load8(const uint8_t* p) {
+    uint64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
 static inline int32_t load4(const uint8_t* p) {
     int32_t x;
     memcpy(&x, p, 4);
@@ -32,27 +38,68 @@ static inline void put(const LinearArgs& a, F (&acc)[MR][NP], int64_t panel, flo
     }
 }
 
-// With one token a product is as fast as its weights come. A panel's codes, scales and minima are three short streams, which the
-// processor's own look-ahead meets anew at each panel; so the next panels' bytes are asked for here. Past the end it is harmless.
+// With few tokens a product is as fast as its weights come. A panel's codes, scales and minima are three short streams, which the
+// processor's own look-ahead meets anew at each panel; so the next panels' bytes are asked for while the first tokens pass these
+// (`ahead`). Past the end it is harmless.
 template <int KIND, int NP>
 static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* codes, const uint8_t* scales, const uint8_t* mins) {
-    constexpr int64_t bytes = KIND >= KIND_Q4 ? GROUP / 2 * PANEL : GROUP * PANEL;
+    constexpr int64_t bytes = 64 * code_bits(KIND);
     const uint8_t* next = codes + NP * at.code_bytes + g * bytes;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
-    if (KIND == KIND_I8 || g % 2 == 1) return;
-    __builtin_prefetch(scales + NP * at.scale_bytes + g * 2 * PANEL);
-    if (KIND == KIND_Q4M) __builtin_prefetch(mins + NP * at.scale_bytes + g * 2 * PANEL);
+    if (scaled_by_row(KIND) || (!is_k(KIND) && g % 2 == 1)) return;
+    __builtin_prefetch(scales + NP * at.scale_bytes + scale_at(KIND, g));
+    if (has_mins(KIND)) __builtin_prefetch(mins + NP * at.scale_bytes + scale_at(KIND, g));
+}
+
+// The codes of inputs 4T … 4T + 3 of a group, for a panel's rows: `group` is where the group's codes stand (S8: its masks).
+template <int KIND, int T>
+static inline B codes_of(const uint8_t* group, const uint8_t*& kept) {
+    if (KIND == KIND_S8) return expand(load8(group + 8 * T), kept);
+    if (code_bits(KIND) == 8) return load_b(group + 64 * T);
+    const B both = load_b(group + 64 * (T % 4)), w = T < 4 ? low4(both) : high4(both);
+    if (code_bits(KIND) == 5) return with_bits<4 - T>(w, load_b(group + 256), 0x10);
+    if (code_bits(KIND) == 6) return with_bits<4 - 2 * (T % 4)>(w, load_b(group + 256 + 64 * (T / 4)), 0x30);
+    return w;
+}
+
+// What the dot products of a group's codes begin with (of one of its halves, for Q6K, whose scales are for 16).
+template <int KIND>
+static inline I before(const QGroup& q, int half) {
+    constexpr int shift = code_from(KIND) == 16 ? 3 : code_from(KIND) == 8 ? 4 : 0;
+    if (code_from(KIND) == 0) return izero();
+    return iset1(KIND == KIND_Q6K ? -32 * q.halves[half] : q.minus128 >> shift);
+}
+
+// The scales of a group (of one of its halves, for Q6K).
+template <int KIND>
+static inline F scale_of(const uint8_t* scales, int64_t g, int half) {
+    const uint8_t* at = scales + scale_at(KIND, g);
+    if (is_w4(KIND)) return load((const float*)at);
+    if (!is_k(KIND)) return load_f16((const uint16_t*)at);
+    return load_i8((const int8_t*)at + (KIND == KIND_Q6K ? half * PANEL : 0)) * load_f16((const uint16_t*)(scales + super_at(KIND, g)));
+}
+
+template <int KIND>
+static inline F minimum_of(const uint8_t* scales, const uint8_t* mins, int64_t g) {
+    const uint8_t* at = mins + scale_at(KIND, g);
+    if (is_w4(KIND)) return load((const float*)at);
+    if (!is_k(KIND)) return load_f16((const uint16_t*)at);
+    const F e = load_f16((const uint16_t*)(scales + super_at(KIND, g) + 2 * PANEL));
+    return load_i8((const int8_t*)scales + scale_at(KIND, g) + PANEL) * e;
 }
 
 // MR tokens × NP panels of whole numbers. Each group's sum is exact in int32 and joins the rest in float32.
 template <int KIND, int MR, int NP>
-static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
+static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y, int64_t y_stride) {
+    constexpr bool minima = has_mins(KIND) || KIND == KIND_Q4K || KIND == KIND_Q5K;
+    constexpr int64_t group_bytes = KIND == KIND_S8 ? 64 : 64 * code_bits(KIND);
     const Layout at(KIND, a.rows, a.inner);
-    const uint8_t *codes[NP], *scales[NP], *mins[NP], *x[MR];
+    const uint8_t *codes[NP], *kept[NP], *scales[NP], *mins[NP], *x[MR];
     const QGroup* q[MR];
     F acc[MR][NP];
     PANELS {
-        codes[p] = a.packed + (panel + p) * at.code_bytes;
+        codes[p] = a.packed + (KIND == KIND_S8 ? sparse_panel(a.packed, panel + p) : (panel + p) * at.code_bytes);
+        kept[p] = codes[p] + at.code_bytes;
         scales[p] = a.packed + at.scales_at + (panel + p) * at.scale_bytes;
         mins[p] = a.packed + at.mins_at + (panel + p) * at.scale_bytes;
     }
@@ -61,47 +108,59 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
         q[t] = (const QGroup*)(x[t] + at.groups * GROUP);
         PANELS acc[t][p] = zero();
     }
+    // Sparse panels lie one after the other; the next ones are taken to be as long as these.
+    const uint8_t* next = KIND == KIND_S8 ? a.packed + sparse_panel(a.packed, panel + NP) : nullptr;
+    const int64_t step = KIND == KIND_S8 ? (next - codes[0] + at.groups - 1) / at.groups : 0;
     for (int64_t g = 0; g < at.groups; g++) {
-        if (MR == 1) PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
-        I dot[MR][NP];
-        TOKENS PANELS dot[t][p] = KIND == KIND_Q4M ? izero() : iset1(KIND == KIND_Q4 ? q[t][g].minus8 : q[t][g].minus128);
-        if (KIND >= KIND_Q4) {
-            _Pragma("GCC unroll 4") for (int s = 0; s < 4; s++) {
-                B both[NP];
-                PANELS both[p] = load_b(codes[p] + g * 256 + s * 64);
-                TOKENS {
-                    const int32_t x0 = load4(x[t] + g * GROUP + 4 * s);
-                    PANELS dot[t][p] = dot4(dot[t][p], low4(both[p]), x0);
-                }
-                TOKENS {
-                    const int32_t x1 = load4(x[t] + g * GROUP + 4 * s + 16);
-                    PANELS dot[t][p] = dot4(dot[t][p], high4(both[p]), x1);
-                }
-            }
-        } else {
-            _Pragma("GCC unroll 8") for (int s = 0; s < 8; s++) {
-                B w[NP];
-                PANELS w[p] = load_b(codes[p] + g * 512 + s * 64);
-                TOKENS {
-                    const int32_t x0 = load4(x[t] + g * GROUP + 4 * s);
-                    PANELS dot[t][p] = dot8(dot[t][p], w[p], x0);
-                }
-            }
+        if (ahead && KIND == KIND_S8) {
+            for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(next + i);
+            next += step;
+        } else if (ahead) {
+            PANELS ask_for_next<KIND, NP>(at, g, codes[p], scales[p], mins[p]);
         }
-        PANELS {
-            if (KIND == KIND_I8) {
-                TOKENS acc[t][p] = fma(to_float(dot[t][p]), set1(q[t][g].scale), acc[t][p]);
-            } else {
-                const F scale = load_f16((const uint16_t*)scales[p] + g * PANEL);
-                TOKENS acc[t][p] = fma(to_float(dot[t][p]) * set1(q[t][g].scale), scale, acc[t][p]);
-            }
-            if (KIND == KIND_Q4M) {
-                const F low = load_f16((const uint16_t*)mins[p] + g * PANEL);
+        I dot[MR][NP];
+#define BEGIN(half) TOKENS PANELS dot[t][p] = before<KIND>(q[t][g], half);
+#define MULTIPLY(T)                                                                                     \
+    {                                                                                                   \
+        B w[NP];                                                                                        \
+        PANELS w[p] = codes_of<KIND, T>(codes[p] + g * group_bytes, kept[p]);                           \
+        TOKENS {                                                                                        \
+            const int32_t four = load4(x[t] + g * GROUP + 4 * T);                                       \
+            PANELS dot[t][p] = code_bits(KIND) == 8 ? dot8(dot[t][p], w[p], four) : dot6(dot[t][p], w[p], four); \
+        }                                                                                               \
+    }
+#define JOIN(half)                                                                                      \
+    PANELS {                                                                                            \
+        if (scaled_by_row(KIND)) {                                                                      \
+            TOKENS acc[t][p] = fma(to_float(dot[t][p]), set1(q[t][g].scale), acc[t][p]);                \
+        } else {                                                                                        \
+            const F scale = scale_of<KIND>(scales[p], g, half);                                         \
+            TOKENS acc[t][p] = fma(to_float(dot[t][p]) * set1(q[t][g].scale), scale, acc[t][p]);        \
+        }                                                                                               \
+    }
+        BEGIN(0)
+        if (KIND == KIND_Q6K) {
+            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+            JOIN(0)
+            BEGIN(1)
+            MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) MULTIPLY(7)
+        } else if (code_bits(KIND) == 8) {
+            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6) MULTIPLY(7)
+        } else {  // what shares its bytes, side by side
+            MULTIPLY(0) MULTIPLY(4) MULTIPLY(1) MULTIPLY(5) MULTIPLY(2) MULTIPLY(6) MULTIPLY(3) MULTIPLY(7)
+        }
+        JOIN(1)
+#undef BEGIN
+#undef MULTIPLY
+#undef JOIN
+        if (minima) {
+            PANELS {
+                const F low = minimum_of<KIND>(scales[p], mins[p], g);
                 TOKENS acc[t][p] = fma(low, set1(q[t][g].sum), acc[t][p]);
             }
         }
     }
-    if (KIND == KIND_I8) {
+    if (scaled_by_row(KIND)) {
         PANELS {
             const F scale = load((const float*)scales[p]);
             TOKENS acc[t][p] = acc[t][p] * scale;
@@ -111,7 +170,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, f
 }
 
 template <int KIND, int MR, int NP>
-static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
+static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y, int64_t y_stride) {
     const Layout at(KIND, a.rows, a.inner);
     const int64_t steps = KIND == KIND_F32 ? a.inner : (a.inner + 1) / 2;
     const uint8_t *codes[NP], *x[MR];
@@ -124,6 +183,7 @@ static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token,
     for (int64_t k = 0; k < steps; k++) {
         B w[NP];
         F f[NP];
+        if (ahead) PANELS __builtin_prefetch(codes[p] + NP * at.code_bytes + k * 64);
         PANELS {
             if (KIND == KIND_F32) f[p] = load((const float*)(codes[p] + k * 64));
             else w[p] = load_b(codes[p] + k * 64);
@@ -141,10 +201,12 @@ static inline void tile_float(const LinearArgs& a, int64_t panel, int64_t token,
     put<MR, NP>(a, acc, panel, y, y_stride);
 }
 
+// Not inlined: `linear` and `gated` share it, and the library is built in half the time.
 template <int KIND, int MR, int NP>
-static void tile(const LinearArgs& a, int64_t panel, int64_t token, float* y, int64_t y_stride) {
-    if (KIND >= KIND_I8) tile_int<KIND, MR, NP>(a, panel, token, y, y_stride);
-    else tile_float<KIND, MR, NP>(a, panel, token, y, y_stride);
+__attribute__((noinline)) static void tile(const LinearArgs& a, int64_t panel, int64_t token, bool ahead, float* y,
+                                           int64_t y_stride) {
+    if (KIND >= KIND_I8) tile_int<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
+    else tile_float<KIND, MR, NP>(a, panel, token, ahead, y, y_stride);
 }
 
 template <int KIND>
@@ -155,43 +217,77 @@ struct Tiles {  // the most tokens at once that the registers hold beside two pa
 
 // y points at the first of these tokens and rows. `count` is at most Tiles::MAX.
 template <int KIND, int NP>
-static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, float* y, int64_t stride) {
+static inline int some_tokens(const LinearArgs& a, int64_t panel, int64_t token, int64_t left, bool ahead, float* y,
+                              int64_t stride) {
     constexpr int MAX = Tiles<KIND>::MAX;
-    if (left >= MAX) return tile<KIND, MAX, NP>(a, panel, token, y, stride), MAX;
-    if (left >= 4) return tile<KIND, 4, NP>(a, panel, token, y, stride), 4;
-    if (left >= 2) return tile<KIND, 2, NP>(a, panel, token, y, stride), 2;
-    return tile<KIND, 1, NP>(a, panel, token, y, stride), 1;
+    if (left >= MAX) return tile<KIND, MAX, NP>(a, panel, token, ahead, y, stride), MAX;
+    if (left >= 4) return tile<KIND, 4, NP>(a, panel, token, ahead, y, stride), 4;
+    if (left >= 2) return tile<KIND, 2, NP>(a, panel, token, ahead, y, stride), 2;
+    return tile<KIND, 1, NP>(a, panel, token, ahead, y, stride), 1;
 }
 
 template <int KIND>
-static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t panels, int64_t token, int64_t left, float* y,
-                                 int64_t stride) {
-    if (panels == 2 && Tiles<KIND>::NP == 2) return some_tokens<KIND, 2>(a, panel, token, left, y, stride);
+static inline int pair_of_panels(const LinearArgs& a, int64_t panel, int64_t panels, int64_t token, int64_t left, bool ahead,
+                                 float* y, int64_t stride) {
+    if (panels == 2 && Tiles<KIND>::NP == 2) return some_tokens<KIND, 2>(a, panel, token, left, ahead, y, stride);
     int done = 0;
-    for (int64_t p = 0; p < panels; p++) done = some_tokens<KIND, 1>(a, panel + p, token, left, y + p * PANEL, stride);
+    for (int64_t p = 0; p < panels; p++) done = some_tokens<KIND, 1>(a, panel + p, token, left, ahead, y + p * PANEL, stride);
     return done;
 }
 
+// One or two panels of S8 as a weight of their own of the kind I8, in `scratch`: what many tokens pass.
+static inline LinearArgs unfolded(const LinearArgs& a, int64_t panel, int64_t count, uint8_t* scratch) {
+    const Layout from(KIND_S8, a.rows, a.inner);
+    LinearArgs found = a;
+    found.kind = KIND_I8, found.packed = scratch;
+    found.rows = a.rows - panel * PANEL < count * PANEL ? a.rows - panel * PANEL : count * PANEL;
+    if (a.bias) found.bias = a.bias + panel * PANEL;
+    for (int64_t p = panel; p < panel + count; p++) {
+        const uint8_t *masks = a.packed + sparse_panel(a.packed, p), *kept = masks + from.code_bytes;
+        for (int64_t i = 0; i < from.code_bytes; i += 8, scratch += 64) store_b(scratch, expand(load8(masks + i), kept));
+    }
+    memcpy(scratch, a.packed + from.scales_at + panel * from.scale_bytes, count * from.scale_bytes);
+    return found;
+}
+
 template <int KIND>
-static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
+static void linear_kind(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
+    const bool unfold = KIND == KIND_S8 && token1 - token0 > Tiles<KIND>::MAX;
     const int64_t panels = (a.rows + PANEL - 1) / PANEL;
     for (int64_t pair = pair0; pair < pair1; pair++) {
         const int64_t panel = 2 * pair, count = panels - panel < 2 ? 1 : 2;
-        for (int64_t t = token0; t < token1;)
-            t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, a.y + t * a.y_stride + panel * PANEL, a.y_stride);
+        float* y = a.y + panel * PANEL;
+        if (unfold) {
+            const LinearArgs d = unfolded(a, panel, count, (uint8_t*)scratch);
+            for (int64_t t = token0; t < token1;)
+                t += pair_of_panels<KIND_I8>(d, 0, count, t, token1 - t, false, y + t * a.y_stride, a.y_stride);
+        } else {
+            for (int64_t t = token0; t < token1;)
+                t += pair_of_panels<KIND>(a, panel, count, t, token1 - t, t == token0, y + t * a.y_stride, a.y_stride);
+        }
     }
 }
 
 // Gate and up of 32 inner features at a time: their activation is one group of the next product's inputs.
 template <int KIND>
-static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
+static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
     const LinearArgs& a = g.linear;
     const int64_t half = a.rows / 2;
+    const bool unfold = KIND == KIND_S8 && token1 - token0 > Tiles<KIND>::MAX;
     alignas(64) float gate[12 * GROUP], up[12 * GROUP];
     for (int64_t pair = pair0; pair < pair1; pair++) {
+        LinearArgs dense[2];
+        for (int i = 0; unfold && i < 2; i++)
+            dense[i] = unfolded(a, i * half / PANEL + 2 * pair, 2, (uint8_t*)(scratch + i * linear_scratch(a) / 2));
         for (int64_t t = token0; t < token1;) {
-            const int done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, gate, GROUP);
-            pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, up, GROUP);
+            int done;
+            if (unfold) {
+                done = pair_of_panels<KIND_I8>(dense[0], 0, 2, t, token1 - t, false, gate, GROUP);
+                pair_of_panels<KIND_I8>(dense[1], 0, 2, t, token1 - t, false, up, GROUP);
+            } else {
+                done = pair_of_panels<KIND>(a, 2 * pair, 2, t, token1 - t, t == token0, gate, GROUP);
+                pair_of_panels<KIND>(a, half / PANEL + 2 * pair, 2, t, token1 - t, t == token0, up, GROUP);
+            }
             for (int i = 0; i < done; i++) {
                 float* v = gate + i * GROUP;
                 for (int j = 0; j < GROUP; j += 16)
@@ -210,15 +306,24 @@ static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t
         case KIND_I8: return f<KIND_I8>(__VA_ARGS__);              \
         case KIND_Q8: return f<KIND_Q8>(__VA_ARGS__);              \
         case KIND_Q4: return f<KIND_Q4>(__VA_ARGS__);              \
-        default: return f<KIND_Q4M>(__VA_ARGS__);                  \
+        case KIND_Q4M: return f<KIND_Q4M>(__VA_ARGS__);            \
+        case KIND_S8: return f<KIND_S8>(__VA_ARGS__);              \
+        case KIND_Q5: return f<KIND_Q5>(__VA_ARGS__);              \
+        case KIND_Q5M: return f<KIND_Q5M>(__VA_ARGS__);            \
+        case KIND_Q4K: return f<KIND_Q4K>(__VA_ARGS__);            \
+        case KIND_Q5K: return f<KIND_Q5K>(__VA_ARGS__);            \
+        case KIND_Q6K: return f<KIND_Q6K>(__VA_ARGS__);            \
+        case KIND_W4: return f<KIND_W4>(__VA_ARGS__);              \
+        case KIND_W4M: return f<KIND_W4M>(__VA_ARGS__);            \
+        default: return f<KIND_W4M32>(__VA_ARGS__);                \
     }
 
-static void linear(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
-    BY_KIND(linear_kind, a.kind, a, pair0, pair1, token0, token1)
+static void linear(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
+    BY_KIND(linear_kind, a.kind, a, pair0, pair1, token0, token1, scratch)
 }
 
-static void gated(const GatedArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1) {
-    BY_KIND(gated_kind, a.linear.kind, a, pair0, pair1, token0, token1)
+static void gated(const GatedArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {
+    BY_KIND(gated_kind, a.linear.kind, a, pair0, pair1, token0, token1, scratch)
 }
 
 }  // namespace ISA

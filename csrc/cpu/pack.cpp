@@ -22,11 +22,48 @@ struct Place {  // one row of a packed weight
           lane(row % PANEL) {}
 
     uint8_t& byte(int64_t k) { return codes[k / 4 * 64 + lane * 4 + k % 4]; }
-    uint8_t& nibbles(int64_t k) {  // k and k + 16 share a byte, k % 32 below 16
-        return codes[k / GROUP * 256 + k % GROUP / 4 * 64 + lane * 4 + k % 4];
+    // 32 codes of up to 6 bits, and one of them
+    void put(int bits, int64_t group, const uint8_t* code) {
+        uint8_t* at = codes + group * 64 * bits + lane * 4;
+        for (int64_t i = 0; i < 4; i++) {
+            for (int64_t t = 0; t < 4; t++) at[64 * t + i] = (uint8_t)((code[4 * t + i] & 15) | code[4 * t + 16 + i] << 4);
+            uint8_t high[2] = {0, 0};
+            for (int64_t t = 0; t < 8; t++) {
+                if (bits == 5) high[0] |= (uint8_t)(code[4 * t + i] >> 4 << t);
+                else high[t / 4] |= (uint8_t)(code[4 * t + i] >> 4 << 2 * (t % 4));
+            }
+            for (int64_t plane = 0; plane < bits - 4; plane++) at[256 + 64 * plane + i] = high[plane];
+        }
     }
+    int code(int bits, int64_t k) {
+        const int64_t t = k % GROUP / 4;
+        const uint8_t* at = codes + k / GROUP * 64 * bits + lane * 4 + k % 4;
+        if (bits == 8) return at[64 * t];
+        int found = t < 4 ? at[64 * t] & 15 : at[64 * (t - 4)] >> 4;
+        if (bits == 5) found |= (at[256] >> t & 1) << 4;
+        if (bits == 6) found |= (at[256 + 64 * (t / 4)] >> 2 * (t % 4) & 3) << 4;
+        return found;
+    }
+    // Of a group: its float16 or float32 in `of`; of a K kind its superblock's d (0) or e (1), and its bytes
     uint16_t& half(uint8_t* of, int64_t group) { return ((uint16_t*)of)[group * PANEL + lane]; }
+    float& single(int32_t kind, uint8_t* of, int64_t group) { return ((float*)(of + scale_at(kind, group)))[lane]; }
+    uint16_t& super(int32_t kind, int64_t group, int which) {
+        return ((uint16_t*)(scales + super_at(kind, group)))[which * PANEL + lane];
+    }
+    uint8_t& small(int32_t kind, int64_t group, int which) { return scales[scale_at(kind, group) + which * PANEL + lane]; }
 };
+
+// For each 64 bytes of panel `panel` of an I8 weight: which are numbers other than 0, and which 64 they are. Padding counts as 0.
+template <class Each>
+void each_mask(const Layout& at, int64_t rows, int64_t inner, const uint8_t* packed, int64_t panel, Each each) {
+    const int64_t lanes = rows - panel * PANEL < PANEL ? rows - panel * PANEL : PANEL;
+    for (int64_t k = 0; k < at.groups * GROUP; k += 4) {
+        const uint8_t* tile = packed + panel * at.code_bytes + k * PANEL;
+        uint64_t mask = 0;
+        for (int64_t i = 0; i < 4 * lanes; i++) mask |= (uint64_t)(tile[i] != 128 && k + i % 4 < inner) << i;
+        each(mask, tile);
+    }
+}
 
 uint16_t to_bf16(float f) {
     uint32_t x;
@@ -69,21 +106,152 @@ void pack_codes(int64_t rows, int64_t inner, uint8_t* packed, const int8_t* code
     }
 }
 
-void pack_blocks(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* blocks, int64_t count, int64_t row0,
-                 const int32_t* to) {
+static uint16_t exact_half(float f) {  // of a number that is float16's
+    uint32_t x;
+    memcpy(&x, &f, 4);
+    const uint16_t sign = (uint16_t)(x >> 16 & 0x8000);
+    if (std::fabs(f) < 0x1p-14f) return (uint16_t)(sign | (uint16_t)(std::fabs(f) * 0x1p24f));
+    return (uint16_t)(sign | (((x >> 23 & 255) - 112) << 10) | (x >> 13 & 1023));
+}
+
+void pack_codes4(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* codes, const float* scales,
+                 const float* minima, int64_t count, int64_t row0, const int32_t* to) {
     const Layout at(kind, rows, inner);
-    const int64_t head = kind == KIND_Q4M ? 4 : 2, bytes = head + (kind == KIND_Q8 ? 32 : 16);
+    const int64_t each = groups_a_scale(kind), num_scales = (at.groups + each - 1) / each;
     for (int64_t i = 0; i < count; i++) {
         Place place(at, packed, to ? to[i] : row0 + i);
         for (int64_t g = 0; g < at.groups; g++) {
-            const uint8_t *block = blocks + (i * at.groups + g) * bytes, *codes = block + head;
-            memcpy(&place.half(place.scales, g), block, 2);
-            if (kind == KIND_Q4M) memcpy(&place.half(place.mins, g), block + 2, 2);
-            if (kind == KIND_Q8)
-                for (int64_t k = 0; k < 32; k++) place.byte(g * GROUP + k) = (uint8_t)(codes[k] ^ 0x80);
-            else
-                for (int64_t k = 0; k < 16; k++) place.nibbles(g * GROUP + k) = codes[k];
+            const float scale = scales[i * num_scales + g / each];
+            place.put(4, g, codes + i * inner + g * GROUP);
+            if (kind == KIND_Q4) place.half(place.scales, g) = exact_half(scale);
+            else place.single(kind, place.scales, g) = scale;
+            if (has_mins(kind)) place.single(kind, place.mins, g) = minima[i * num_scales + g / each];
         }
+    }
+}
+
+// One of GGUF's blocks of 32.
+static void pack_block(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
+    memcpy(&place.half(place.scales, g), block, 2);
+    block += 2;
+    if (has_mins(kind)) memcpy(&place.half(place.mins, g), block, 2), block += 2;
+    if (kind == KIND_Q8) {
+        for (int64_t k = 0; k < 32; k++) place.byte(g * GROUP + k) = (uint8_t)(block[k] ^ 0x80);
+        return;
+    }
+    uint32_t fifth = 0;
+    if (code_bits(kind) == 5) memcpy(&fifth, block, 4), block += 4;
+    uint8_t codes[GROUP];
+    for (int64_t k = 0; k < 32; k++) codes[k] = (uint8_t)((k < 16 ? block[k] & 15 : block[k - 16] >> 4) | (fifth >> k & 1) << 4);
+    place.put(code_bits(kind), g, codes);
+}
+
+// One of GGUF's blocks of 256, groups g … g + 7.
+static void pack_super(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
+    uint8_t codes[GROUP];
+    if (kind == KIND_Q6K) {  // nibbles, pairs of bits, 16 scales, d
+        memcpy(&place.super(kind, g, 0), block + 208, 2);
+        for (int64_t j = 0; j < SUPER; j++) {
+            const uint8_t *low = block + j / 4 * 64 + j % 2 * 32, *high = block + 128 + j / 4 * 32;
+            for (int64_t k = 0; k < 32; k++)
+                codes[k] = (uint8_t)((low[k] >> (j % 4 / 2 * 4) & 15) | (high[k] >> 2 * (j % 4) & 3) << 4);
+            place.put(6, g + j, codes);
+            for (int half = 0; half < 2; half++) place.small(kind, g + j, half) = block[192 + 2 * j + half];
+        }
+        return;
+    }
+    uint16_t e;
+    memcpy(&place.super(kind, g, 0), block, 2);
+    memcpy(&e, block + 2, 2);
+    place.super(kind, g, 1) = e ^ 0x8000;  // minima are taken off in the file
+    const uint8_t *six = block + 4, *fifth = block + 16, *nibbles = fifth + (kind == KIND_Q5K ? 32 : 0);
+    for (int64_t j = 0; j < SUPER; j++) {
+        for (int64_t k = 0; k < 32; k++) {
+            codes[k] = nibbles[j / 2 * 32 + k] >> (j % 2 * 4) & 15;
+            if (kind == KIND_Q5K) codes[k] |= (uint8_t)((fifth[k] >> j & 1) << 4);
+        }
+        place.put(code_bits(kind), g + j, codes);
+        // Six bits each: of the first four groups side by side, of the others in nibbles and the first ones' upper bits.
+        const int64_t i = j % 4;
+        place.small(kind, g + j, 0) = (uint8_t)(j < 4 ? six[i] & 63 : (six[8 + i] & 15) | six[i] >> 6 << 4);
+        place.small(kind, g + j, 1) = (uint8_t)(j < 4 ? six[4 + i] & 63 : six[8 + i] >> 4 | six[4 + i] >> 6 << 4);
+    }
+}
+
+static int64_t block_bytes(int32_t kind) {
+    switch (kind) {
+        case KIND_Q8: return 34;
+        case KIND_Q4: return 18;
+        case KIND_Q4M: return 20;
+        case KIND_Q5: return 22;
+        case KIND_Q5M: return 24;
+        case KIND_Q4K: return 144;
+        case KIND_Q5K: return 176;
+        default: return 210;
+    }
+}
+
+void pack_blocks(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* blocks, int64_t count, int64_t row0,
+                 const int32_t* to) {
+    const Layout at(kind, rows, inner);
+    for (int64_t i = 0; i < count; i++) {
+        Place place(at, packed, to ? to[i] : row0 + i);
+        for (int64_t g = 0; g < at.groups; g += is_k(kind) ? SUPER : 1, blocks += block_bytes(kind)) {
+            if (is_k(kind)) pack_super(kind, place, g, blocks);
+            else pack_block(kind, place, g, blocks);
+        }
+    }
+}
+
+int64_t num_zeros(int64_t rows, int64_t inner, const uint8_t* packed) {
+    const Layout at(KIND_I8, rows, inner);
+    int64_t count = 0;
+    for (int64_t i = 0; i < at.scales_at; i++) count += packed[i] == 128;  // padding is 0
+    return count;
+}
+
+int64_t sparse_bytes(int64_t rows, int64_t inner, const uint8_t* packed) {
+    const Layout from(KIND_I8, rows, inner), to(KIND_S8, rows, inner);
+    int64_t bytes = to.bytes;
+    for (int64_t p = 0; p < to.panels; p++) {
+        int64_t kept = 0;
+        each_mask(from, rows, inner, packed, p, [&](uint64_t mask, const uint8_t*) { kept += __builtin_popcountll(mask); });
+        bytes += round_up(to.code_bytes + kept, 64);
+    }
+    return bytes + 64;
+}
+
+void pack_sparse(int64_t rows, int64_t inner, const uint8_t* packed, uint8_t* sparse) {
+    const Layout from(KIND_I8, rows, inner), to(KIND_S8, rows, inner);
+    memcpy(sparse + to.scales_at, packed + from.scales_at, to.panels * to.scale_bytes);
+    int64_t place = to.bytes;
+    for (int64_t p = 0; p < to.panels; p++) {
+        memcpy(sparse + 8 * p, &place, 8);
+        uint8_t *masks = sparse + place, *kept = masks + to.code_bytes;
+        each_mask(from, rows, inner, packed, p, [&](uint64_t mask, const uint8_t* tile) {
+            memcpy(masks, &mask, 8), masks += 8;
+            for (; mask; mask &= mask - 1) *kept++ = tile[__builtin_ctzll(mask)];
+        });
+        place = round_up(kept - sparse, 64);
+    }
+    memcpy(sparse + 8 * to.panels, &place, 8);
+}
+
+static void unpack_sparse_row(int64_t rows, int64_t inner, const uint8_t* packed, int64_t row, float* out) {
+    const Layout at(KIND_S8, rows, inner);
+    const uint8_t* masks = packed + sparse_panel(packed, row / PANEL);
+    const uint8_t* kept = masks + at.code_bytes;
+    float scale;
+    memcpy(&scale, packed + at.scales_at + 4 * row, 4);
+    for (int64_t k = 0; k < inner; k += 4, masks += 8) {
+        uint64_t mask;
+        memcpy(&mask, masks, 8);
+        for (int64_t i = 0; i < 4 && k + i < inner; i++) {
+            const int64_t bit = row % PANEL * 4 + i;
+            const uint64_t before = mask & ((1ull << bit) - 1);
+            out[k + i] = mask >> bit & 1 ? (float)(kept[__builtin_popcountll(before)] - 128) * scale : 0.0f;
+        }
+        kept += __builtin_popcountll(mask);
     }
 }
 
@@ -96,6 +264,7 @@ void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed
         for (int64_t k = 0; k < inner; k++) out[k] = widen_bf16(((const uint16_t*)packed)[row * inner + k]);
         return;
     }
+    if (kind == KIND_S8) return unpack_sparse_row(rows, inner, packed, row, out);
     const Layout at(kind, rows, inner);
     Place place(at, (uint8_t*)packed, row);
     if (kind == KIND_F32) {
@@ -106,16 +275,17 @@ void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed
         const float scale = ((float*)place.scales)[place.lane];
         for (int64_t k = 0; k < inner; k++) out[k] = (float)(place.byte(k) - 128) * scale;
     } else {
-        for (int64_t g = 0; g < at.groups; g++) {
-            const float scale = half_to_float(place.half(place.scales, g));
-            const float low = kind == KIND_Q4M ? half_to_float(place.half(place.mins, g)) : 0.0f;
-            const int zero = kind == KIND_Q8 ? 128 : kind == KIND_Q4 ? 8 : 0;
-            for (int64_t k = 0; k < GROUP && g * GROUP + k < inner; k++) {
-                int code;
-                if (kind == KIND_Q8) code = place.byte(g * GROUP + k);
-                else code = k < 16 ? place.nibbles(g * GROUP + k) & 15 : place.nibbles(g * GROUP + k - 16) >> 4;
-                out[g * GROUP + k] = (float)(code - zero) * scale + low;
-            }
+        for (int64_t k = 0; k < inner; k++) {
+            const int64_t g = k / GROUP;
+            const int half = kind == KIND_Q6K ? (int)(k % GROUP / 16) : 0;
+            float scale, low = 0.0f;
+            if (is_w4(kind)) scale = place.single(kind, place.scales, g);
+            else if (is_k(kind)) scale = (float)(int8_t)place.small(kind, g, half) * half_to_float(place.super(kind, g, 0));
+            else scale = half_to_float(place.half(place.scales, g));
+            if (is_w4(kind) && has_mins(kind)) low = place.single(kind, place.mins, g);
+            else if (has_mins(kind)) low = half_to_float(place.half(place.mins, g));
+            else if (is_k(kind) && kind != KIND_Q6K) low = (float)place.small(kind, g, 1) * half_to_float(place.super(kind, g, 1));
+            out[k] = (float)(place.code(code_bits(kind), k) - code_from(kind)) * scale + low;
         }
     }
 }

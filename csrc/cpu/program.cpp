@@ -126,12 +126,13 @@ struct Linear : Op {
         tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
         return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
-    void run(Program& p, int chunk, int) override {
+    int64_t scratch_floats(Program&) override { return linear_scratch(args.linear); }
+    void run(Program& p, int chunk, int thread) override {
         const int64_t pair0 = chunk % pair_chunks * pairs_per_chunk, token0 = chunk / pair_chunks * tokens_per_chunk;
         const int64_t pair1 = std::min(pairs, pair0 + pairs_per_chunk);
         const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
-        if (gated) p.kernels().gated(args, pair0, pair1, token0, token1);
-        else p.kernels().linear(args.linear, pair0, pair1, token0, token1);
+        if (gated) p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
+        else p.kernels().linear(args.linear, pair0, pair1, token0, token1, p.scratch(thread));
     }
 };
 
@@ -248,8 +249,10 @@ struct Attention : WithCache {
         if (arrived[t.first_partial].fetch_add(1, std::memory_order_acq_rel) + 1 < t.num_splits) return;
         float* to = args.out + args.query_start_loc[t.seq] * args.out_stride + t.head * n * d;
         for (int64_t h = 0; h < n; h++) {
-            float top = -INFINITY, sum = 0.0f;
+            const float sink = args.sinks ? args.sinks[t.head * n + h] : -INFINITY;  // a key without a value
+            float top = sink;
             for (int32_t j = 0; j < t.num_splits; j++) top = std::max(top, parts[j * n + h].top);
+            float sum = std::exp(sink - top);
             for (int32_t j = 0; j < t.num_splits; j++) sum += parts[j * n + h].sum * std::exp(parts[j * n + h].top - top);
             for (int32_t j = 0; j < t.num_splits; j++) {
                 const float weight = std::exp(parts[j * n + h].top - top) / sum;
@@ -377,12 +380,12 @@ void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t nu
 }
 
 void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                      int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes) {
+                      int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes, const float* sinks) {
     auto* op = add<Attention>(p);
     op->q = q, op->out = out, op->layer = layer, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.scale = scale, a.window = window;
-    a.softcap = softcap, a.slopes = slopes;
+    a.softcap = softcap, a.slopes = slopes, a.sinks = sinks;
 }
 
 void ss_add_ceiling(ss_program* p, int32_t what, const void* data, int64_t bytes, int64_t rounds) {

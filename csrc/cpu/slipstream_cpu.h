@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 1  // changes with anything in this file
+#define SS_ABI 4  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -38,6 +38,11 @@ SS_API void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_
                           int64_t row0, const int32_t* to);
 SS_API void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
                            const int32_t* to);
+SS_API void ss_pack_codes4(int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes, const float* scales,
+                           const float* minima, int64_t count, int64_t row0, const int32_t* to);
+SS_API int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed);
+SS_API int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed);
+SS_API void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse);
 SS_API void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packed, const int64_t* which, int64_t count,
                            float* out);
 
@@ -62,7 +67,8 @@ SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64
                                   int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes);
+                             int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes,
+                             const float* sinks);
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "spread.h"
+
 namespace ISA {
 
 struct F { __m256 a, b; };
@@ -88,17 +90,37 @@ static inline void store_bf16(uint16_t* p, F x) {
 static inline B load_b(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
+static inline void store_b(uint8_t* p, B x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)(p + 32), x.b);
+}
+static inline __m256i expand_half(uint32_t mask, const uint8_t*& from) {
+    const __m128i low = spread16(mask & 0xffff, from);
+    return _mm256_xor_si256(_mm256_set_m128i(spread16(mask >> 16, from), low), _mm256_set1_epi8(-128));
+}
+static inline B expand(uint64_t mask, const uint8_t*& from) {
+    const __m256i a = expand_half((uint32_t)mask, from);
+    return {a, expand_half((uint32_t)(mask >> 32), from)};
+}
 static inline B low4(B x) {
     const __m256i m = _mm256_set1_epi8(15);
     return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
 }
 static inline B high4(B x) { return low4({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+template <int LEFT>
+static inline B with_bits(B x, B y, uint8_t mask) {
+    constexpr int left = LEFT >= 0 ? LEFT : 0, right = LEFT < 0 ? -LEFT : 0;
+    const __m256i m = _mm256_set1_epi8((char)mask);
+    const __m256i a = _mm256_srli_epi16(_mm256_slli_epi16(y.a, left), right);
+    const __m256i b = _mm256_srli_epi16(_mm256_slli_epi16(y.b, left), right);
+    return {_mm256_or_si256(x.a, _mm256_and_si256(a, m)), _mm256_or_si256(x.b, _mm256_and_si256(b, m))};
+}
 #if defined(__AVXVNNI__)
 static inline I dot8(I s, B w, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x);
     return {_mm256_dpbusd_avx_epi32(s.a, w.a, v), _mm256_dpbusd_avx_epi32(s.b, w.b, v)};
 }
-static inline I dot4(I s, B w, int32_t x) { return dot8(s, w, x); }
+static inline I dot6(I s, B w, int32_t x) { return dot8(s, w, x); }
 #else
 static inline __m256i dot8_half(__m256i s, __m256i w, __m256i v) {  // maddubs would saturate: even and odd bytes apart
     const __m256i low = _mm256_set1_epi16(255);
@@ -110,7 +132,7 @@ static inline I dot8(I s, B w, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x);
     return {dot8_half(s.a, w.a, v), dot8_half(s.b, w.b, v)};
 }
-static inline I dot4(I s, B w, int32_t x) {
+static inline I dot6(I s, B w, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
     return {_mm256_add_epi32(s.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), one)),
             _mm256_add_epi32(s.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), one))};

@@ -5,6 +5,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "spread.h"
+
 namespace ISA {
 
 struct F { __m512 v; };
@@ -61,16 +63,38 @@ static inline void store_bf16(uint16_t* p, F a) {
 #endif
 
 static inline B load_b(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
+// 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
+// bytes are read. On Zen 5 an expansion waits for what its register held before (5 cycles instead of 1), if that is not fresh.
+static inline B expand(uint64_t mask, const uint8_t*& from) {
+#if defined(__AVX512VBMI2__)
+    const __m512i found = _mm512_mask_expand_epi8(_mm512_set1_epi8(-128), mask, _mm512_loadu_si512(from));
+    from += __builtin_popcountll(mask);
+    return {found};
+#else
+    __m512i found = _mm512_castsi128_si512(spread16(mask & 0xffff, from));
+    found = _mm512_inserti32x4(found, spread16(mask >> 16 & 0xffff, from), 1);
+    found = _mm512_inserti32x4(found, spread16(mask >> 32 & 0xffff, from), 2);
+    found = _mm512_inserti32x4(found, spread16(mask >> 48, from), 3);
+    return {_mm512_xor_si512(found, _mm512_set1_epi8(-128))};
+#endif
+}
 static inline B low4(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline B high4(B a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
-// a + the sum over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot4: w is below 16.
+// a | (b shifted left by LEFT, or right, & mask) in each byte; what the mask keeps comes from the byte itself.
+template <int LEFT>
+static inline B with_bits(B a, B b, uint8_t mask) {
+    const __m512i moved = LEFT >= 0 ? _mm512_slli_epi16(b.v, LEFT >= 0 ? LEFT : 0) : _mm512_srli_epi16(b.v, LEFT < 0 ? -LEFT : 0);
+    return {_mm512_ternarylogic_epi64(a.v, moved, _mm512_set1_epi8((char)mask), 0xf8)};
+}
+// a + the sum over each row's 4 unsigned bytes of w times the 4 signed bytes in x. dot6: w is below 64.
 #if defined(__AVX512VNNI__)
 // In assembly, since gcc 12 copies the accumulator before and after each of its own intrinsics (half the speed of a tile).
 static inline I dot8(I a, B w, int32_t x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(a.v) : "v"(w.v), "v"(_mm512_set1_epi32(x)));
     return a;
 }
-static inline I dot4(I a, B w, int32_t x) { return dot8(a, w, x); }
+static inline I dot6(I a, B w, int32_t x) { return dot8(a, w, x); }
 #else
 static inline I dot8(I a, B w, int32_t x) {
     const __m512i low = _mm512_set1_epi16(255), v = _mm512_set1_epi32(x);
@@ -78,7 +102,7 @@ static inline I dot8(I a, B w, int32_t x) {
     __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(v, 8));
     return {_mm512_add_epi32(a.v, _mm512_add_epi32(even, odd))};
 }
-static inline I dot4(I a, B w, int32_t x) {
+static inline I dot6(I a, B w, int32_t x) {
     __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(x));
     return {_mm512_add_epi32(a.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 }

@@ -87,8 +87,22 @@ static inline void store_bf16(uint16_t* p, F a) {
 }
 
 static inline B load_b(const uint8_t* p) { B r; memcpy(r.v, p, 64); return r; }
+static inline void store_b(uint8_t* p, B a) { memcpy(p, a.v, 64); }
+// 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
+// bytes are read.
+static inline B expand(uint64_t mask, const uint8_t*& from) {
+    B r;
+    for (int i = 0; i < 64; i++) r.v[i] = 128;
+    for (; mask; mask &= mask - 1) r.v[__builtin_ctzll(mask)] = *from++;
+    return r;
+}
 static inline B low4(B a) { for (int i = 0; i < 64; i++) a.v[i] &= 15; return a; }
 static inline B high4(B a) { for (int i = 0; i < 64; i++) a.v[i] >>= 4; return a; }
+template <int LEFT>
+static inline B with_bits(B a, B b, uint8_t mask) {
+    for (int i = 0; i < 64; i++) a.v[i] |= (LEFT >= 0 ? b.v[i] << (LEFT >= 0 ? LEFT : 0) : b.v[i] >> (LEFT < 0 ? -LEFT : 0)) & mask;
+    return a;
+}
 static inline I dot8(I a, B w, int32_t x) {
     int8_t v[4];
     memcpy(v, &x, 4);
@@ -96,14 +110,14 @@ static inline I dot8(I a, B w, int32_t x) {
     return a;
 }
 #if defined(__ARM_FEATURE_DOTPROD)
-static inline I dot4(I a, B w, int32_t x) {  // below 16 a byte is the same signed and unsigned
+static inline I dot6(I a, B w, int32_t x) {  // below 64 a byte is the same signed and unsigned
     const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(x));
     for (int i = 0; i < 4; i++)
         vst1q_s32(a.v + 4 * i, vdotq_s32(vld1q_s32(a.v + 4 * i), vreinterpretq_s8_u8(vld1q_u8(w.v + 16 * i)), v));
     return a;
 }
 #else
-static inline I dot4(I a, B w, int32_t x) { return dot8(a, w, x); }
+static inline I dot6(I a, B w, int32_t x) { return dot8(a, w, x); }
 #endif
 static inline F dot_pairs(F a, B w, B x) {
     EACH {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hi
 
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import MoESpec
+from slipstream.model.spec import LatentAttentionSpec, MoESpec
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -189,7 +189,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device, args.quantization or model.scheme, model.kv_cache)
+    _reject_unsupported(args, device, args.quantization or model.scheme, model.scheme, model.kv_cache)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -211,6 +211,11 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
     kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)
     _one_of("kv_cache_dtype", kv_dtype, (dtype, "fp8", "int8"))
+    if kv_dtype != dtype and any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} does not cover latent attention, whose cache is small already; leave it out",
+            field="kv_cache_dtype",
+        )
     if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
@@ -283,8 +288,12 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     if args.canary == "refuse" and args.load_format == "dummy":
         raise ConfigError("canary='refuse' can't hold for random weights (load_format='dummy'); leave it out", field="canary")
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
-    if args.deterministic and any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
-        raise ConfigError("deterministic=True does not cover mixtures of experts; leave it out", field="deterministic")
+    if args.deterministic and any(
+        isinstance(layer.mlp, MoESpec) or isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
+    ):
+        raise ConfigError(
+            "deterministic=True does not cover mixtures of experts and latent attention; leave it out", field="deterministic"
+        )
     dense_copies = _choose_dense_copies(args, model, device, quantization, choose)
     threads = choose("num_threads", device.num_threads, "device", "the cores this process may use")
 
@@ -344,7 +353,11 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
 
 
 def _reject_unsupported(
-    args: EngineArgs, device: DeviceFacts, quantization: str | None, checkpoint_kv: str | None
+    args: EngineArgs,
+    device: DeviceFacts,
+    quantization: str | None,
+    checkpoint_scheme: str | None,
+    checkpoint_kv: str | None,
 ) -> None:
     """Settings whose names are public but whose work is not done yet raise; they are never accepted and ignored."""
     for name, only, what in (
@@ -372,10 +385,12 @@ def _reject_unsupported(
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
     for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
-        if on_cpu and given not in (None, "int8", "float32", "bfloat16", "float16"):
+        if name == "quantization" and given == checkpoint_scheme == "mxfp4":
+            continue  # a CPU expands the experts
+        if on_cpu and given not in (None, "int8", "int4", "int4-g32", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (and use GGUF's blocks as they are): take that, or "
-                f"{off} (or take kernels='reference', which is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int4' and 'int4-g32' too, and GGUF's "
+                f"blocks as they are): take that, or {off} (or take kernels='reference', which is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability
@@ -396,7 +411,7 @@ def _choose_dense_copies(
 ) -> bool:
     """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
     scheme = None if quantization is None else SCHEMES[quantization]
-    if scheme is None or scheme.inputs is not None or not _has_tiles(args, device):
+    if scheme is None or scheme.inputs is not None or scheme.experts_only or not _has_tiles(args, device):
         if args.dense_copies:
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False

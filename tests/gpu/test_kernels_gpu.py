@@ -12,9 +12,9 @@ import torch
 
 from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors, by_dim
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.reference import ReferenceOps, to_cache
+from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
-from slipstream.model.spec import DenseSpec, MoESpec
+from slipstream.model.spec import DenseSpec, GroupLimit, MoESpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +64,9 @@ def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"window": 300}, {"softcap": 30.0}, {"alibi_slopes": "yes"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 300}, {"softcap": 30.0}, {"alibi_slopes": "yes"}, {"sinks": "yes"}], ids=str
+)
 @pytest.mark.parametrize(
     ("query_lens", "contexts", "shape"),
     [
@@ -81,9 +83,49 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
     q, kv, meta = step(query_lens, contexts, dtype=dtype, max_seq_len=8192, **shape)
     if options.get("alibi_slopes") == "yes":
         options = {"alibi_slopes": torch.rand(q.shape[1], device="cuda") * 0.1}
+    if options.get("sinks") == "yes":
+        options = {"sinks": torch.randn(q.shape[1], device="cuda", dtype=dtype) * 3, "window": 300}
     ours = ops.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
     theirs = REFERENCE.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
     assert error(ours, theirs) < 5e-3
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("query_lens", "contexts"),
+    [([1] * 3, [0, 6000, 300]), ([1] * 300, [(i * 37) % 1500 for i in range(300)]), ([1, 1, 200, 17], [10, 900, 100, 4000])],
+    ids=["three", "300", "mixed"],
+)
+def test_latent_attention(ops, query_lens, contexts, heads):
+    """DeepSeek's sizes: 64 rotated numbers and 512 of the latent."""
+    q, kv, meta = step(query_lens, contexts, heads=heads, kv_heads=1, dim=576, max_seq_len=8192)
+    rows = torch.cat((q, torch.randn_like(q[:, :1])), dim=1).flatten(1)
+    cos_sin = torch.randn(8192, 64, device="cuda")
+    found = []
+    for o in (ops, REFERENCE):
+        k = kv.k.clone()
+        cache = LayerKV(k, k[..., 64:])
+        turned = o.rope_and_cache(
+            rows, cache, meta, num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True
+        )
+        found.append((turned, k[1:], o.attention(turned, cache, meta, scale=576**-0.5)))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) < 5e-3
+
+
+def test_routers_of_deepseek(ops):
+    from slipstream.kernels.triton import moe
+
+    expert = DenseSpec(intermediate_size=64, activation="silu")
+    limit = GroupLimit(num_groups=8, num_chosen=4, by="best_two")
+    spec = MoESpec(
+        num_experts=256, num_experts_per_token=8, expert=expert, normalize=True, scores="sigmoid", correction=True,
+        groups=limit, weight_scale=2.5,
+    )  # fmt: skip
+    logits, correction = torch.randn(500, 256, device="cuda"), torch.randn(256, device="cuda")
+    (ours, chosen), (theirs, expected) = moe.route(logits, spec, correction), route(logits, spec, correction)
+    assert torch.equal(chosen.long(), expected)
+    assert error(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -120,7 +162,7 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
         assert (a.float() != b.float()).float().mean() < 1e-3  # a tie that division rounded otherwise
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only])
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 500])
 def test_quantised_products(ops, name, num_tokens):
     for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536)):
@@ -246,7 +288,7 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         assert torch.equal(ours, ops.moe(x, logits, up, down, spec))
 
 
-@pytest.mark.parametrize("name", [None, *SCHEMES])
+@pytest.mark.parametrize("name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)])
 def test_deterministic_products(ops, name):
     """A row's product is the same, bit for bit, whatever stands beside it."""
     ops = type(ops)(deterministic=True)

@@ -125,7 +125,7 @@ def edge_shapes(max_sequences: int = 5, block_sizes: tuple[int, ...] = (4, 16)) 
 
 
 def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Keyword arguments of `attention`: window, soft cap and ALiBi, each or none."""
+    """Keyword arguments of `attention`: window, soft cap, ALiBi and sinks, each or none."""
     slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / num_heads) for i in range(num_heads)])
     return st.fixed_dictionaries(
         {
@@ -133,6 +133,7 @@ def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
             "window": st.sampled_from([None, None, 1, 3, 16, 17]),
             "softcap": st.sampled_from([None, None, 2.0]),
             "alibi_slopes": st.sampled_from([None, None, slopes]),
+            "sinks": st.sampled_from([None, None, 3 * torch.arange(num_heads).float().cos()]),
         }
     )
 

@@ -19,10 +19,13 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeLinear, NativeOps
-from slipstream.kernels.ops import BlockLinear, BlockRows, LayerKV, ScaledLinear, select_ops
+from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, NativeLinear, NativeOps
+from slipstream.kernels.ops import BlockLinear, BlockRows, GroupedLinear, LayerKV, ScaledLinear, select_ops
+from slipstream.kernels.quantize import chunk_of, pack4, round_linear
+from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
-from slipstream.model.scheme import SCHEMES
+from slipstream.model.gguf_quants import dequantize
+from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step
 
 torch.set_num_threads(1)
@@ -105,21 +108,99 @@ def test_codes_of_a_checkpoint_are_taken_as_they_are(ops):
     assert w.weight.dtype == torch.bfloat16
 
 
+def pruned(out: int, inner: int, zeros: float | str) -> Tensor:
+    """int8 codes with so many zeros, or two of each four."""
+    codes = torch.randint(-127, 128, (out, inner), dtype=torch.int8)
+    if zeros == "2:4":
+        keep = torch.rand(out, -(-inner // 4), 4).argsort(-1) < 2
+        return codes * keep.flatten(1)[:, :inner]
+    return codes * (torch.rand(out, inner) >= zeros)
+
+
+@pytest.mark.parametrize(("out", "inner"), [*SHAPES, (96, 576)])
+def test_sparse_products_are_the_dense_ones(ops, out, inner):
+    """Bit for bit: the same numbers are summed in the same order."""
+    torch.manual_seed(out)
+    sparse, dense = (NativeOps(2, ops.engine.isa, sparse_from=z) for z in (0.0, 2.0))
+    for zeros in (0.0, 0.3, "2:4", 0.9, 1.0):
+        codes, scales, bias = pruned(out, inner, zeros), torch.rand(out), torch.randn(out)
+        codes[-1, -1] = -128
+        stored = ScaledLinear(weight=codes, scales=scales, bias=bias, out_dtype=torch.float32)
+        ours, theirs = sparse.adopt_linear(stored), dense.adopt_linear(stored)
+        assert [w.parts[0].kind for w in (ours, theirs)] == [native.S8, native.I8]
+        assert theirs.parts[0].zeros == int((codes == 0).sum()) / codes.numel()
+        assert torch.equal(ours.parts[0].rows_of(torch.arange(out)), codes.float() * scales[:, None])
+        for rows in ROWS:
+            x = torch.randn(rows, inner)
+            assert torch.equal(sparse.linear(x, ours), dense.linear(x, theirs))
+
+
+@pytest.mark.parametrize("half", [32, 96])
+def test_gate_and_up_may_be_sparse(ops, half):
+    torch.manual_seed(half)
+    codes, bias = pruned(2 * half, 96, 0.7), torch.randn(2 * half)
+    stored = ScaledLinear(weight=codes, scales=torch.rand(2 * half) / 50, bias=bias, out_dtype=torch.float32)
+    (part,) = NativeOps(2, ops.engine.isa, sparse_from=0.5).adopt_linear(stored).parts
+    for rows in (1, 5, 13, 60):
+        x, y = torch.randn(rows, 96), torch.empty(rows, half)
+        p = native.Program(ops.engine)
+        q = p.buffer(native.FORM_Q, 96)
+        p.add("convert", p.bound(x), q, native.FORM_Q, 96)
+        shape = (part.kind, part.rows, part.inner)
+        p.add("gated_linear", q, p.bound(y), native.FORM_F32, native.ACTIVATIONS["silu"], *shape, part.data, bias)
+        p.run(native.StepInputs(num_tokens=rows))
+        gate, up = (eight_bits(x) @ (codes.float() * stored.scales[:, None]).T + bias).chunk(2, dim=1)
+        assert_near(y, torch.nn.functional.silu(gate) * up)
+
+
+def test_the_faster_form_is_chosen_by_the_zeros(ops):
+    threshold = SPARSE_FROM.get(ops.engine.isa, SPARSE_FROM_ELSEWHERE)
+    for share, kind in ((threshold - 0.05, native.I8), (threshold + 0.05, native.S8)):
+        weight = torch.ones(64, 320)
+        weight[:, : int(320 * share)] = 0.0
+        (part,) = ops.prepare_linear(weight, None, SCHEMES["int8"]).parts
+        assert part.kind == kind
+        assert ops.forms_of(ops.prepare_linear(weight, None, SCHEMES["int8"])) == [
+            (native.KIND_NAMES[kind], part.data.numel())
+        ]
+    # Masks, numbers, scales, where panels begin, and what may be read beyond the end
+    assert part.data.numel() <= 64 * 320 * (1 - share + 1 / 8) + 64 * 4 + 6 * 64 + 64
+
+
 def blocks(values: np.ndarray, kind: str) -> np.ndarray:
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
 
 
+HALVES = {"Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,), "Q4_0": (0,)}
+"""Where in a block its float16 numbers stand; elsewhere at 0 and 2."""
+
+
+def any_blocks(rng: np.random.Generator, kind: str, out: int, inner: int, *, size: float = 0.1) -> np.ndarray:
+    """Every bit at random but the float16 scales, which are finite, of either sign, up to some `size`, and sometimes 0 or
+    subnormal."""
+    block_size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = rng.integers(0, 256, (out, inner // block_size, num_bytes), dtype=np.uint8)
+    for at in HALVES.get(kind, (0, 2)):
+        sizes = rng.choice([0.0, 1e-6, size / 10, size], raw.shape[:2], p=[0.1, 0.1, 0.4, 0.4])
+        scales = rng.standard_normal(raw.shape[:2]) * sizes
+        raw[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return raw.reshape(out, -1)
+
+
 @pytest.mark.parametrize("kind", native.BLOCK_KINDS)
-@pytest.mark.parametrize(("out", "inner"), [(1, 32), (17, 64), (64, 96), (96, 576)])
-def test_blocks_of_gguf_are_taken_as_they_are(ops, kind, out, inner):
+@pytest.mark.parametrize(("out", "num_blocks"), [(1, 1), (17, 2), (64, 3), (96, 18)])
+def test_blocks_of_gguf_are_taken_as_they_are(ops, kind, out, num_blocks):
     rng = np.random.default_rng(out)
-    values = rng.standard_normal((out, inner)).astype(np.float32)
-    raw = blocks(values, kind)
-    exact = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    inner = 256 * min(num_blocks, 3) if kind.endswith("K") else 32 * num_blocks
+    raw = any_blocks(rng, kind, out, inner)
+    exact = dequantize(raw.reshape(-1, raw.size // (out * inner // gguf_block(kind))), kind, torch.float32).view(out, inner)
+    assert torch.equal(exact, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])))
     order = torch.from_numpy(rng.permutation(out)).int()
     pieces = (BlockRows(type=kind, blocks=raw, start=0, order=order),)
     w = ops.adopt_linear(BlockLinear(weight=torch.empty(out, inner, device="meta"), pieces=pieces))
     (part,) = w.parts
+    assert ops.forms_of(w) == [(kind, part.data.numel())]
+    assert part.data.numel() == -(-out // 16) * 16 * inner * CPU_BLOCK_BYTES[kind] // 256
     assert torch.equal(part.rows_of(order), exact)
     assert torch.equal(ops.embed(order, w), exact)
     placed = torch.empty_like(exact)
@@ -127,6 +208,10 @@ def test_blocks_of_gguf_are_taken_as_they_are(ops, kind, out, inner):
     for rows in ROWS:
         x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(rows))
         assert_near(ops.linear(x, w), eight_bits(x) @ placed.T)
+
+
+def gguf_block(kind: str) -> int:
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
 
 
 def test_rows_of_several_types_are_parts(ops):
@@ -145,9 +230,44 @@ def test_rows_of_several_types_are_parts(ops):
     assert_near(ops.linear(x, w), eight_bits(x) @ torch.from_numpy(exact).T + bias)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+@pytest.mark.parametrize(("out", "inner"), [(16, 128), (33, 256), (96, 640)])
+@pytest.mark.parametrize("form", ["int4", "int4 with zero points", "Q4_0", "int4 by 32", "int4 by 32, zero points"])
+def test_products_of_4_bits_by_groups(ops, form, out, inner):
+    """Of groups of 32, scales that float16 holds are held so; others (too small here), and any zero points, in float32. A code
+    times a scale of bfloat16 is exact in float32, and so is the difference from its zero point."""
+    torch.manual_seed(out)
+    size = 128 if form in ("int4", "int4 with zero points") else 32
+    codes, scales = torch.randint(0, 16, (out, inner), dtype=torch.int32), torch.randn(inner // size, out).bfloat16()
+    scales[0, 0], scales[0, 1] = 1e-9 if "by 32" in form else 0.0, 2.0**-18
+    zeros = torch.randint(0, 16, scales.shape).bfloat16() if "zero points" in form else None
+    chunk, bias = chunk_of(inner, SCHEMES["int4" if size == 128 else "int4-g32"]), torch.randn(out)
+    w = GroupedLinear(weight=pack4(codes, chunk), scales=scales, zeros=zeros, group_size=size, chunk=chunk, bias=bias)
+    ours, exact = ops.adopt_linear(w), dequantize_linear(w)
+    assert (ours.weight.dtype, ours.weight.shape) == (torch.bfloat16, exact.shape)
+    assert ops.forms_of(ours) == [(form.partition(",")[0], ours.parts[0].data.numel())]
+    assert torch.equal(ours.parts[0].rows_of(torch.arange(out)), exact)
+    for rows in ROWS:
+        x = torch.randn(rows, inner)
+        assert_near(ops.linear(x, ours), eight_bits(x) @ exact.T + bias)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-g32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_to_4_bits_at_load(ops, scheme, dtype):
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[:3, :128] = 0.0
+    ours, theirs = (o.prepare_linear(weight, None, SCHEMES[scheme]) for o in (ops, reference))
+    if (scheme, dtype) == ("int4-g32", torch.float32):  # scales are float16 then, as GGUF's
+        theirs = round_linear(weight, None, SCHEMES[scheme], torch.float16)
+    assert ops.forms_of(ours)[0][0] == ("int4" if scheme == "int4" else "Q4_0")
+    rounded = ours.parts[0].rows_of(torch.arange(40))
+    assert torch.equal(rounded, dequantize_linear(theirs))
+    assert (rounded[:3, :128] == 0).all()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-head"])
 def test_a_scheme_without_a_product_is_refused_by_name(scheme):
-    with pytest.raises(ConfigError, match=scheme):
+    with pytest.raises(ConfigError, match="fp8"):
         OPS[ISAS[0]].prepare_linear(torch.randn(32, 128), None, SCHEMES[scheme])
 
 

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps
 from slipstream.kernels.ops import GroupedLinear
+from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton import moe as triton_moe
 from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import DenseSpec, MoESpec
+from slipstream.model.spec import ClampedSwiglu, DenseSpec, GroupLimit, MoESpec
 
 REFERENCE = ReferenceOps()
 
@@ -69,6 +70,29 @@ def test_equals_the_reference(ops, num_tokens, spec):
         expected = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
         ours = ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ops", [CpuOps(), TritonOps()], ids=lambda o: o.name)
+@pytest.mark.parametrize("scheme", [None, "mxfp4"])
+def test_biases_and_an_activation_of_both_halves(ops, scheme):
+    expert = DenseSpec(intermediate_size=64, activation=ClampedSwiglu(alpha=1.7, limit=0.8), bias=True)
+    spec = MoESpec(num_experts=5, num_experts_per_token=2, expert=expert, normalize=True)
+    x, logits, up, down = case(19, spec, inner=64)
+    rounding = SCHEMES[scheme] if scheme else None
+    biases = torch.randn(len(up)), torch.randn(len(down))
+    theirs = [REFERENCE.prepare_experts(w, rounding, b) for w, b in zip((up, down), biases, strict=True)]
+    ours = [ops.prepare_experts(w, rounding, b) for w, b in zip((up, down), biases, strict=True)]
+    expected = REFERENCE.moe(x, logits, *theirs, spec)
+    torch.testing.assert_close(ops.moe(x, logits, *ours, spec), expected, rtol=1e-4, atol=1e-4)
+    ups, downs = (dequantize(w) if rounding else w.weight for w in theirs)
+    weights, chosen = route(logits[:1], spec)
+    by_hand = torch.zeros(64)
+    for p, e in zip(weights[0], chosen[0].tolist(), strict=True):
+        h = ups[e * 128 : e * 128 + 128] @ x[0] + biases[0][e * 128 : e * 128 + 128]
+        gate, linear = h[:64].clamp(max=0.8), h[64:].clamp(-0.8, 0.8)
+        inner = gate * torch.sigmoid(1.7 * gate) * (linear + 1)
+        by_hand += p * (downs[e * 64 : e * 64 + 64] @ inner + biases[1][e * 64 : e * 64 + 64])
+    torch.testing.assert_close(expected[0], by_hand, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -142,3 +166,39 @@ def test_the_cpu_has_no_rounded_experts():
     assert caught.value.field == "kernels"
     with pytest.raises(ConfigError):
         CpuOps().adopt_experts(REFERENCE.prepare_experts(torch.randn(64, 64), SCHEMES["int8"]))
+
+
+V3 = dict(scores="sigmoid", correction=True, weight_scale=2.5)
+ROUTERS = [
+    dict(num_experts=6, num_experts_per_token=2, groups=GroupLimit(num_groups=3, num_chosen=2, by="best"), weight_scale=16.0),
+    dict(num_experts=20, num_experts_per_token=3, groups=GroupLimit(num_groups=4, num_chosen=1, by="best")),
+    dict(num_experts=12, num_experts_per_token=4, groups=GroupLimit(num_groups=4, num_chosen=2, by="best_two"), **V3),
+    dict(num_experts=9, num_experts_per_token=3, **V3),
+]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("router", ROUTERS, ids=range(len(ROUTERS)))
+def test_routers_of_deepseek(router, normalize):
+    """Written out token by token; the GPU's the same."""
+    expert = DenseSpec(intermediate_size=4, activation="silu")
+    spec = MoESpec(expert=expert, normalize=normalize, **router)
+    logits = torch.randn(17, spec.num_experts, generator=torch.Generator().manual_seed(1)) * 3
+    correction = torch.randn(spec.num_experts) if spec.correction else None
+    weights, chosen = route(logits, spec, correction)
+    for token in range(17):
+        p = logits[token].sigmoid() if spec.scores == "sigmoid" else logits[token].softmax(0)
+        merit = (p if correction is None else p + correction).tolist()
+        allowed = range(spec.num_experts)
+        if (limit := spec.groups) is not None:
+            each, count = spec.num_experts // limit.num_groups, 2 if limit.by == "best_two" else 1
+            members = [range(g * each, (g + 1) * each) for g in range(limit.num_groups)]
+            members.sort(key=lambda group: -sum(sorted((merit[e] for e in group), reverse=True)[:count]))
+            allowed = [e for group in members[: limit.num_chosen] for e in group]
+        best = sorted(allowed, key=lambda e: -merit[e])[: spec.num_experts_per_token]
+        total = float(p[best].sum()) if normalize else 1.0
+        assert chosen[token].tolist() == best
+        torch.testing.assert_close(weights[token], p[best] / total * spec.weight_scale)
+    ours = triton_moe.route(logits, spec, correction)
+    torch.testing.assert_close(ours[0], weights)
+    assert torch.equal(ours[1].long(), chosen)

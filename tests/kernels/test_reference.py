@@ -132,7 +132,7 @@ def test_copy_blocks() -> None:
 # --- Attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_by_loops(case, scale, window, softcap, alibi_slopes):  # type: ignore[no-untyped-def]
+def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks):  # type: ignore[no-untyped-def]
     """Token by token, head by head, key by key, in float64."""
     meta, kv, size = case.meta, case.kv, case.kv.block_size
     out = torch.zeros_like(case.q, dtype=torch.float64)
@@ -152,7 +152,8 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes):  # type: ign
                 scores = softcap * (scores / softcap).tanh()
             if alibi_slopes is not None:
                 scores += float(alibi_slopes[head]) * (torch.arange(low, p + 1) - p)
-            out[token, head] = scores.softmax(0) @ values
+            sum_of_all = scores.exp().sum() + (0.0 if sinks is None else float(sinks[head].double().exp()))
+            out[token, head] = scores.exp() / sum_of_all @ values
     return out.float()
 
 

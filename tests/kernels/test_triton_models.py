@@ -26,6 +26,9 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("cohere2", {}),
         ("mixtral", {}),
         ("qwen2_moe", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
+        ("deepseek_v3", {}),
     ],
     ids=str,
 )

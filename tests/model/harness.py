@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, select_ops
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors, select_ops
 from slipstream.model.loader import LoadedModel, load_model
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ class Paged:
         self.tables = torch.tensor(ids, dtype=torch.int32).view(num_seqs, per_seq)
         dtype = model.decoder.dtype
         self.kv = [
-            LayerKV(*(torch.randn(len(ids) + 1, a.num_kv_heads, block_size, a.head_dim).to(dtype) for _ in range(2)))
-            for a in (layer.attention for layer in model.spec.layers)
+            LayerKV(*cache_tensors(layer.attention, len(ids) + 1, block_size, lambda shape: torch.randn(shape).to(dtype)))
+            for layer in model.spec.layers
         ]
         self.computed = [0] * num_seqs
 

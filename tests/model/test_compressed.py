@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.quantize import round_linear, unpack4
+from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES
 from slipstream.plan.memory import weights_bytes
 from tests import tiny_models
+from tests.model.harness import run
 
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
 GROUP = {"targets": ["Linear"], "output_activations": None}
@@ -75,6 +78,24 @@ def log_probabilities(folder, **settings):
     return [p.chosen.logprob for p in output.prompt_logprobs[1:]]
 
 
+def check_cpu_holds(folder, form, scheme=None):
+    """The C++ kernels hold the checkpoint's numbers exactly, in `form`; only inputs are rounded as well."""
+    if native.library_path() is None:
+        pytest.skip("the C++ kernels are not built")
+    settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_model_len=64, scheme=scheme)
+    ours, exact = (load_model(folder, ops=ops, **settings) for ops in (NativeOps(1), ReferenceOps()))
+    assert {f.name: f.num_products for f in ours.forms} == {form: 8, "float32": 1}
+    for a, b in zip(ours.decoder.layers, exact.decoder.layers, strict=True):
+        pairs = ((a.attention.qkv, b.attention.qkv), (a.attention.out, b.attention.out), (a.mlp.up, b.mlp.up))
+        for x, y in (*pairs, (a.mlp.down, b.mlp.down)):
+            held, given = x.parts[0].rows_of(torch.arange(x.out_features)), dequantize(y)
+            # By 32, 8 scales are taken off of a code's, which float32 rounds where the scale has all of its bits.
+            torch.testing.assert_close(held, given, rtol=0, atol=1e-6 * float(given.abs().max()) if form == "int4 by 32" else 0)
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    first, second = run(ours, tokens), run(exact, tokens)
+    assert 0 < (first - second).abs().mean() / second.abs().mean() < 0.1
+
+
 def test_routers_are_left_out(tmp_path):
     tiny_models.build(tmp_path, "qwen2_moe", hidden_size=64, intermediate_size=192, shared_expert_intermediate_size=64)
     expected = log_probabilities(tmp_path, quantization="int8")
@@ -92,6 +113,8 @@ def test_the_same_as_rounding_at_load(tmp_path, kind, family):
     compress(tmp_path, kind)
     assert log_probabilities(tmp_path) == expected
     assert log_probabilities(tmp_path, quantization=kind) == expected
+    if (kind, family) == ("int4-g32", "llama"):
+        check_cpu_holds(tmp_path, "int4 by 32")  # scales that are not float16's
 
 
 def compress_gptq(folder, **config):
@@ -117,6 +140,8 @@ def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
     assert log_probabilities(tmp_path) == expected
     file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
     tensors = load_file(file)
+    save_file({n: t.half() if n.endswith(".scales") else t for n, t in tensors.items()}, file, metadata={"format": "pt"})
+    check_cpu_holds(tmp_path, "Q4_0")  # as GPTQ's tools write scales
     # The second version of the format writes zero points as they are: what one takes, the other must not.
     second = {n: torch.full_like(t, 0x88888888 - 2**32) if n.endswith(".qzeros") else t for n, t in tensors.items()}
     save_file(second, file, metadata={"format": "pt"})
@@ -141,9 +166,10 @@ def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
         assert caught.value.field == f"{stem}.{part}"
 
 
-def test_awq_computes_what_its_definition_says(tmp_path):
+@pytest.mark.parametrize("size", [32, 128])
+def test_awq_computes_what_its_definition_says(tmp_path, size):
     """(code − zero) · scale, of codes packed by the columns' order 0 2 4 6 1 3 5 7: against the same numbers unrounded."""
-    tiny_models.build(tmp_path, "llama", **SIZES)
+    tiny_models.build(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
     file = tmp_path / "model.safetensors"
     dense, tensors = load_file(file), load_file(file)
     rng = torch.Generator().manual_seed(1)
@@ -156,9 +182,9 @@ def test_awq_computes_what_its_definition_says(tmp_path):
         stem = name.removesuffix(".weight")
         outer, inner = tensors.pop(name).shape
         codes = torch.randint(0, 16, (inner, outer), generator=rng)
-        zeros = torch.randint(0, 16, (inner // 32, outer), generator=rng)
-        scales = torch.rand(inner // 32, outer, generator=rng) / 32
-        spread = (t.repeat_interleave(32, dim=0) for t in (zeros, scales))
+        zeros = torch.randint(0, 16, (inner // size, outer), generator=rng)
+        scales = (torch.rand(inner // size, outer, generator=rng) / 32).half().float()
+        spread = (t.repeat_interleave(size, dim=0) for t in (zeros, scales))
         dense[name] = ((codes - next(spread)) * next(spread)).T.contiguous()
         tensors.update({f"{stem}.qweight": pack(codes), f"{stem}.qzeros": pack(zeros), f"{stem}.scales": scales})
     save_file(dense, file, metadata={"format": "pt"})
@@ -166,9 +192,10 @@ def test_awq_computes_what_its_definition_says(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     path = tmp_path / "config.json"
     written = json.loads(path.read_text())
-    given = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    given = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
     path.write_text(json.dumps({**written, "quantization_config": given}))
-    assert log_probabilities(tmp_path) == pytest.approx(expected, abs=1e-4)
+    assert log_probabilities(tmp_path) == pytest.approx(expected, abs=1e-3)
+    check_cpu_holds(tmp_path, "int4 by 32" if size == 32 else "int4 with zero points")
     del tensors["model.layers.0.mlp.up_proj.qzeros"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as caught:
@@ -266,10 +293,10 @@ def test_bytes_are_what_is_planned(tmp_path, kind, tied):
 def test_settings_that_do_not_go_with_it(tmp_path):
     tiny_models.build(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int4-g32")
-    for settings in ({"quantization": "fp8"}, {"kernels": "auto"}):
+    for settings, field in (({"quantization": "fp8"}, "quantization"), ({"kernels": "torch"}, "kernels")):
         with pytest.raises(ConfigError) as caught:
             log_probabilities(tmp_path, **settings)
-        assert caught.value.field == "quantization"
+        assert caught.value.field == field
 
 
 def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):

@@ -15,6 +15,7 @@ from slipstream.config import DTYPE_BYTES
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from slipstream.model.parameters import parameters
+from slipstream.model.spec import LatentAttentionSpec
 from tests import tiny_models
 from tests.model.harness import Paged, greedy, load, run
 
@@ -32,6 +33,16 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.5],
     "long_factor": [1.0, 2.0, 5.0, 30.0],
     "original_max_position_embeddings": 4,
+}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 64,
 }
 CASES = {
     **{name: (name, {}) for name in tiny_models.FAMILIES},
@@ -75,6 +86,32 @@ CASES = {
     "phi3-long": ("phi3", {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
     "gemma2-capped": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "olmo2-gqa": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "command-r-plus": ("cohere", {"use_qk_norm": True}),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 16,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": DEEPSEEK_YARN,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN, "rope_interleave": False},
+    ),
+    "gpt-oss-mha": (
+        "gpt_oss",
+        {
+            "num_key_value_heads": 4,
+            "swiglu_alpha": 1.0,
+            "swiglu_limit": 50.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
     "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
 }
 _rng = random.Random(1)
@@ -133,7 +170,8 @@ def test_the_spec_counts_what_is_there(case):
     path, theirs, _ = case
     description = read_spec(path)
     spec = description.spec
-    assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
+    theirs_all = (*theirs.parameters(), *tiny_models.correction_buffers(theirs))
+    assert spec.num_parameters == sum(p.numel() for p in theirs_all)
     count = 0
     for shape in parameters(spec).values():
         size = 1
@@ -142,7 +180,10 @@ def test_the_spec_counts_what_is_there(case):
         count += size
     assert count == spec.num_parameters
     a = spec.layers[0].attention
-    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 2 * spec.num_layers * a.num_kv_heads * a.head_dim * 4
+    if isinstance(a, LatentAttentionSpec):
+        assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == spec.num_layers * (a.kv_rank + a.rotary_dim) * 4
+    else:
+        assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 2 * spec.num_layers * a.num_kv_heads * a.head_dim * 4
 
 
 # --- What must be refused -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ every quantisation scheme on every family."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.ops import select_ops
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import AlibiSpec, LongRopeScaling, ParallelBlock, PostNormBlock, RopeSpec, SequentialBlock
-from slipstream.plan.memory import weights_bytes
+from slipstream.model.spec import (
+    AlibiSpec,
+    LongRopeScaling,
+    MoESpec,
+    ParallelBlock,
+    PostNormBlock,
+    RopeSpec,
+    SequentialBlock,
+)
+from slipstream.plan.memory import block_bytes, weights_bytes
 from tests import tiny_models
 from tests.model.harness import CPU, load, run
 
@@ -44,6 +54,9 @@ PUBLISHED = {  # the numbers of parameters that the models are known by; tied he
     "ministral-8b": 8_019_808_256,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "gpt-oss-20b": 20_914_757_184,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
 }
 
@@ -254,10 +267,18 @@ def test_longrope_follows_the_longest_context_that_is_served(tmp_path):
 STD = 0.06  # small enough that scores stay apart from one-hot, where rounding would tip them
 WIDE = {"init_std": STD, "initializer_range": STD, "hidden_size": 128, "intermediate_size": 128, "n_embd": 128, "d_model": 128}
 WIDE |= {"ffn_dim": 128, "head_dim": 32, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_head_dim": 16}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
     "falcon-40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+# Rounding may choose another expert, which says nothing of the products: all are chosen. (And two layers, as elsewhere.)
+ALL_EXPERTS = {
+    "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
+    "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
 }
 
 
@@ -267,7 +288,7 @@ def test_every_scheme_loads_on_every_family(tmp_path, family, scheme):
     """Logits are near the unrounded ones (others would be √2 away), and the ledger says what is held."""
     name = family.split("-")[0]
     sizes = {key: value for key, value in WIDE.items() if tiny_models.FAMILIES[name].get(key) is not None}
-    tiny_models.build(tmp_path, name, **sizes, **SPECIAL.get(family, {}))
+    tiny_models.build(tmp_path, name, **sizes, **SPECIAL.get(family, {}), **ALL_EXPERTS.get(family, {}))
 
     def ours(rounding):
         ops, dtype = select_ops(CPU, "reference"), torch.bfloat16
@@ -276,11 +297,12 @@ def test_every_scheme_loads_on_every_family(tmp_path, family, scheme):
     dense, rounded = ours(None), ours(scheme)
     a, b = run(dense, TOKENS[:20]).float(), run(rounded, TOKENS[:20]).float()
     assert 0 < (a - b).norm() / a.norm() < (0.5 if scheme.startswith("int4") else 0.2)
-    kept = [x.attention.cos_sin for x in rounded.decoder.layers], [x.attention.slopes for x in rounded.decoder.layers]
+    kept = [[getattr(x.attention, name, None) for x in rounded.decoder.layers] for name in ("cos_sin", "slopes")]
     tables_bytes = sum({t.data_ptr(): t.nbytes for tables in kept for t in tables if t is not None}.values())
     spec = rounded.spec
     assert sum(weights_bytes(spec, 2, SCHEMES[scheme]).values()) + tables_bytes == rounded.weights_bytes
-    assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2
+    corrections = sum(m.num_experts for m in (x.mlp for x in spec.layers) if isinstance(m, MoESpec) and m.correction)
+    assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + corrections * 2
 
 
 def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
@@ -297,6 +319,58 @@ def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
         save_file(tensors, file)
 
 
+# --- DeepSeek -----------------------------------------------------------------------------------------------------------------
+
+
+def deepseek(folder, name="deepseek-v3", **changes):
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return read_spec(folder).spec
+
+
+def test_the_latent_cache_is_small(tmp_path):
+    """576 numbers a token and layer, whatever the number of heads (section 2.1.4 of DeepSeek-V2)."""
+    spec = deepseek(tmp_path)
+    assert spec.kv_bytes_per_token(2) == 61 * (512 + 64) * 2
+    assert block_bytes(spec, 16, 2) == 16 * 61 * 576 * 2
+    a = spec.layers[0].attention
+    assert abs(a.scale / 192**-0.5 - (0.1 * math.log(40) + 1) ** 2) < 1e-9
+    assert sum(weights_bytes(spec, 2).values()) == 2 * spec.num_parameters + 2 * 58 * 256  # corrections in float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"n_group": 7}, "n_group"),
+        ({"topk_group": 9}, "n_group"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+            "quantization_config.quant_method",
+        ),
+    ],
+    ids=str,
+)
+def test_what_deepseek_could_be_and_is_not_here_is_refused(tmp_path, changes, field):
+    with pytest.raises(UnsupportedModelError) as caught:
+        deepseek(tmp_path, **changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_latents_are_not_cached_in_8_bits(kind):
+    description = read_spec(CONFIGS / "deepseek-v2-lite")
+    gpu = DeviceFacts(
+        device="cuda:0", name="a GPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16", compute_capability=(9, 0)
+    )
+    with pytest.raises(ConfigError, match="latent") as caught:
+        resolve(EngineArgs(model="x", kv_cache_dtype=kind), description, gpu)
+    assert caught.value.field == "kv_cache_dtype"
+
+
 # --- Through the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +385,9 @@ def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
         ("cohere2", {}),
         ("mixtral", {"sliding_window": 7}),
         ("qwen2_moe", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v2", {}),
+        ("deepseek_v3", {}),
     ],
     ids=str,
 )

@@ -28,6 +28,9 @@ def random_blocks(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
         values = values.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
         return values.view(torch.uint8).numpy()
     blocks = rng.integers(0, 256, (num_blocks, quant.block_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 250, num_blocks, dtype=np.uint8)
+        return blocks
     scales = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
     for at in scales:
         blocks[:, at : at + 2] = (rng.standard_normal((num_blocks, 1)) / 8).astype(np.float16).view(np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import gguf
@@ -15,7 +16,10 @@ from slipstream.kernels import native
 from slipstream.model.description import read_spec
 from slipstream.model.families import find_gguf_family
 from slipstream.model.parameters import parameters
+from slipstream.model.positions import rope_table
+from slipstream.model.spec import Llama3Scaling, RopeSpec
 from tests import tiny_models
+from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
 
 
@@ -34,6 +38,9 @@ def write(path, tensors, architecture="llama", **metadata):
         else:
             writer.add_string(key, value)
     for name, (value, kind) in tensors.items():
+        if isinstance(value, np.ndarray) and value.dtype == np.uint8:  # blocks as they are
+            writer.add_tensor(name, value, raw_dtype=gguf.GGMLQuantizationType[kind])
+            continue
         value = np.ascontiguousarray(value, dtype=np.float32)
         if kind == "F32":
             writer.add_tensor(name, value)
@@ -58,6 +65,57 @@ GEMMA3 = {
 }
 RMS = {"attention.layer_norm_rms_epsilon": 1e-6}
 LAYER = {"attention.layer_norm_epsilon": 1e-5}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN_KEYS = {
+    "rope.freq_base": 1e4,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 32,
+}
+DEEPSEEK = {
+    **RMS,
+    "leading_dense_block_count": 1,
+    "attention.head_count_kv": 1,
+    "attention.kv_lora_rank": 24,
+    "attention.key_length": 32,
+    "attention.value_length": 24,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 20,
+    "rope.dimension_count": 8,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 5.0, 30.0],
+    "original_max_position_embeddings": 4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def llama3_factors():
+    """What the converter works out of LLAMA3 for heads of 8."""
+    plain = 1e4 ** -(torch.arange(0, 8, 2).double() / 8)
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
+    cos, sin = rope_table(RopeSpec(theta=1e4, rotary_dim=8, scaling=scaling), 2)[1].double().chunk(2)
+    return (plain / torch.atan2(sin, cos)).tolist()
+
+
+FACTORS = {
+    "phi3-long": {f"rope_factors_{kind}.weight": LONGROPE[f"{kind}_factor"] for kind in ("short", "long")},
+    "llama-3.1": {"rope_freqs.weight": llama3_factors()},
+}
 CASES = {  # llama.cpp's name, the family here, its changes, what its converter writes besides the common keys
     "llama": ("llama", "llama", {}, {**RMS, "vocab_size": 288, "rope.dimension_count": 8}),
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}, RMS),
@@ -139,6 +197,60 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"sliding_window": 7, "rms_norm_eps": 1e-6},
         {**RMS, "rope.dimension_count": 8, "attention.sliding_window": 7, "rope.scaling.original_context_length": 256},
     ),
+    "llama-3.1": ("llama", "llama", {"rope_theta": None, "rope_parameters": LLAMA3}, {**RMS, "rope.dimension_count": 8}),
+    "mixtral": (
+        "llama",
+        "mixtral",
+        {"sliding_window": None, "rms_norm_eps": 1e-6},
+        {**RMS, "rope.dimension_count": 8, "expert_count": 4, "expert_used_count": 2},
+    ),
+    "phi3-long": (
+        "phi3",
+        "phi3",
+        {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4, "rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "rope.dimension_count": 8,
+            "rope.scaling.original_context_length": 4,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(64) / math.log(4)),
+        },
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        "gpt_oss",
+        {"swiglu_limit": 7.0, "rope_parameters": {**YARN, "truncate": False}},
+        {
+            **RMS,
+            **YARN_KEYS,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 7,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 64,
+        },
+    ),
+    "deepseek2-v2": (
+        "deepseek2",
+        "deepseek_v2",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {**DEEPSEEK, **YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.07, "expert_gating_func": 1},
+    ),
+    "deepseek2-v3": (
+        "deepseek2",
+        "deepseek_v3",
+        {},
+        {
+            **DEEPSEEK,
+            "attention.q_lora_rank": 16,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+    ),
     "olmo2": ("olmo2", "olmo2", {"rms_norm_eps": 1e-6}, RMS),
     "granite": (
         "granite",
@@ -173,6 +285,31 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
 }
 
 
+GPT_OSS = {"gate_up_proj": "ffn_{}_exps.weight", "gate_up_proj_bias": "ffn_{}_exps.bias"}
+
+
+def apart(architecture, name, value, a):
+    """Tensors that llama.cpp's converter makes of one, by its own names."""
+    layer = next((part for part in name.split(".") if part.isdigit()), None)
+    last = name.rsplit(".", 1)[-1]
+    if architecture == "deepseek2" and "kv_b_proj" in name:
+        keys, values = np.split(value.reshape(a.num_heads, -1, a.kv_rank), [a.plain_dim], axis=1)
+        return {f"blk.{layer}.attn_k_b.weight": keys.swapaxes(1, 2), f"blk.{layer}.attn_v_b.weight": values}
+    if architecture == "gpt-oss" and last in GPT_OSS:
+        parts = {kind: value[..., start::2] for kind, start in (("gate", 0), ("up", 1))}
+        turn = last == "gate_up_proj"
+        return {
+            f"blk.{layer}." + GPT_OSS[last].format(k): np.ascontiguousarray(v.swapaxes(1, 2)) if turn else v
+            for k, v in parts.items()
+        }
+    if architecture == "gpt-oss" and last.startswith("down_proj"):
+        kind = "bias" if last.endswith("bias") else "weight"
+        return {f"blk.{layer}.ffn_down_exps.{kind}": value.swapaxes(1, 2) if kind == "weight" else value}
+    if architecture == "gpt-oss" and last == "sinks":
+        return {f"blk.{layer}.attn_sinks.weight": value}
+    return None
+
+
 def as_llama_cpp(architecture, name, value, a):
     """A tensor as llama.cpp's converter changes it."""
     fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
@@ -203,12 +340,17 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):  # one tensor for all experts
             stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value.numpy()
             continue
-        value = value.squeeze()  # as the converter does
+        if (made := apart(architecture, name, value.numpy(), a)) is not None:
+            tensors |= {written: (part, "F32") for written, part in made.items()}
+            continue
+        value, name = value.squeeze(), name.replace("e_score_correction_bias", "e_score_correction.bias")
         found = [table.get_name(n, (".weight", ".bias")) for n in (name, name.removeprefix("transformer."))]
         written = next(n for n in found if n is not None)
         tensors[written] = (as_llama_cpp(architecture, name, value.numpy(), a), "F32")
     for name, parts in stacks.items():
         tensors[table.get_name(name, (".weight",))] = (np.stack([parts[e] for e in range(len(parts))]), "F32")
+    for name, factors in FACTORS.get(case, {}).items():
+        tensors[name] = (np.array(factors), "F32")
     metadata = {
         "block_count": spec.num_layers,
         "context_length": spec.max_position,
@@ -216,7 +358,7 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         "feed_forward_length": getattr(spec.layers[0].mlp, "intermediate_size", 64),
         "attention.head_count": a.num_heads,
     }
-    if a.num_kv_heads not in (1, a.num_heads):
+    if a.num_kv_heads not in (1, a.num_heads) and "attention.head_count_kv" not in more:
         metadata["attention.head_count_kv"] = a.num_kv_heads
     write(tmp_path / "model.gguf", tensors, architecture, **{f"{architecture}.{k}": v for k, v in {**metadata, **more}.items()})
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
@@ -256,7 +398,7 @@ def described(path, architecture="llama", **changes):
         ("attention.head_count_kv", [2, 4]),
         ("attention.causal", False),
         ("attention.scale", 0.5),
-        ("expert_count", 8),
+        ("expert_used_count", 8),
         ("tensor_data_layout", "other"),
         ("anything.new", 1),
         *((key, None) for key in LEAST),
@@ -290,7 +432,7 @@ def test_an_unknown_architecture_is_named(tmp_path):
         read_spec(path)
 
 
-@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q8_0", "Q5_0")], ids="+".join)
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q5_1", "Q5_0"), ("Q8_0", "F16")], ids="+".join)
 def test_blocks_are_used_as_they_are(tmp_path, kinds):
     """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
     product that another type fills in part, nothing is taken."""
@@ -309,7 +451,8 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     assert [p.kind for p in attention.qkv.parts] == {
         "Q4_1": [native.Q4M],  # one type: one part
         "Q8_0": [native.Q4, native.Q4, native.Q8],
-        "Q5_0": [native.F32],  # dequantised as a whole
+        "Q5_0": [native.Q5M, native.Q5M, native.Q5],
+        "F16": [native.F32],  # dequantised as a whole
     }[kinds[1]]
     assert [p.kind for p in attention.out.parts] == [native.BLOCK_KINDS[kinds[0]]]
     assert ours.weights_bytes < exact.weights_bytes
@@ -318,6 +461,33 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
     alone = run(ours, tokens[:5], (2, 3))
     assert torch.equal(alone, run(ours, tokens[:5], (2, 3)))
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")], ids="+".join)
+def test_superblocks_are_used_as_they_are(tmp_path, kinds):
+    """As llama.cpp's Q4_K_M and Q5_K_M mix them. What they take is what `info` says beforehand."""
+    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.build(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
+    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
+    shapes = parameters(spec)
+    for name, place in find_gguf_family("llama").gguf.names(spec).items():
+        rows, *inner = shapes[place.target]
+        shape = (rows if place.rows is None else place.rows, *inner)
+        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
+        tensors[name] = (any_blocks(rng, kind, *shape, size=1e-4) if inner else np.ones(shape), kind)
+    metadata = {**LEAST, "block_count": 2, "embedding_length": 256, "feed_forward_length": 512, "attention.head_count_kv": 2}
+    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
+    first, last = (native.BLOCK_KINDS[kind] for kind in kinds)
+    assert [p.kind for p in ours.decoder.layers[1].attention.qkv.parts] == [first, first, last]
+    assert {form.name for form in ours.forms} == set(kinds)
+    norms = sum(v.size for v, kind in tensors.values() if kind == "F32") * 4
+    table = ours.decoder.layers[0].attention.cos_sin
+    planned = ours.description.bytes_on_cpu(4)
+    assert ours.weights_bytes - table.numel() * 4 == planned == sum(f.num_bytes for f in ours.forms) + norms
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    a, b = run(ours, tokens), run(exact, tokens)
+    assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
 
 
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):

@@ -15,8 +15,8 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.model.scheme import CPU_BLOCK_TYPES, SCHEMES
-from slipstream.model.spec import DenseSpec, MoESpec
+from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
+from slipstream.model.spec import DenseSpec, LatentAttentionSpec, MoESpec
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, weights_bytes
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         ("hidden size", f"{spec.hidden_size:,}"),
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
+        *([("stored as", "products without their zeros")] if (q := description.quantization) is not None and q.sparse else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"),
     ]
     print_facts(settings.model, rows)
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def stored_as(description: ModelDescription) -> str:
     """A GGUF file's types, and which of them are not blown up on a CPU."""
-    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_TYPES)
+    kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
     return types + (f"; on a CPU {kept} used as is" if kept else "")
 
@@ -96,10 +97,13 @@ def stored_as(description: ModelDescription) -> str:
 def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
-    kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
-    parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
-    if a.window is not None:
-        parts.append(f"window {a.window:,}")
+    if isinstance(a, LatentAttentionSpec):
+        parts = [f"latent attention, {a.num_heads} heads, {a.head_dim} cached"]
+    else:
+        kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
+        parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+        if a.window is not None:
+            parts.append(f"window {a.window:,}")
     if a.position is not None:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
     dense = m if isinstance(m, DenseSpec) else m.expert
@@ -141,6 +145,8 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
+    if scheme is not None and scheme.experts_only and not facts.is_cuda:
+        scheme = None  # expanded
     weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
     if not facts.is_cuda and config.device.kernels in ("auto", "cpu") and scheme is None:
         weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights

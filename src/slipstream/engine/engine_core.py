@@ -232,6 +232,7 @@ def _fit(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=config.model.max_model_len,
+        forms=runner.model.forms,
     )
     return config, ledger
 

@@ -1,10 +1,14 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, experts and
+latent attention, which are torch's.
 
 A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
 
 Weights are packed once, and the packed form replaces the dense one. `int8`: a scale a row; activations are rounded to 8 bits
-with a scale for every 32 of a token. GGUF's Q8_0, Q4_0 and Q4_1 blocks are taken as they are.
+with a scale for every 32 of a token. Of an int8 weight with enough zeros (`SPARSE_FROM`), found in a checkpoint or by rounding,
+only the others are kept, with a bit for each place; pruning in patterns (2:4, N:M) is no case of its own. GGUF's blocks are
+taken as they are (`CPU_BLOCK_BYTES` has the types), and so are 4-bit weights by groups of 128 or 32 (`int4`, GPTQ, AWQ), whose
+inputs are rounded to 8 bits as well: with a scale for every 32 that costs next to nothing (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -22,13 +26,21 @@ from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
     BlockLinear,
+    GroupedLinear,
     LayerKV,
     Linear,
     SamplingTensors,
     ScaledLinear,
 )
-from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat, Scheme
+from slipstream.kernels.quantize import ROWS_AT_ONCE, round_linear, unpack4
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 from slipstream.model.spec import Activation
+
+SPARSE_FROM = {"avx512-vbmi2": 0.5, "avx512-bf16": 0.5}
+SPARSE_FROM_ELSEWHERE = 0.8
+"""The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
+the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
+the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +57,16 @@ class NativeLinear(Linear):
 
 
 class NativeOps(CpuOps):
-    """`isa` forces an instruction set (tests); by default the machine's best."""
+    """`isa` forces an instruction set (tests); by default the machine's best. `sparse_from`: instead of `SPARSE_FROM`."""
 
     name = "cpu"
-    block_types = CPU_BLOCK_TYPES
+    block_types = frozenset(CPU_BLOCK_BYTES)
 
-    def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
+    def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
         self.engine = Engine(num_threads, isa)
+        chosen = SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
+        self._sparse_from = chosen if sparse_from is None else sparse_from
         self._arena = Arena()
         self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
@@ -62,9 +76,14 @@ class NativeOps(CpuOps):
     # --- Weights ----------------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
+        if scheme is not None and scheme.name == "int4":
+            scales = torch.float16 if scheme.group_size == 32 and weight.dtype == torch.float32 else weight.dtype
+            return self.adopt_linear(round_linear(weight, bias, scheme, scales))
         if scheme is not None and scheme.name != "int8":
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8'", field="quantization")
-        kind = native.I8 if scheme is not None else native.BF16 if weight.dtype == torch.bfloat16 else native.F32
+            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8' or 'int4'", field="quantization")
+        if scheme is not None:
+            return _native(weight, bias, (self._eight_bits(weight, None),))
+        kind = native.BF16 if weight.dtype == torch.bfloat16 else native.F32
         packed = Packed.empty(kind, weight.shape[0], weight.shape[1], self._arena)
         packed.put_dense(weight)
         return _native(weight, bias, (packed,))
@@ -72,24 +91,37 @@ class NativeOps(CpuOps):
     def adopt_linear(self, w: Linear) -> NativeLinear:
         if isinstance(w, BlockLinear):
             return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
+        if isinstance(w, GroupedLinear):
+            stand_in = torch.empty(len(w.weight), w.weight.shape[1] * 4, device="meta", dtype=w.scales.dtype)
+            return _native(stand_in, w.bias, (_pack_groups(w, self._arena),))
         if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
-            packed = Packed.empty(native.I8, w.weight.shape[0], w.weight.shape[1], self._arena)
-            packed.put_codes(w.weight, w.scales)
-            return _native(torch.empty_like(w.weight, device="meta", dtype=w.out_dtype), w.bias, (packed,))
+            stand_in = torch.empty_like(w.weight, device="meta", dtype=w.out_dtype)
+            return _native(stand_in, w.bias, (self._eight_bits(w.weight, w.scales),))
         raise ConfigError(
             "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
         )
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        if scheme is not None:
+    def _eight_bits(self, weight: Tensor, scales: Tensor | None) -> Packed:
+        """Codes with their scales, or numbers that are rounded here, in the form that is faster."""
+        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(0))
+        if scales is None:
+            dense.put_dense(weight)
+        else:
+            dense.put_codes(weight, scales)
+        return dense.sparse(self._arena) if dense.zeros >= self._sparse_from else dense.moved(self._arena)
+
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        if scheme is not None and scheme.name != "mxfp4":
             raise ConfigError(f"the CPU's kernels have no {scheme.name} product of experts; leave it out", field="quantization")
-        return super().prepare_experts(weight)
+        return super().prepare_experts(weight, scheme, bias)
 
     def adopt_experts(self, w: Linear) -> Linear:
+        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
+            return super().adopt_experts(w)
         raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        if isinstance(tied, NativeLinear) and all(p.kind != native.I8 for p in tied.parts):
+        if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
             return tied  # the head's rows are the table's, exactly
         return self.adopt_linear(table) if isinstance(table, Linear) else table
 
@@ -100,6 +132,11 @@ class NativeOps(CpuOps):
         assert len(table.parts) == 1
         rows = table.parts[0].rows_of(token_ids).to(table.weight.dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        if not isinstance(w, NativeLinear):
+            return super().forms_of(w)
+        return [(native.KIND_NAMES[part.kind], part.data.numel()) for part in w.parts]
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
@@ -156,16 +193,21 @@ class NativeOps(CpuOps):
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
         assert inputs is None
+        if activation not in ACTIVATIONS:
+            return super().gated_activation(gate_up, activation)
         return self._activate(gate_up, activation, gate_up.shape[1] // 2, True)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         assert inputs is None
+        if activation not in ACTIVATIONS:
+            return super().activation(x, activation)
         return self._activate(x, activation, x.shape[1], False)
 
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
         out = torch.empty(len(x), size)
         p = Program(self.engine)
-        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, ACTIVATIONS[activation], gated, size)
+        kind = ACTIVATIONS[activation]  # type: ignore[index]
+        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, kind, gated, size)
         self._run(p, len(x))
         return out.to(x.dtype)
 
@@ -185,6 +227,9 @@ class NativeOps(CpuOps):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
+        if kv.latent:
+            options = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=cos_sin)
+            return super().rope_and_cache(qkv, kv, meta, **options, interleaved=interleaved)  # type: ignore[arg-type]
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
         p = Program(self.engine)
         norms = [None if t is None else t.float() for t in (q_norm, k_norm)]
@@ -206,14 +251,17 @@ class NativeOps(CpuOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if kv.latent:
+            return super().attention(q, kv, meta, scale=scale)
         _, num_heads, head_dim = q.shape
         out = torch.empty(len(q), num_heads * head_dim)
         p = Program(self.engine)
-        slopes = None if alibi_slopes is None else alibi_slopes.float()
+        of_heads = [None if t is None else t.float() for t in (alibi_slopes, sinks)]
         sizes = (num_heads, kv.k.shape[1], head_dim)
         rows = p.bound(_wide(q.flatten(1)))
-        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, slopes)
+        p.add("attention", rows, p.bound(out), 0, *sizes, scale, window or 0, softcap or 0.0, *of_heads)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)
         del kept
@@ -294,6 +342,28 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
         packed.put_blocks(piece.blocks.ctypes.data, piece.rows, 0, piece.order)
         parts.append(packed)
     return tuple(parts)
+
+
+def _pack_groups(w: GroupedLinear, arena: Arena) -> Packed:
+    """4-bit codes as they are, with their scales in float32; in groups of 32 in float16, if that holds them exactly, as
+    GGUF's Q4_0."""
+    scales = w.scales.float().T.contiguous()
+    minima = None if w.zeros is None else -w.zeros.float().T * scales
+    kind = native.W4 if minima is None else native.W4M
+    if w.group_size == 32:
+        if minima is None:  # of a group of zeros any scale is right
+            some = (unpack4(part, w.chunk).unflatten(1, (-1, 32)).ne(8).any(-1) for part in w.weight.split(ROWS_AT_ONCE))
+            scales = scales.where(torch.cat([*some]), 0.0)
+        halves = minima is None and torch.equal(scales.half().float(), scales)
+        kind = native.Q4 if halves else native.W4M32
+        minima = -8 * scales if minima is None and not halves else minima
+    rows, inner = len(w.weight), w.weight.shape[1] * 4
+    packed = Packed.empty(kind, rows, inner, arena)
+    for row in range(0, rows, ROWS_AT_ONCE):
+        at = slice(row, row + ROWS_AT_ONCE)
+        codes = unpack4(w.weight[at], w.chunk).to(torch.uint8)
+        packed.put_codes4(codes, scales[at], None if minima is None else minima[at], row)
+    return packed
 
 
 def _wide(x: Tensor) -> Tensor:

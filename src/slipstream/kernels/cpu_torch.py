@@ -29,10 +29,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, SamplingTensors
+from slipstream.kernels.ops import Activations, AttentionMetadata, GroupedLinear, LayerKV, Linear, SamplingTensors
+from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
     activate,
+    activate_gated,
     apply_bias_and_penalties,
     attend,
     first_beyond,
@@ -41,6 +43,7 @@ from slipstream.kernels.reference import (
     rms,
     route,
     scaled_probs,
+    softmax,
     uniform,
 )
 from slipstream.model.scheme import InputFormat, Scheme
@@ -136,22 +139,40 @@ class CpuOps(ReferenceOps):
         )
 
     def adopt_experts(self, w: Linear) -> Linear:
+        """Those of `mxfp4` become dense: a CPU has no product with them."""
+        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
+            return Linear(weight=dequantize(w, w.scales.dtype), bias=w.bias)
         return self.adopt_linear(w)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return Linear(weight=weight) if scheme is None else self.prepare_linear(weight, None, scheme)
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        if scheme is not None and scheme.name == "mxfp4":
+            return self.adopt_experts(round_linear(weight, bias, scheme))
+        return Linear(weight=weight, bias=bias) if scheme is None else self.prepare_linear(weight, bias, scheme)
 
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
-        weights, chosen = route(router_logits, spec)
-        order = chosen.flatten().argsort(stable=True)
+        weights, chosen = route(router_logits, spec, correction)
+        by_expert, order = chosen.flatten().sort(stable=True)
         ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
         per_expert = (spec.num_experts, -1, x.shape[1])
         h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
+        if up.bias is not None:
+            h += up.bias.view(spec.num_experts, -1)[by_expert]
         act = self.gated_activation if spec.expert.gated else self.activation
         rows = act(h, spec.expert.activation)
         assert isinstance(rows, Tensor)
         y = F.grouped_mm(rows, down.weight.view(spec.num_experts, x.shape[1], -1).transpose(1, 2), offs=ends)
+        if down.bias is not None:
+            y += down.bias.view(spec.num_experts, -1)[by_expert]
         back = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
         return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
@@ -198,10 +219,12 @@ class CpuOps(ReferenceOps):
         if inputs is not None:
             return super().gated_activation(gate_up, activation, inputs=inputs)
         gate, up = gate_up.chunk(2, dim=-1)
-        return activate(gate.float(), activation).mul_(up).to(gate_up.dtype)
+        return activate_gated(gate.float(), up.float(), activation).to(gate_up.dtype)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        return super().activation(x, activation, inputs=inputs) if inputs is not None else activate(x, activation)
+        if inputs is not None or not isinstance(activation, str):
+            return super().activation(x, activation, inputs=inputs)
+        return activate(x, activation)
 
     def rope_and_cache(
         self,
@@ -225,7 +248,7 @@ class CpuOps(ReferenceOps):
                 "kv_cache_dtype='auto'",
                 field="kv_cache_dtype",
             )
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        heads = qkv.view(-1, num_heads + (1 if kv.latent else 2) * num_kv_heads, head_dim)
         v = heads[:, num_heads + num_kv_heads :]
         qk = heads[:, : num_heads + num_kv_heads]
         if q_norm is not None and k_norm is not None:
@@ -242,7 +265,7 @@ class CpuOps(ReferenceOps):
         slots = self._once_a_step(
             meta, ("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size)
         )
-        for cache, new in ((kv.k, qk[:, num_heads:]), (kv.v, v)):
+        for cache, new in ((kv.k, qk[:, num_heads:]), *(() if kv.latent else ((kv.v, v),))):
             cache.view(-1, head_dim).index_copy_(0, slots, new.reshape(-1, head_dim).to(cache.dtype))
         return qk[:, :num_heads]
 
@@ -258,17 +281,18 @@ class CpuOps(ReferenceOps):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         lens = self._once_a_step(meta, "lens", meta.seq_lens.tolist)
         groups = self._once_a_step(
             meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
         )
         if len(groups) == 1 and groups[0].rows is None:
-            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes)
-        out = q.new_empty(q.shape)
+            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes, sinks)
+        out = q.new_empty(*q.shape[:2], kv.v.shape[3])
         for group in groups:
             assert group.rows is not None
-            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes)
+            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes, sinks)
         starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
         for i in range(meta.num_decodes, len(lens)):
             begin, end, length = starts[i], starts[i + 1], lens[i]
@@ -276,10 +300,10 @@ class CpuOps(ReferenceOps):
                 out[begin:end] = 0
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            if softcap is None and alibi_slopes is None:
+            if softcap is None and alibi_slopes is None and sinks is None:
                 _prefill(out[begin:end], q[begin:end], keys, values, scale, window)
             else:
-                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, alibi_slopes, sinks)
         return out
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
@@ -382,16 +406,24 @@ def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
 
 
 def _decode(
-    q: Tensor, kv: LayerKV, group: DecodeGroup, scale: float, softcap: float | None, alibi_slopes: Tensor | None
+    q: Tensor,
+    kv: LayerKV,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, size = kv.k.shape[1:3]
     # One gather lays a head's blocks end to end; the query heads of a kv head are rows of one product.
     shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
-    keys, values = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in (kv.k, kv.v))
+    gathered = (kv.k,) if kv.latent else (kv.k, kv.v)
+    keys, *others = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in gathered)
+    values = others[0] if others else keys[..., -kv.v.shape[3] :]
     rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
-    if softcap is None and alibi_slopes is None:
+    if softcap is None and alibi_slopes is None and sinks is None:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
     else:
         scores = rows.float() @ keys.float().transpose(-1, -2) * scale
@@ -400,8 +432,9 @@ def _decode(
         if alibi_slopes is not None:
             distance = (group.lens - 1 - group.at)[:, None, None]
             scores = scores - alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
-        out = ((scores + group.mask).softmax(dim=-1) @ values.float()).to(q.dtype)
-    out = out.reshape(num_seqs, num_heads, head_dim)
+        rest = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        out = (softmax(scores + group.mask, rest) @ values.float()).to(q.dtype)
+    out = out.reshape(num_seqs, num_heads, -1)
     return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
 
 
@@ -412,8 +445,8 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float,
     """q [n, H, D] at the end of keys, values [K, L, D]; writes into `out`."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
-    group = num_heads // num_kv_heads
-    if num_queries == length and (window is None or window >= length):
+    group, latent = num_heads // num_kv_heads, values.shape[2] < head_dim  # whose single kv head is not copied for each of many
+    if num_queries == length and not latent and (window is None or window >= length):
         if group > 1:
             keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
         mixed = F.scaled_dot_product_attention(
@@ -438,7 +471,7 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float,
         mixed = F.scaled_dot_product_attention(
             rows[None], keys[None, :, low:last], values[None, :, low:last], attn_mask=mask, scale=scale
         )[0]
-        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, values.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _tiled(
@@ -450,6 +483,7 @@ def _tiled(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """The reference's attention, a few queries at a time, so that the scores stay small."""
     num_queries, num_heads, _ = q.shape
@@ -458,7 +492,8 @@ def _tiled(
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
         last = length - num_queries + end
-        out[begin:end] = attend(q[begin:end], keys[:, :last], values[:, :last], scale, window, softcap, alibi_slopes)
+        seen = keys[:, :last], values[:, :last]
+        out[begin:end] = attend(q[begin:end], *seen, scale, window, softcap, alibi_slopes, sinks)
 
 
 # --- Sampling -------------------------------------------------------------------------------------------------------

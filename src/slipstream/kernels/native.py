@@ -22,13 +22,13 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import Activation
+from slipstream.model.spec import NamedActivation
 
-ABI = 1
+ABI = 4
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 BUILD = "python -m slipstream.kernels.build"
 
-F32, BF16, I8, Q8, Q4, Q4M = range(6)
+F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32 = range(15)
 """Kinds of weights: csrc/cpu/formats.h."""
 
 CEILINGS = ("read", "int8", "bfloat16", "float32")
@@ -37,13 +37,25 @@ CEILINGS = ("read", "int8", "bfloat16", "float32")
 ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, row by row as torch keeps them."""
 
+BLOCK_KINDS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M, "Q5_0": Q5, "Q5_1": Q5M, "Q4_K": Q4K, "Q5_K": Q5K, "Q6_K": Q6K}
+"""GGUF's types that are used as they are."""
+
+KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
+    F32: "float32",
+    BF16: "bfloat16",
+    I8: "int8",
+    S8: "sparse int8",
+    W4: "int4",
+    W4M: "int4 with zero points",
+    W4M32: "int4 by 32",
+}
+"""For a person."""
+
 FORM_F32, FORM_BF16, FORM_Q = range(3)
 """Forms of activations that products read."""
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-BLOCK_KINDS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M}
-"""GGUF's types that are used as they are."""
 
 
 class LayerPointers(ctypes.Structure):
@@ -76,6 +88,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pack_dense": (None, [_I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
     "pack_codes": (None, [_L, _L, _P, _P, _P, _L, _L, _P]),
     "pack_blocks": (None, [_I, _L, _L, _P, _P, _L, _L, _P]),
+    "pack_codes4": (None, [_I, _L, _L, _P, _P, _P, _P, _L, _L, _P]),
+    "num_zeros": (_L, [_L, _L, _P]),
+    "sparse_bytes": (_L, [_L, _L, _P]),
+    "pack_sparse": (None, [_L, _L, _P, _P]),
     "unpack_rows": (None, [_I, _L, _L, _P, _P, _L, _P]),
     "program_create": (_P, [_P]),
     "program_destroy": (None, [_P]),
@@ -89,7 +105,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _I, _L, _L, _P, _P]),
     "add_activation": (None, [_P, _I, _I, _I, _I, _I, _L]),
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
-    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P]),
+    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),
@@ -162,13 +178,14 @@ class Arena:
 
     SIZE = 64 * 2**20
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
         """Zeros, from an address that is a multiple of 64."""
         if num_bytes > self._rest.numel():
-            fresh = torch.from_numpy(np.zeros(max(self.SIZE, num_bytes) + 64, dtype=np.uint8))
+            fresh = torch.from_numpy(np.zeros(max(self._size, num_bytes) + 64, dtype=np.uint8))
             self._rest = fresh[-fresh.data_ptr() % 64 :]
         taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // 64) * 64 :]
         return taken
@@ -218,10 +235,41 @@ class Packed:
             self.rows, self.inner, self.data.data_ptr(), codes.data_ptr(), scales.data_ptr(), len(codes), row0, _at(to)
         )
 
+    def put_codes4(self, codes: Tensor, scales: Tensor, minima: Tensor | None, row0: int = 0) -> None:
+        """Codes 0 … 15 uint8 [n, inner]; what they are scaled by and what is added to them, float32 [n, groups]."""
+        codes, scales = codes.contiguous(), scales.contiguous()
+        minima = None if minima is None else minima.contiguous()
+        self._check(codes.shape[0], codes.shape[1], row0, None)
+        assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float32)
+        assert scales.shape == (len(codes), self.inner // (128 if self.kind in (W4, W4M) else 32))
+        assert (minima is not None) == (self.kind in (W4M, W4M32))
+        assert minima is None or (minima.dtype, minima.shape) == (scales.dtype, scales.shape)
+        at = [_at(t) for t in (codes, scales, minima)]
+        load().ss_pack_codes4(self.kind, self.rows, self.inner, self.data.data_ptr(), *at, len(codes), row0, None)
+
     def put_blocks(self, blocks: int, count: int, row0: int = 0, to: Tensor | None = None) -> None:
         """`count` rows of GGUF's blocks at the address `blocks`."""
         self._check(count, self.inner, row0, to)
         load().ss_pack_blocks(self.kind, self.rows, self.inner, self.data.data_ptr(), blocks, count, row0, _at(to))
+
+    @property
+    def zeros(self) -> float:
+        """The share of an I8 weight's numbers that are 0."""
+        assert self.kind == I8
+        found: int = load().ss_num_zeros(self.rows, self.inner, self.data.data_ptr())
+        return found / max(1, self.rows * self.inner)
+
+    def sparse(self, arena: Arena) -> Packed:
+        """An I8 weight without its zeros."""
+        assert self.kind == I8
+        packed = Packed(S8, self.rows, self.inner, arena.take(load().ss_sparse_bytes(self.rows, self.inner, _at(self.data))))
+        load().ss_pack_sparse(self.rows, self.inner, self.data.data_ptr(), packed.data.data_ptr())
+        return packed
+
+    def moved(self, arena: Arena) -> Packed:
+        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()))
+        packed.data.copy_(self.data)
+        return packed
 
     def rows_of(self, which: Tensor) -> Tensor:
         """float32 [n, inner] of int64 [n]."""

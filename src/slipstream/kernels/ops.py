@@ -13,8 +13,9 @@ everything from the cache: prefill, chunked prefill and decode are one op.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
+from slipstream.model.spec import Activation, AttentionKind, LatentAttentionSpec, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,34 @@ class LayerKV:
     """
 
     k: Tensor  # [B, K, block_size, D]
-    v: Tensor  # [B, K, block_size, D]
+    v: Tensor  # [B, K, block_size, D], or of latent attention the last numbers of each key: a view of `k`
     k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
     v_scale: Tensor | None = None  # float32 [K]
 
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def latent(self) -> bool:
+        """The values are part of the keys, and are not written by themselves."""
+        return self.v.shape[3] < self.k.shape[3]
+
+
+def cache_tensors(
+    attention: AttentionKind,
+    num_blocks: int,
+    block_size: int,
+    new: Callable[[tuple[int, ...]], Tensor],
+    *,
+    values_by_dim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`LayerKV`'s k and v for a layer, of tensors that `new` makes."""
+    shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
+    k = new(shape)
+    if isinstance(attention, LatentAttentionSpec):
+        return k, k[..., attention.rotary_dim :]
+    return k, new((*shape[:2], shape[3], shape[2])).transpose(2, 3) if values_by_dim else new(shape)
 
 
 def by_dim(v: Tensor) -> Tensor:
@@ -109,7 +131,10 @@ class Linear:
 
     def part(self, rows: slice) -> Linear:
         """Some rows of it: one expert's."""
-        return Linear(weight=self.weight[rows])
+        return Linear(weight=self.weight[rows], bias=self._bias(rows))
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        return None if self.bias is None else self.bias[rows]
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -125,7 +150,8 @@ class ScaledLinear(Linear):
     out_dtype: torch.dtype
 
     def part(self, rows: slice) -> ScaledLinear:
-        return ScaledLinear(weight=self.weight[rows], scales=self.scales[rows], out_dtype=self.out_dtype)
+        bias, scales = self._bias(rows), self.scales[rows]
+        return ScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
 
     @property
     def inputs(self) -> InputFormat:
@@ -136,18 +162,28 @@ class ScaledLinear(Linear):
 class GroupedLinear(Linear):
     """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
     j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
-    `zeros` says otherwise. `weight` int16 [out, in / 4]."""
+    `zeros` says otherwise. `weight` int16 [out, in / 4].
+
+    `mxfp4` (OCP Microscaling Formats 1.0) has `codes` "e2m1": floats of a sign, two bits of exponent and one of mantissa, 0 to
+    ±6, with scales that are powers of two; for experts alone (`moe`)."""
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
+    codes: Literal["int4", "e2m1"] = "int4"
     dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
 
     def part(self, rows: slice) -> GroupedLinear:
-        zeros = None if self.zeros is None else self.zeros[:, rows]
-        scales, size = self.scales[:, rows], self.group_size
-        return GroupedLinear(weight=self.weight[rows], scales=scales, zeros=zeros, group_size=size, chunk=self.chunk)
+        return GroupedLinear(
+            weight=self.weight[rows],
+            bias=self._bias(rows),
+            scales=self.scales[:, rows],
+            zeros=None if self.zeros is None else self.zeros[:, rows],
+            group_size=self.group_size,
+            chunk=self.chunk,
+            codes=self.codes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +270,13 @@ class OpSet(ABC):
         return w
 
     @abstractmethod
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        """`prepare_linear` for the weights of all experts, one below the other, as `moe` reads them."""
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        """`prepare_linear` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        """For a person: how the parts of a product's weight are held, and in how many bytes."""
+        tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
+        return [(str(w.weight.dtype).removeprefix("torch."), sum(t.numel() * t.element_size() for t in tensors))]
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -297,7 +338,8 @@ class OpSet(ABC):
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> Tensor:
-        """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache.
+        """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
+        `kv.latent`.
 
         q and k of each head are RMS-normed first if q_norm, k_norm [D] are given, then rotated by `cos_sin`
         float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second, read at
@@ -316,31 +358,43 @@ class OpSet(ABC):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [T, H, D] → [T, H, D]: causal attention of each token over its own sequence's cache.
+        """q [T, H, D] → [T, H, D] (as wide as the values): causal attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
-        max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. Rows of padded
-        sequences (seq_len 0) are unspecified but finite. Softmax in float32.
+        max(0, p − window + 1) … p. alibi_slopes float32 [H] add slope · (key position − p) to the scores. sinks [H]
+        join the softmax as the scores (scaled already, never capped) of a key more, whose value is 0 (Xiao et al. 2023,
+        arXiv:2309.17453, learned). Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax in float32.
         """
 
     @abstractmethod
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
-        """[T, 2F] → [T, F]: act(first half) · second half, quantised if `inputs` says so."""
+        """[T, 2F] → [T, F]: act(first half) · second half (or as the activation has it), quantised if `inputs` says so."""
 
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         """[T, F] → [T, F]."""
 
     @abstractmethod
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
         """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
 
-        With p the softmax of a row of router_logits in float32, the experts are its num_experts_per_token likeliest, and
-        their weights p, divided by their sum if spec.normalize. `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold
-        the experts one below the other, without biases.
+        With p the softmax (or logistic function) of a row of router_logits in float32, the experts are the
+        num_experts_per_token with the largest p (+ `correction`, float32 [X], if spec.correction), within spec.groups; their
+        weights are p, divided by their sum if spec.normalize, times spec.weight_scale. `up` [X · 2F, E] (or [X · F, E]) and
+        `down` [X · E, F] hold the experts one below the other, their biases too.
         """
 
     @abstractmethod

@@ -3,6 +3,8 @@ reference)."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,9 @@ def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
     return Quantized((x.round() if inputs == "int8" else x.clamp(-top, top)).to(DTYPES[inputs]), scales)
 
 
-def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
-    """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time."""
+def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dtype: torch.dtype | None = None) -> Linear:
+    """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time. The scales of groups are of the weight's
+    type unless another is given."""
     if scheme.inputs is not None:
         parts = [quantize_rows(rows, scheme.inputs) for rows in weight.split(ROWS_AT_ONCE)]
         return ScaledLinear(
@@ -39,9 +42,17 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
     size = scheme.group_size
     assert size is not None
     chunk = chunk_of(weight.shape[1], scheme)
-    words, scales = zip(*(_round_groups(rows, size, chunk) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+    kind = scales_dtype or weight.dtype
+    floats = scheme.name == "mxfp4"
+    rounded = _round_floats if floats else _round_groups
+    words, scales = zip(*(rounded(rows, size, chunk, kind) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
     return GroupedLinear(
-        weight=torch.cat(words), scales=torch.cat(scales, dim=1), bias=bias, group_size=size, chunk=chunk
+        weight=torch.cat(words),
+        scales=torch.cat(scales, dim=1),
+        bias=bias,
+        group_size=size,
+        chunk=chunk,
+        codes="e2m1" if floats else "int4",
     )
 
 
@@ -53,12 +64,26 @@ def chunk_of(inner: int, scheme: Scheme) -> int:
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
-def _round_groups(weight: Tensor, size: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """(int16 words [out, in / 4], scales [in / size, out] of the weight's type)."""
+def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(int16 words [out, in / 4], scales [in / size, out])."""
     groups = weight.float().unflatten(1, (-1, size))
-    scales = (groups.abs().amax(-1).clamp(min=SMALLEST) / 7.5).to(weight.dtype)
+    kind = torch.finfo(scales_dtype)
+    least = max(SMALLEST, 7.5 * kind.smallest_normal * kind.eps)  # a group of zeros has a scale, in float16 too
+    scales = (groups.abs().amax(-1).clamp(min=least) / 7.5).to(scales_dtype)
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
     return pack4(codes.flatten(1), chunk), scales.T.contiguous()
+
+
+def _round_floats(weight: Tensor, size: int, chunk: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same to e2m1, scaled so that the largest magnitude's power of two falls on 4, the largest code's (OCP Microscaling
+    Formats 1.0, section 6.3); of two codes as near, the larger."""
+    groups = weight.float().unflatten(1, (-1, size))
+    exponents = groups.abs().amax(-1).clamp(min=SMALLEST).log2().floor() - 2
+    scaled = groups / exponents.exp2()[..., None]
+    edges = [(a + b) / 2 for a, b in itertools.pairwise(E2M1)]
+    codes = torch.bucketize(scaled.abs(), torch.tensor(edges, device=weight.device), right=True).int()
+    codes += 8 * (scaled < 0)
+    return pack4(codes.flatten(1), chunk), exponents.exp2().to(kind).T.contiguous()
 
 
 def pack4(codes: Tensor, chunk: int) -> Tensor:
@@ -74,10 +99,25 @@ def unpack4(words: Tensor, chunk: int) -> Tensor:
     return torch.cat([chunks >> shift & 15 for shift in (0, 4, 8, 12)], dim=-1).flatten(1)
 
 
-def dequantize(w: ScaledLinear | GroupedLinear) -> Tensor:
-    """The weight [out, in] in float32."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes 0 … 7 of a 4-bit float stand for; codes 8 … 15 are the same below 0."""
+
+
+def dequantize(w: ScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [out, in], computed in float32."""
     if isinstance(w, ScaledLinear):
-        return w.weight.float() * w.scales[:, None]
+        return (w.weight.float() * w.scales[:, None]).to(dtype)
+    if len(w.weight) > ROWS_AT_ONCE:
+        out = torch.empty(len(w.weight), w.weight.shape[1] * 4, dtype=dtype, device=w.weight.device)
+        for start in range(0, len(out), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            part = w.part(rows)
+            assert isinstance(part, GroupedLinear)
+            out[rows] = dequantize(part, dtype)
+        return out
     codes: Tensor = unpack4(w.weight, w.chunk).unflatten(1, (-1, w.group_size))
-    zeros = 8.0 if w.zeros is None else w.zeros.float().T[..., None]
-    return ((codes - zeros) * w.scales.float().T[..., None]).flatten(1)
+    if w.codes == "e2m1":
+        values = torch.tensor((*E2M1, *(-x for x in E2M1)), device=codes.device)[codes]
+    else:
+        values = codes - (8.0 if w.zeros is None else w.zeros.float().T[..., None])
+    return (values * w.scales.float().T[..., None]).flatten(1).to(dtype)

@@ -24,14 +24,30 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
+from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec, OwnActivation
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
+
+
+def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """What goes into the second product; float32."""
+    if isinstance(activation, ClampedSwiglu):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    if isinstance(activation, OwnActivation):
+        made: Tensor = activation.function(gate, up)
+        return made
+    return activate(gate, activation) * up
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The activation functions by name. A new one is a line here and in `triton/pointwise.py`."""
     match activation:
+        case ClampedSwiglu():
+            raise AssertionError("gated only")
+        case OwnActivation(function=function):
+            made: Tensor = function(x)
+            return made
         case "silu":
             return F.silu(x)
         case "gelu":
@@ -44,10 +60,25 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
             return F.relu(x).square()
 
 
-def route(router_logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
+def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int64), [T, num_experts_per_token] each."""
-    weights, chosen = router_logits.float().softmax(dim=-1).topk(spec.num_experts_per_token, dim=-1)
-    return weights / weights.sum(dim=-1, keepdim=True) if spec.normalize else weights, chosen
+    logits = router_logits.float()
+    scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
+    merits = scores if correction is None else scores + correction
+    if (limit := spec.groups) is not None:
+        groups = merits.unflatten(-1, (limit.num_groups, -1))
+        best = groups.topk(1 if limit.by == "best" else 2, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(limit.num_chosen, dim=-1).indices, True)
+        merits = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+    chosen = merits.topk(spec.num_experts_per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if spec.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_WEIGHT)
+    return weights * spec.weight_scale, chosen
+
+
+LEAST_WEIGHT = 1e-20
+"""Added to the sum of weights that they are divided by: logistic functions may all be 0."""
 
 
 class ReferenceOps(OpSet):
@@ -56,8 +87,8 @@ class ReferenceOps(OpSet):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return self.prepare_linear(weight, None, scheme)
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        return self.prepare_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -125,10 +156,10 @@ class ReferenceOps(OpSet):
         norm_offset: float = 0.0,
     ) -> Tensor:
         num_tokens = qkv.shape[0]
-        heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        heads = qkv.view(num_tokens, num_heads + (1 if kv.latent else 2) * num_kv_heads, head_dim)
         q = heads[:, :num_heads].float()
         k = heads[:, num_heads : num_heads + num_kv_heads].float()
-        v = heads[:, num_heads + num_kv_heads :]
+        v = heads[:, num_heads + num_kv_heads :]  # none if kv.latent
         if q_norm is not None and k_norm is not None:
             q, k = (rms(t, w, norm_eps, norm_offset) for t, w in ((q, q_norm), (k, k_norm)))
         if cos_sin is not None:
@@ -136,7 +167,8 @@ class ReferenceOps(OpSet):
             q, k = rotate(q, table, interleaved), rotate(k, table, interleaved)
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
         kv.k[block, :, offset] = to_cache(k, kv.k_scale, kv.k.dtype)
-        kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
+        if not kv.latent:
+            kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
         return q.to(qkv.dtype).contiguous()
 
     def attention(
@@ -149,28 +181,38 @@ class ReferenceOps(OpSet):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
         for i, length in enumerate(lens):
             begin, end = starts[i], starts[i + 1]
             if length == 0 or begin == end:
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes)
+            out[begin:end] = attend(q[begin:end], keys, values, scale, window, softcap, alibi_slopes, sinks)
         return out
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return self._as(activate(gate, activation) * up, gate_up.dtype, inputs)
+        return self._as(activate_gated(gate, up, activation), gate_up.dtype, inputs)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return self._as(activate(x.float(), activation), x.dtype, inputs)
 
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
-        weights, chosen = route(router_logits, spec)
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
+        weights, chosen = route(router_logits, spec, correction)
         act = self.gated_activation if spec.expert.gated else self.activation
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in chosen.unique().tolist():
@@ -193,7 +235,8 @@ class ReferenceOps(OpSet):
 
     def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         kv.k[target] = kv.k[source]
-        kv.v[target] = kv.v[source]
+        if not kv.latent:
+            kv.v[target] = kv.v[source]
 
 
 # --- Attention ------------------------------------------------------------------------------------------------------
@@ -225,8 +268,10 @@ def attend(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [n, H, D] at the last n positions of keys, values [K, L, D] → [n, H, D]; causal, in float32."""
+    """q [n, H, D] at the last n positions of keys, values [K, L, D] → [n, H, D]; causal, in float32. Values may be of another
+    width than keys."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -241,8 +286,15 @@ def attend(
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    weights = softmax(scores.masked_fill(hidden, -math.inf), None if sinks is None else sinks[:, None, None])
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension of float32 scores, with a score more for each row that gets no weight."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    return torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:

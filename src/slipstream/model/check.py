@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, select_ops
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors, select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.loader import LoadedModel, load_model
 
@@ -79,9 +80,8 @@ def our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, T
     yield "embeddings", h.clone()
     residual: Tensor | None = None
     for i, layer in enumerate(decoder.layers):
-        a = layer.attention.spec
-        shape = (num_blocks + 1, a.num_kv_heads, BLOCK_SIZE, a.head_dim)
-        kv = LayerKV(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
+        new = partial(torch.zeros, dtype=decoder.dtype, device=device)
+        kv = LayerKV(*cache_tensors(layer.attention.spec, num_blocks + 1, BLOCK_SIZE, new))
         h, residual = layer(decoder.ops, h, residual, kv, meta)
         yield f"layer {i}", h.clone() if residual is None else h + residual
     yield "logits", decoder.logits(decoder.finished(h, residual))

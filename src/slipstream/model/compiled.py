@@ -16,7 +16,15 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.native import ACTIVATIONS, FORM_F32, Program
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import DenseSpec, ModelSpec, PostNormBlock, RopeSpec, SequentialBlock
+from slipstream.model.spec import (
+    DenseSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    OwnNorm,
+    PostNormBlock,
+    RopeSpec,
+    SequentialBlock,
+)
 
 if TYPE_CHECKING:
     from slipstream.model.decoder import MLP, Attention, Decoder, Norm
@@ -31,13 +39,19 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: mixtures of experts, norms after the addition or over whole rows of q and k, scaled branches, clipped q, k and
-    v, and embeddings with a norm or a width of their own."""
+    """Not yet: latent attention, mixtures of experts, activations and norms of one's own, norms after the addition or over
+    whole rows of q and k, scaled branches, clipped q, k and v, and embeddings with a norm or a width of their own."""
     if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
+        return False
+    if isinstance(spec.final_norm.kind, OwnNorm):
         return False
     for layer in spec.layers:
         a, norms = layer.attention, layer.norms
+        if isinstance(a, LatentAttentionSpec) or any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
+            return False
         if not isinstance(layer.mlp, DenseSpec) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
+            return False
+        if layer.mlp.activation not in ACTIVATIONS:
             return False
         if a.qk_norm is not None and a.qk_norm.over != "head":
             return False
@@ -50,7 +64,7 @@ def covers(spec: ModelSpec) -> bool:
 
 class CompiledStep:
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
-        from slipstream.model.decoder import MoE
+        from slipstream.model.decoder import LatentAttention, MoE
 
         self.program = p = Program(ops.engine)
         self.hidden_size = hidden = decoder.spec.hidden_size
@@ -65,6 +79,7 @@ class CompiledStep:
         for index, layer in enumerate(decoder.layers):
             norms, attention, mlp = layer.norms, layer.attention, layer.mlp
             assert not isinstance(mlp, MoE)
+            assert not isinstance(attention, LatentAttention)
             if isinstance(layer.spec.block, SequentialBlock):
                 post = norms.get("post_attention"), norms.get("post_mlp")
                 x = self._norm(norms["pre_attention"], attention.qkv, waiting)
@@ -167,14 +182,15 @@ class CompiledStep:
         interleaved = isinstance(s.position, RopeSpec) and s.position.style == "interleaved"
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
-        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, attention.slopes)
+        of_heads = attention.slopes, None if attention.sinks is None else attention.sinks.float()
+        p.add("attention", qkv, seen, layer, *sizes, s.scale, s.window or 0, s.softcap or 0.0, *of_heads)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:
         s, p = mlp.spec, self.program
         assert isinstance(mlp.up, NativeLinear)
         assert isinstance(mlp.down, NativeLinear)
-        form, kind = mlp.down.form, ACTIVATIONS[s.activation]
+        form, kind = mlp.down.form, ACTIVATIONS[s.activation]  # type: ignore[index]
         inner = self._buffer("inner", form, s.intermediate_size)
         if s.gated and len(mlp.up.parts) == 1 and s.intermediate_size % 32 == 0:
             part = mlp.up.parts[0]

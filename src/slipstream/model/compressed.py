@@ -30,7 +30,7 @@ from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import Method
 from slipstream.model.scheme import Scheme
 
-PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
+PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 PARTS = ("weight", "weight_scale", "weight_packed", "qweight", "qzeros", "scales", "g_idx")
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)

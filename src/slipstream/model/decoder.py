@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
 from slipstream.model.compiled import compile_step
@@ -26,10 +27,12 @@ from slipstream.model.spec import (
     AlibiSpec,
     AttentionSpec,
     DenseSpec,
+    LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
     MoESpec,
     NormSpec,
+    OwnNorm,
     ParallelBlock,
     PostNormBlock,
     QKNormSpec,
@@ -54,6 +57,10 @@ class Norm:
     ) -> tuple[Activations, Tensor]:
         """The same, in the form that the product after it wants."""
         s = self.spec
+        if isinstance(s.kind, OwnNorm):
+            total = _sum(x, residual)
+            h = s.kind.function(total.float(), self.weight, self.bias, s.eps).to(x.dtype)
+            return h if inputs is None else ops.quantize(h, inputs), total
         if s.kind == "rms":
             return ops.rms_norm(x, self.weight, s.eps, residual=residual, weight_offset=s.weight_offset, inputs=inputs)
         return ops.layer_norm(x, self.weight, self.bias, s.eps, residual=residual, inputs=inputs)
@@ -68,6 +75,7 @@ class Attention:
     k_norm: Tensor | None
     cos_sin: Tensor | None
     slopes: Tensor | None
+    sinks: Tensor | None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
@@ -92,18 +100,86 @@ class Attention:
             norm_eps=in_rope.eps if in_rope else 0.0,
             norm_offset=in_rope.weight_offset if in_rope else 0.0,
         )
-        seen = ops.attention(q, kv, meta, scale=s.scale, window=s.window, softcap=s.softcap, alibi_slopes=self.slopes)
+        seen = ops.attention(
+            q,
+            kv,
+            meta,
+            scale=s.scale,
+            window=s.window,
+            softcap=s.softcap,
+            alibi_slopes=self.slopes,
+            sinks=self.sinks,
+        )
         return ops.linear(seen.flatten(1), self.out)
 
     def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec) -> Tensor:
         assert self.q_norm is not None
         assert self.k_norm is not None
         q, k, v = qkv.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=1)
+        if norm.over == "each":
+            qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, self.spec.head_dim))
+            weights = torch.cat((self.q_norm, self.k_norm)).float()
+            heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * weights
+            return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
         normed = (
             ops.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
             for x, weight in ((q, self.q_norm), (k, self.k_norm))
         )
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
+
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of rows that it reads."""
+        return self.qkv.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention over the latents themselves: what makes keys and values of a latent is multiplied into queries and results
+    instead (DeepSeek-V2, section 2.1.3), so that all heads read one cached row a token."""
+
+    spec: LatentAttentionSpec
+    q_latent: Linear | None
+    q: Linear
+    latent: Linear
+    out: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor
+    keys: Tensor  # [H, plain_dim, kv_rank]
+    values: Tensor  # [H, kv_rank, value_dim]
+    cos_sin: Tensor
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]"""
+        s, rows = self.spec, x
+        if self.q_latent is not None:
+            assert self.q_norm is not None
+            rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
+        q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
+        plain, turned = q.split((s.plain_dim, s.rotary_dim), dim=2)
+        latent, key = ops.linear(x, self.latent).split((s.kv_rank, s.rotary_dim), dim=1)
+        normed = ops.rms_norm(latent.contiguous(), self.k_norm, s.eps)[0]
+        assert isinstance(normed, Tensor)
+        absorbed = torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
+        queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
+        q = ops.rope_and_cache(
+            torch.cat((queries, cached[:, None]), dim=1).flatten(1),
+            kv,
+            meta,
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            cos_sin=self.cos_sin,
+            interleaved=s.position.style == "interleaved",
+        )
+        seen = ops.attention(q, kv, meta, scale=s.scale)  # [T, H, kv_rank]
+        values = torch.bmm(seen.transpose(0, 1), self.values).transpose(0, 1)
+        return ops.linear(values.flatten(1), self.out)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return self.latent.inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +207,13 @@ class MoE:
     down: Linear
     shared: MLP | None
     shared_weight: Linear | None
+    correction: Tensor | None
 
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
         """[T, E] → [T, E]"""
         assert isinstance(x, Tensor)
-        routed = ops.moe(x, ops.linear(x, self.router), self.up, self.down, self.spec)
+        logits = ops.linear(x, self.router)
+        routed = ops.moe(x, logits, self.up, self.down, self.spec, correction=self.correction)
         if self.shared is None:
             return routed
         always = self.shared(ops, x)
@@ -151,7 +229,7 @@ class MoE:
 @dataclass(frozen=True, slots=True)
 class Layer:
     spec: LayerSpec
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: MLP | MoE
     norms: Mapping[str, Norm]
 
@@ -166,11 +244,11 @@ class Layer:
             return n["mlp_norm"](ops, _scaled(self.mlp(ops, x), scale), x)[0], None
         if isinstance(self.spec.block, ParallelBlock):
             # Both branches read one norm, or each its own; all of a layer's products have one scheme, but a router has none.
-            inputs = self.attention.qkv.inputs if "mlp_norm" in n else self.mlp.inputs
+            inputs = self.attention.inputs if "mlp_norm" in n else self.mlp.inputs
             normed, residual = self._before("norm", ops, pending, residual, inputs)
             for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.inputs)[0] if "mlp_norm" in n else normed
             return _scaled(self.attention(ops, normed, kv, meta) + self.mlp(ops, for_mlp), scale), residual
-        normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.qkv.inputs)
+        normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
         h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
         normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
         return _scaled(self._after("post_mlp", ops, self.mlp(ops, normed)), scale), residual
@@ -212,6 +290,7 @@ class Decoder:
         rounded: Mapping[str, Linear] | None = None,
     ) -> None:
         rounded = rounded or {}
+        of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
         self.spec = spec
         self.ops = ops
         held = rounded.get("embed.weight")
@@ -250,6 +329,25 @@ class Decoder:
                 parameters.pop(f"{name}.k_norm.weight", None),
                 cos_sin,
                 slopes,
+                parameters.pop(f"{name}.sinks.weight", None),
+            )
+
+        def latent(s: LatentAttentionSpec, name: str) -> LatentAttention:
+            if s.position not in tables:
+                tables[s.position] = rope_table(s.position, max_model_len).to(device)
+            expand = parameters.pop(f"{name}.expand.weight").unflatten(0, (s.num_heads, -1))
+            keys, values = expand.split((s.plain_dim, s.value_dim), dim=1)
+            return LatentAttention(
+                s,
+                _linear(f"{name}.q_latent", parameters, ops, scheme, rounded) if s.q_rank is not None else None,
+                _linear(f"{name}.q", parameters, ops, scheme, rounded),
+                _linear(f"{name}.latent", parameters, ops, scheme, rounded),
+                _linear(f"{name}.out", parameters, ops, scheme, rounded),
+                parameters.pop(f"{name}.q_norm.weight", None),
+                parameters.pop(f"{name}.k_norm.weight"),
+                keys.contiguous(),
+                values.transpose(1, 2).contiguous(),
+                tables[s.position],
             )
 
         def mlp(s: DenseSpec, name: str) -> MLP:
@@ -257,7 +355,7 @@ class Decoder:
             return MLP(s, up, down)
 
         def mixture(s: MoESpec, name: str) -> MoE:
-            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
+            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, of_experts, rounded) for part in ("up", "down"))
             weighed = s.shared is not None and s.shared.weighed
             return MoE(
                 s,
@@ -266,12 +364,15 @@ class Decoder:
                 down,
                 mlp(s.shared.mlp, f"{name}.shared") if s.shared is not None else None,
                 _linear(f"{name}.shared_weight", parameters, ops, None, rounded) if weighed else None,
+                parameters.pop(f"{name}.correction.weight", None),
             )
 
         def layer(s: LayerSpec, name: str) -> Layer:
             norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in s.norms.items()}
             made = mlp(s.mlp, f"{name}.mlp") if isinstance(s.mlp, DenseSpec) else mixture(s.mlp, name)
-            return Layer(s, attention(s.attention, f"{name}.attention"), made, norms)
+            own = f"{name}.attention"
+            a = s.attention
+            return Layer(s, latent(a, own) if isinstance(a, LatentAttentionSpec) else attention(a, own), made, norms)
 
         self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
         assert not parameters, f"unused: {list(parameters)}"
@@ -334,5 +435,8 @@ def _linear(
 def _experts(
     name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
 ) -> Linear:
+    bias = parameters.pop(f"{name}.bias", None)
     held = rounded.get(f"{name}.weight")
-    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme) if held is None else ops.adopt_experts(held)
+    if held is not None:
+        return ops.adopt_experts(dataclasses.replace(held, bias=bias))
+    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme, bias)

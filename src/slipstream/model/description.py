@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
-from slipstream.model.families.base import GGUF_NO_EFFECT, ConfigReader, Family
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
-from slipstream.model.scheme import CPU_BLOCK_TYPES, InputFormat
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -55,7 +55,8 @@ class ModelDescription:
         """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
         if not self.stored:
             return None
-        return sum(t.num_bytes if t.name in CPU_BLOCK_TYPES else t.num_values * dtype_bytes for t in self.stored)
+        held = CPU_BLOCK_BYTES
+        return sum(t.num_values * held[t.name] // 256 if t.name in held else t.num_values * dtype_bytes for t in self.stored)
 
 
 def read_spec(path: Path) -> ModelDescription:
@@ -92,7 +93,9 @@ def _read_folder(path: Path) -> ModelDescription:
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
-    dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    if dtype is None:  # what is rounded was of 16 bits
+        dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
     return ModelDescription(
         name=path.name,
         path=path,
@@ -113,6 +116,8 @@ def _read_gguf(path: Path) -> ModelDescription:
     assert family.gguf is not None
     prefix = f"{architecture}."
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
+    said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     reader = ConfigReader(said, path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     config = family.gguf.config(reader)
     reader.finish()

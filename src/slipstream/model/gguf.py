@@ -48,13 +48,14 @@ TYPES: dict[int, QuantType] = {
     13: QuantType("Q5_K", 256, 176),
     14: QuantType("Q6_K", 256, 210),
     30: QuantType("BF16", 1, 2),
+    39: QuantType("MXFP4", 32, 17),
 }
 """The types that can be read, by their number in the file."""
 
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 """Names of types that are known and not supported, for the message."""
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import BlockLinear, BlockRows, Linear
+from slipstream.model.compressed import PRODUCTS as LAYER_PRODUCTS
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.parameters import Placement, Shape, Unpermute
 
-PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", "head.weight", "embed.weight")
+PRODUCTS = (*LAYER_PRODUCTS, "head.weight", "embed.weight")
 
 
 class BlockWeights:

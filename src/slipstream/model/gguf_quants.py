@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.kernels.quantize import E2M1
+
 _CHUNK_VALUES = 1 << 20
 """Values dequantised at a time: bounds the float32 temporaries to a few MB, whatever the tensor's size."""
 
@@ -101,6 +103,12 @@ def _q6_k(b: Tensor) -> Tensor:
     return (low | high).float().sub_(32.0).view(-1, 16, 16).mul_(scale.unsqueeze(2)).flatten(1)
 
 
+def _mxfp4(b: Tensor) -> Tensor:
+    # A block begins with its exponent plus 127; codes of e2m1 are a sign, two bits of exponent and one of mantissa.
+    scale = torch.ldexp(torch.ones(len(b), 1), b[:, :1].int() - 127)
+    return torch.tensor((*E2M1, 0.0, *(-x for x in E2M1[1:])))[_nibbles(b[:, 1:]).long()].mul_(scale)
+
+
 _DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "F32": (lambda b: b.view(torch.float32), 1),
     "F16": (lambda b: b.view(torch.float16), 1),
@@ -113,4 +121,5 @@ _DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "Q4_K": (_q4_k, 256),
     "Q5_K": (_q5_k, 256),
     "Q6_K": (_q6_k, 256),
+    "MXFP4": (_mxfp4, 32),
 }

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.ops import Linear, OpSet
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
-from slipstream.model.scheme import SCHEMES, Scheme
-from slipstream.model.spec import ModelSpec
+from slipstream.model.scheme import SCHEMES, Scheme, WeightForm
+from slipstream.model.spec import AttentionSpec, ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables. `cache_scales`
-    are the checkpoint's, for an 8-bit cache of the form that its description names."""
+    are the checkpoint's, for an 8-bit cache of the form that its description names. `forms` are the
+    products', the largest first."""
 
     description: ModelDescription
     decoder: Decoder
     weights_bytes: int
+    forms: tuple[WeightForm, ...]
     cache_scales: CacheScales | None = None
 
     @property
@@ -61,7 +65,7 @@ def load_model(
         check_scheme(description.spec, scheme)
     with torch.inference_mode():
         try:
-            rounded: RoundedWeights | BlockWeights | None = None
+            rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None
             cache_scales = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
@@ -69,7 +73,10 @@ def load_model(
                 stored, shapes = description.quantization, parameters(description.spec)
                 if stored is not None and stored.scheme is not None:
                     held = SCHEMES[stored.scheme]
-                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                    if stored.method == "mxfp4":
+                        rounded = Mxfp4Weights(shapes, held, dtype=dtype, device=device)
+                    else:
+                        rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
                 elif description.family.gguf is not None and description.format == "gguf" and scheme is None:
                     names = description.family.gguf.names(description.spec)
                     rounded = BlockWeights(GGUFFile(description.path), names, shapes, ops.block_types, dtype)
@@ -83,14 +90,24 @@ def load_model(
         context = max_model_len if max_model_len is not None else description.spec.max_position
         linears = rounded.linears() if rounded is not None else {}
         decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
-    return LoadedModel(description, decoder, _bytes(decoder), cache_scales)
+    return LoadedModel(description, decoder, _bytes(decoder), _forms(decoder), cache_scales)
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
     """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
+    if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.products(spec.hidden_size)):
+        raise ConfigError(
+            f"{scheme.name} is for mixtures of experts, and the model has none; use 'int4', 'fp8' or 'int8'",
+            field="quantization",
+        )
     if scheme.inputs is not None:
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
-        kv_rows = [("num_kv_heads · head_dim", layer.attention.kv_size) for layer in spec.layers]
+        kv_rows = [
+            ("num_kv_heads · head_dim", a.kv_size)
+            if isinstance(a, AttentionSpec)
+            else ("kv_lora_rank + qk_rope_head_dim", a.head_dim)
+            for a in (layer.attention for layer in spec.layers)
+        ]
         for name, rows in (*heads, *kv_rows):
             if rows % 16:
                 raise ConfigError(
@@ -100,9 +117,12 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                 )
     for layer in spec.layers:
         for product in layer.products(spec.hidden_size):
+            if scheme.experts_only and product.copies == 1:
+                continue
             if (inner := product.inner) % scheme.multiple:
                 name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
                 name = "hidden_size" if inner == spec.hidden_size else name
+                name = "q_lora_rank" if inner == getattr(layer.attention, "q_rank", None) else name
                 other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "
@@ -111,25 +131,31 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
                 )
 
 
-def _bytes(decoder: Decoder) -> int:
-    """Bytes of all distinct tensors that the decoder holds."""
-    found: dict[int, int] = {}
-
-    def visit(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.device.type != "meta":  # a packed weight's stand-in
-                key = id(value) if value.is_mkldnn else value.data_ptr()
-                found[key] = value.numel() * value.element_size()
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
+def _held(decoder: Decoder) -> Iterator[object]:
+    """Everything that the decoder's parts hold, inside out or not, with repetitions."""
+    waiting: list[object] = [*vars(decoder).values()]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, (list, tuple)):
+            waiting.extend(value)
         elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
+            waiting.extend(value.values())
         elif hasattr(value, "__dataclass_fields__"):
-            for name in value.__dataclass_fields__:
-                visit(getattr(value, name))
+            waiting.extend(getattr(value, name) for name in value.__dataclass_fields__)
 
-    for value in vars(decoder).values():
-        visit(value)
-    return sum(found.values())
+
+def _bytes(decoder: Decoder) -> int:
+    """Bytes of all distinct tensors that the decoder holds, but a packed weight's stand-in."""
+    tensors = (v for v in _held(decoder) if isinstance(v, torch.Tensor) and v.device.type != "meta")
+    return sum({id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _forms(decoder: Decoder) -> tuple[WeightForm, ...]:
+    linears = {id(v): v for v in _held(decoder) if isinstance(v, Linear)}
+    found: dict[str, list[int]] = {}
+    for w in linears.values():
+        for name, num_bytes in decoder.ops.forms_of(w):
+            found.setdefault(name, []).append(num_bytes)
+    forms = (WeightForm(name, len(sizes), sum(sizes)) for name, sizes in found.items())
+    return tuple(sorted(forms, key=lambda f: -f.num_bytes))

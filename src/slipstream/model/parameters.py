@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, NormSpec
+from slipstream.model.spec import AttentionSpec, DenseSpec, LatentAttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 Shape = tuple[int, ...]
 
@@ -40,7 +40,14 @@ class MinusOne:
     """Stored with one added (GGUF's Gemma norms)."""
 
 
-Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne
+@dataclass(frozen=True, slots=True)
+class Untwine:
+    """The rows of gate and up stand in turn (gpt-oss); `transposed`: and as [in, out]."""
+
+    transposed: bool
+
+
+Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +86,47 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
-    a, m = layer.attention, layer.mlp
+    m = layer.mlp
     found: dict[str, Shape] = {}
     for name, norm in layer.norms.items():
         found.update(_norm(name, norm))
-    found.update(_linear("attention.qkv", a.q_size + 2 * a.kv_size, hidden, a.qkv_bias))
-    for x, size in zip("qk", a.qk_norm_sizes, strict=True):
-        if size:
-            found[f"attention.{x}_norm.weight"] = (size,)
-    found.update(_linear("attention.out", hidden, a.q_size, a.out_bias))
+    a = layer.attention
+    found.update(_latent(a, hidden) if isinstance(a, LatentAttentionSpec) else _attention(a, hidden))
     if isinstance(m, DenseSpec):
         return found | _mlp("mlp", m, hidden)
-    found.update(_linear("router", m.num_experts, hidden, False))
+    found.update(_linear("router", m.num_experts, hidden, m.router_bias))
+    if m.correction:
+        found["correction.weight"] = (m.num_experts,)
     found.update(_mlp("experts", m.expert, hidden, m.num_experts))
     if m.shared is not None:
         found.update(_mlp("shared", m.shared.mlp, hidden))
         if m.shared.weighed:
             found.update(_linear("shared_weight", 1, hidden, False))
     return found
+
+
+def _attention(a: AttentionSpec, hidden: int) -> dict[str, Shape]:
+    found = _linear("attention.qkv", a.q_size + 2 * a.kv_size, hidden, a.qkv_bias)
+    for x, size in zip("qk", a.qk_norm_sizes, strict=True):
+        if size:
+            each = a.qk_norm is not None and a.qk_norm.over == "each"
+            found[f"attention.{x}_norm.weight"] = (size // a.head_dim, a.head_dim) if each else (size,)
+    if a.sinks:
+        found["attention.sinks.weight"] = (a.num_heads,)
+    return found | _linear("attention.out", hidden, a.q_size, a.out_bias)
+
+
+def _latent(a: LatentAttentionSpec, hidden: int) -> dict[str, Shape]:
+    """`expand` makes of a latent, head by head, the plain part of the key and then the value."""
+    found: dict[str, Shape] = {}
+    if a.q_rank is not None:
+        found.update(_linear("attention.q_latent", a.q_rank, hidden, a.bias))
+        found["attention.q_norm.weight"] = (a.q_rank,)
+    found.update(_linear("attention.q", a.q_size, a.q_rank or hidden, False))
+    found.update(_linear("attention.latent", a.head_dim, hidden, a.bias))
+    found["attention.k_norm.weight"] = (a.kv_rank,)
+    found.update(_linear("attention.expand", a.num_heads * (a.plain_dim + a.value_dim), a.kv_rank, False))
+    return found | _linear("attention.out", hidden, a.out_inner, a.bias)
 
 
 def _mlp(name: str, mlp: DenseSpec, hidden: int, copies: int = 1) -> dict[str, Shape]:

@@ -40,7 +40,10 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
             def dimension(rotations: float) -> float:
                 return dim * math.log(s.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-            first, last = max(math.floor(dimension(s.beta_fast)), 0), min(math.ceil(dimension(s.beta_slow)), dim - 1)
+            low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+            if s.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            first, last = max(low, 0), min(high, dim - 1)
             ramp = ((torch.arange(dim // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
             factor = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1.0
             return base / s.factor * ramp + base * (1 - ramp), factor

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeAlias
 from slipstream.model.families.base import ConfigReader
 from slipstream.model.scheme import SCHEMES, InputFormat
 
-Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
+Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4"]
 """How a checkpoint's tensors are called and packed. GPTQ's first version writes zero points less one."""
 
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
+SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
     "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent",
@@ -35,19 +36,25 @@ NO_EFFECT = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """`scheme` is a name in `SCHEMES`, or None where the weights are in the model's type; at least one of it and `kv_cache` is
-    set."""
+    """`scheme` is a name in `SCHEMES`, or None where the weights are in the model's type; something is set."""
 
     method: Method
     scheme: str | None
     kv_cache: InputFormat | None = None  # there are scales for a cache of this form
+    sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
 
 
 def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> StoredQuantization:
     """UnsupportedModelError names the field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
-    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
+    if kind == "fp8":
+        raise read.unsupported(
+            "quant_method",
+            "scales for blocks of 128 × 128 (DeepSeek V3) are not supported: take a checkpoint of compressed-tensors with a "
+            "scale a row, or one in bfloat16 with quantization='fp8'",
+        )
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")
     found = readers[kind](read, tied_embeddings)
@@ -60,6 +67,13 @@ def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("zero_point", True)
     read.require("modules_to_not_convert", [], ["lm_head"])
     return StoredQuantization("awq", _int4(read))
+
+
+def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    kept = read.maybe("modules_to_not_convert", list) or []  # all but the experts, which alone have blocks
+    if any(str(name).rstrip(".*").endswith(("experts", "mlp")) for name in kept):
+        raise read.unsupported("modules_to_not_convert", "experts that are left out are not supported")
+    return StoredQuantization("mxfp4", "mxfp4")
 
 
 def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
@@ -84,7 +98,7 @@ def _int4(read: ConfigReader) -> str:
 
 def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("transform_config", {})
-    read.require("sparsity_config", {})
+    sparse = _sparsity(read)
     caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
     groups = dict(read.maybe("config_groups", dict) or {})
     for name, group in [*groups.items()]:
@@ -92,14 +106,14 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
             caches[f"config_groups.{name}"] = _attention_inputs(_reader(groups.pop(name), f"{PREFIX}config_groups.{name}."))
     kinds = {where: _cache(given, f"{PREFIX}{where}.") for where, given in caches.items() if given is not None}
     kv_cache = next(iter(kinds.values()), None)
-    if len(set(kinds.values())) > 1 or len(groups) > 1 or not (groups or kinds):
+    if len(set(kinds.values())) > 1 or len(groups) > 1 or not (groups or kinds or sparse):
         raise read.unsupported("config_groups", "only one group, for all layers, is supported, and one form of the KV cache")
     # Routers of experts are never rounded. (Were another layer left out, its tensors would be of another kind than expected.)
     ignored = [layer for layer in read.maybe("ignore", list) or [] if not str(layer).rstrip("$").endswith("gate")]
     if not groups:
-        read.require("format", "dense", *FORMATS)
+        read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
         read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were
-        return StoredQuantization("compressed-tensors", None, kv_cache)
+        return StoredQuantization("compressed-tensors", None, kv_cache, sparse)
     read.require("format", *FORMATS)
     read.require("quantization_status", "compressed")
     name, group = next(iter(groups.items()))
@@ -107,7 +121,19 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     has_head = not tied_embeddings and "lm_head" not in ignored
     if any(layer != "lm_head" for layer in ignored) or (has_head and f"{found}-head" not in SCHEMES):
         raise read.unsupported("ignore", "only the output head, lm_head, may be left out" + ", and must" * has_head)
-    return StoredQuantization("compressed-tensors", f"{found}-head" if has_head else found, kv_cache)
+    return StoredQuantization("compressed-tensors", f"{found}-head" if has_head else found, kv_cache, sparse)
+
+
+def _sparsity(read: ConfigReader) -> bool:
+    """Whether weights are held without their zeros. Which ones (`targets`, `ignore`) their tensors' names say as well."""
+    given = read.maybe("sparsity_config", dict)
+    if not given:
+        return False
+    inner = _reader(given, f"{PREFIX}sparsity_config.")
+    inner.require("format", "dense", *SPARSE_FORMATS)
+    inner.ignore("targets", "ignore", "global_sparsity", "sparsity_structure", "registry_requires_subclass")
+    inner.finish()
+    return given.get("format") in SPARSE_FORMATS
 
 
 def _attention_inputs(group: ConfigReader) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 | `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token, made as it comes |
 | `int8` | int8 | int8 | the same |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
+| `mxfp4` | floats of 4 bits (e2m1) | the model's type | one a row and group of 32, a power of two; of experts alone |
 
 Rounding at load is symmetric: value = code · scale. (A 4-bit checkpoint may bring zero points of its own.) The largest
 magnitude of a row falls on the end of the range (of a group of 4-bit numbers on 7.5, between its two ends), and codes are
@@ -25,13 +26,15 @@ FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0}
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight. `head`: the output head too."""
+    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight. `head`: the output head too.
+    `experts_only`: all products but those of experts keep the model's type."""
 
-    name: Literal["fp8", "int8", "int4"]
+    name: Literal["fp8", "int8", "int4", "mxfp4"]
     weight_bits: int
     inputs: InputFormat | None
     group_size: int | None = None
     head: bool = False
+    experts_only: bool = False
 
     @property
     def multiple(self) -> int:
@@ -45,14 +48,34 @@ class Scheme:
         return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How some of a model's products hold their weights: a type or scheme, or `sparse int8`."""
+
+    name: str
+    num_products: int
+    num_bytes: int
+
+
 SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme("fp8", 8, "fp8"),
     "fp8-head": Scheme("fp8", 8, "fp8", head=True),
     "int8": Scheme("int8", 8, "int8"),
     "int4": Scheme("int4", 4, None, group_size=128),
     "int4-g32": Scheme("int4", 4, None, group_size=32),
+    "mxfp4": Scheme("mxfp4", 4, None, group_size=32, experts_only=True),
 }
 """What `quantization=` takes."""
 
-CPU_BLOCK_TYPES = frozenset(("Q8_0", "Q4_0", "Q4_1"))
-"""GGUF's types that a CPU's kernels use as they are; others are dequantised to the model's type."""
+CPU_BLOCK_BYTES = {
+    "Q8_0": 272,
+    "Q4_0": 144,
+    "Q4_1": 160,
+    "Q5_0": 176,
+    "Q5_1": 192,
+    "Q4_K": 148,
+    "Q5_K": 180,
+    "Q6_K": 210,
+}
+"""GGUF's types that a CPU's kernels use as they are, with the bytes that they hold 256 numbers in (csrc/cpu/formats.h): the
+file's, but for Q4_K and Q5_K, whose scales of 6 bits get bytes of their own. Others are dequantised to the model's type."""

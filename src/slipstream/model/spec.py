@@ -7,23 +7,61 @@ layer, so that layers may differ. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+NamedActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`gelu` is exact (erf), `gelu_tanh` the tanh approximation (`gelu_new`, `gelu_pytorch_tanh`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiglu:
+    """g · σ(alpha · g) · (u + 1), with g the gate cut to at most `limit` and u the other half cut to ± it (gpt-oss). Only where
+    there is a gate."""
+
+    alpha: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"clamped swiglu (±{self.limit:g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnActivation:
+    """One that the kernels don't know (docs/adding-a-model.md): `function(gate, up)` of two float32 tensors, or `function(x)`
+    where nothing is gated. `triton`: a `triton.jit` function of the same, elementwise in float32, which a GPU needs."""
+
+    name: str
+    function: Callable[..., Any]
+    triton: Any = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Activation: TypeAlias = NamedActivation | ClampedSwiglu | OwnActivation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnNorm:
+    """A norm that the kernels don't know: `function(x, weight, bias, eps)` of x [T, E] in float32 → the same; weight [E] and
+    bias [E] or None as they are stored. It runs in torch on every device."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias.
+    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function.
 
     Gemma stores its weights less one: weight_offset is 1 there.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer"] | OwnNorm
     size: int
     eps: float
     bias: bool = False
@@ -56,13 +94,17 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor. The bounds of the part between
+    are whole dimensions, unless not to be `truncate`d (gpt-oss). `mscale_all_dim`: with m = 0.1 · it · ln(factor) + 1, DeepSeek
+    multiplies the scores by m²."""
 
     factor: float
     original_max_position: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +163,10 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKNormSpec:
-    """q and k are RMS-normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), or
-    the `row` of all heads together (OLMo 2)."""
+    """q and k are normed before the rotation: each `head` by itself, with one weight for all heads (Qwen 3, Gemma 3), the `row`
+    of all heads together (OLMo 2), or `each` head with a weight of its own (Command R+): there a layer norm, otherwise RMS."""
 
-    over: Literal["head", "row"]
+    over: Literal["head", "row", "each"]
     eps: float
     weight_offset: float = 0.0
 
@@ -134,7 +176,8 @@ class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, MQA and GQA alike).
 
     `window`: a token sees itself and the window − 1 tokens before it. `softcap`: scores pass tanh(s / cap) · cap.
-    `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT).
+    `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT). `sinks`: a learned number of each head joins
+    the sum that its softmax divides by, as the score of a key without a value (gpt-oss).
     """
 
     num_heads: int
@@ -148,6 +191,7 @@ class AttentionSpec:
     softcap: float | None = None
     clip_qkv: float | None = None
     qk_norm: QKNormSpec | None = None
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -164,10 +208,79 @@ class AttentionSpec:
             return 0, 0
         return (self.head_dim, self.head_dim) if self.qk_norm.over == "head" else (self.q_size, self.kv_size)
 
+    @property
+    def cached_size(self) -> int:
+        """Numbers that a token puts into the cache."""
+        return 2 * self.kv_size
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        qkv = Product("attention", self.q_size + 2 * self.kv_size, hidden_size)
+        return qkv, Product("attention", hidden_size, self.q_size)
+
     def num_parameters(self, hidden_size: int) -> int:
         qkv = self.q_size + 2 * self.kv_size
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
-        return hidden_size * (qkv + self.q_size) + biases + sum(self.qk_norm_sizes)
+        own = sum(self.qk_norm_sizes) + self.num_heads * self.sinks
+        return hidden_size * (qkv + self.q_size) + biases + own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are products of a
+    latent of `kv_rank` numbers a token, RMS-normed; beside it stands one rotated key of `rotary_dim`, the same for all heads.
+    Only these two are cached: one kv head, whose keys are [rotated, latent] and whose values are the latents.
+
+    A query head has `rotary_dim` numbers for the rotated key and `plain_dim` for the latent's; `value_dim` come out. With
+    `q_rank` queries are made of a latent, too. `bias`: of the products into the latents and of the last one.
+    """
+
+    num_heads: int
+    plain_dim: int
+    value_dim: int
+    kv_rank: int
+    q_rank: int | None
+    scale: float
+    position: RopeSpec
+    eps: float
+    bias: bool = False
+
+    num_kv_heads: ClassVar[int] = 1
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.position.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Of the cached keys."""
+        return self.rotary_dim + self.kv_rank
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * (self.plain_dim + self.rotary_dim)
+
+    @property
+    def cached_size(self) -> int:
+        return self.head_dim
+
+    @property
+    def out_inner(self) -> int:
+        return self.num_heads * self.value_dim
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        """Those that schemes round: `expand`, of the latent, stays, since it is taken apart by heads."""
+        sizes = [(self.head_dim, hidden_size), (hidden_size, self.out_inner)]
+        sizes += [(self.q_size, self.q_rank or hidden_size)] + ([(self.q_rank, hidden_size)] if self.q_rank else [])
+        return tuple(Product("attention", *size) for size in sizes)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        products = sum(p.rows * p.inner for p in self.products(hidden_size))
+        expand = self.num_heads * (self.plain_dim + self.value_dim) * self.kv_rank
+        biases = (self.head_dim + hidden_size + (self.q_rank or 0)) * self.bias
+        return products + expand + biases + self.kv_rank + (self.q_rank or 0)
+
+
+AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +322,34 @@ class SharedExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimit:
+    """Experts stand in `num_groups` of equal size, and a token's are chosen among those of its best `num_chosen` groups: of a
+    group counts its best expert, or the sum of its best two (DeepSeek V2, V3)."""
+
+    num_groups: int
+    num_chosen: int
+    by: Literal["best", "best_two"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
     """A mixture of experts (Shazeer et al. 2017): a token passes the `num_experts_per_token` of `num_experts` that the router
-    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is."""
+    gives the highest probability; their sum is weighed by it, `normalize`d to 1 over those chosen or as it is. `router_bias`:
+    the router is a product with a bias.
+
+    `scores`: what the router's numbers become, the softmax over all experts or each one's logistic function. `correction`: a
+    learned number is added to each expert's score where experts are chosen, not where they are weighed (DeepSeek V3,
+    arXiv:2412.19437, section 2.1.2). `weight_scale` multiplies the weights in the end."""
 
     num_experts: int
     num_experts_per_token: int
     expert: DenseSpec
     normalize: bool
+    router_bias: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: GroupLimit | None = None
+    weight_scale: float = 1.0
     shared: SharedExpertSpec | None = None
 
     @property
@@ -228,7 +361,7 @@ class MoESpec:
         return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
 
     def num_parameters(self, hidden_size: int) -> int:
-        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size)
+        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias + self.correction)
         if self.shared is None:
             return routed
         return routed + self.shared.mlp.num_parameters(hidden_size) + hidden_size * self.shared.weighed
@@ -289,7 +422,7 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 class LayerSpec:
     """`residual_scale` multiplies what attention and MLP add to the residual (Granite)."""
 
-    attention: AttentionSpec
+    attention: AttentionKind
     mlp: MLPSpec
     block: BlockSpec
     residual_scale: float = 1.0
@@ -300,9 +433,7 @@ class LayerSpec:
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        a = self.attention
-        own = Product("attention", a.q_size + 2 * a.kv_size, hidden_size), Product("attention", hidden_size, a.q_size)
-        return own + self.mlp.products(hidden_size)
+        return self.attention.products(hidden_size) + self.mlp.products(hidden_size)
 
     def num_parameters(self, hidden_size: int) -> int:
         norms = sum(n.num_parameters for n in self.norms.values())
@@ -348,6 +479,16 @@ class ModelSpec:
                     f"num_experts_per_tok ({m.num_experts_per_token}) must be 1 to the number of experts ({m.num_experts})",
                     field="num_experts_per_tok",
                 )
+            g = m.groups if isinstance(m, MoESpec) else None
+            if isinstance(m, MoESpec) and g is not None:
+                each = m.num_experts // g.num_groups
+                fits = m.num_experts % g.num_groups == 0 and each >= (2 if g.by == "best_two" else 1)
+                if not fits or not m.num_experts_per_token <= g.num_chosen * each <= m.num_experts:
+                    raise UnsupportedModelError(
+                        f"{m.num_experts_per_token} of {m.num_experts} experts can't be chosen from {g.num_chosen} of "
+                        f"{g.num_groups} groups",
+                        field="n_group",
+                    )
 
     @property
     def num_layers(self) -> int:
@@ -378,5 +519,5 @@ class ModelSpec:
         return self.embedding_parameters + self.head_parameters + norms + body
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """2 · layers · kv_heads · head_dim · bytes, summed over layers since they may differ."""
-        return sum(2 * layer.attention.kv_size * element_bytes for layer in self.layers)
+        """2 · kv_heads · head_dim · bytes (with latent attention: (kv_rank + rotary_dim) · bytes), summed over layers."""
+        return sum(layer.attention.cached_size * element_bytes for layer in self.layers)

@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights
 from slipstream.model.description import ModelDescription
+from slipstream.model.families.base import GGUF_FREQUENCIES
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import MinusOne, Placement, Shape, Transform, Transpose, Ungroup, Unpermute, parameters
-
-Stored = tuple[str, Shape, Callable[[], Tensor]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+from slipstream.model.mxfp4 import Mxfp4Weights
+from slipstream.model.parameters import (
+    MinusOne,
+    Placement,
+    Shape,
+    Transform,
+    Transpose,
+    Ungroup,
+    Unpermute,
+    Untwine,
+    parameters,
+)
 
 
 def load_parameters(
@@ -30,18 +40,20 @@ def load_parameters(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rounded: RoundedWeights | BlockWeights | None = None,
+    rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> dict[str, Tensor]:
     """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
     CheckpointError names the tensor at fault."""
     shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
-    values = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
-        ignored: tuple[str, ...] = ()
+        ignored: tuple[str, ...] = tuple(re.escape(name) for name in GGUF_FREQUENCIES)
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
+        if description.quantization is not None and description.quantization.sparse:
+            stored = made_dense(stored)
         ignored = description.family.ignored
     filled: set[str] = set()
     prefixes = description.family.prefixes
@@ -66,7 +78,7 @@ def load_parameters(
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
         into = _place(values[placement.target], placement)
-        expected = tuple(into.shape[::-1] if isinstance(placement.transform, Transpose) else into.shape)
+        expected = stored_shape(tuple(into.shape), placement.transform)
         if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
@@ -89,15 +101,20 @@ def dummy_parameters(
     generator = torch.Generator(device).manual_seed(seed)
     values = {}
     for name, shape in parameters(description.spec).items():
-        value = torch.empty(shape, dtype=dtype, device=device)
+        value = torch.empty(shape, dtype=_dtype(name, dtype), device=device)
         if name.endswith(".bias"):
             value.zero_()
-        elif len(shape) == 1:
+        elif len(shape) == 1 or name.endswith("norm.weight"):
             value.fill_(1.0)
         else:
             value.normal_(0.0, 0.02, generator=generator)
         values[name] = value
     return values
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What is added to the scores that experts are chosen by decides among near ones."""
+    return torch.float32 if name.endswith(".correction.weight") else dtype
 
 
 def _place(target: Tensor, placement: Placement) -> Tensor:
@@ -108,12 +125,18 @@ def _place(target: Tensor, placement: Placement) -> Tensor:
     return whole.narrow(dim, placement.start, rows)
 
 
+def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
+    """How a checkpoint stores what becomes `shape`."""
+    turned = isinstance(transform, Transpose) or (isinstance(transform, Untwine) and transform.transposed)
+    return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+
+
 def _transform(value: Tensor, transform: Transform | None) -> Tensor:
     match transform:
         case None:
             return value
         case Transpose():
-            return value.T
+            return value.mT
         case Ungroup(num_kv_heads=k, group=group):
             heads = value.view(k, group + 2, value.shape[0] // (k * (group + 2)), *value.shape[1:])
             return torch.cat([part.flatten(0, 2) for part in (heads[:, :group], heads[:, group:-1], heads[:, -1:])])
@@ -121,6 +144,10 @@ def _transform(value: Tensor, transform: Transform | None) -> Tensor:
             return value.view(n, value.shape[0] // n // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         case MinusOne():
             return value.float() - 1.0
+        case Untwine(transposed=transposed):
+            if transposed:
+                return torch.cat((value[..., ::2].mT, value[..., 1::2].mT), dim=-2)
+            return torch.cat((value[:, ::2], value[:, 1::2]), dim=1)  # [experts, rows …]
 
 
 def _canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.model.scheme import Scheme
-from slipstream.model.spec import ModelSpec
+from slipstream.model.scheme import Scheme, WeightForm
+from slipstream.model.spec import ModelSpec, MoESpec
 
 
 def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None) -> dict[str, int]:
@@ -21,6 +21,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
     }
     counts["norms"] = spec.num_parameters - sum(counts.values())
     found = {name: count * dtype_bytes for name, count in counts.items()}
+    corrected = (m.num_experts for m in (layer.mlp for layer in spec.layers) if isinstance(m, MoESpec) and m.correction)
+    found["mlp"] += (4 - dtype_bytes) * sum(corrected)  # in float32
     if scheme is None:
         return found
 
@@ -29,6 +31,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
 
     for layer in spec.layers:
         for product in layer.products(hidden):
+            if scheme.experts_only and product.copies == 1:
+                continue
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
@@ -36,7 +40,8 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size."""
+    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size; of latent attention
+    layers · (kv_rank + rotary_dim) · bytes · block_size."""
     return spec.kv_bytes_per_token(dtype_bytes) * block_size
 
 
@@ -82,7 +87,8 @@ class MemoryLedger:
     """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
 
     `activation_bytes` and `graph_bytes` are measured; `other_bytes` are the sequences' rows (tokens and block tables).
-    One of `num_blocks` is the null block, which holds no sequence's tokens.
+    One of `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as
+    loaded; empty in an estimate.
     """
 
     device: str
@@ -97,6 +103,7 @@ class MemoryLedger:
     num_blocks: int
     block_size: int
     max_model_len: int
+    forms: tuple[WeightForm, ...] = ()
 
     @property
     def used_bytes(self) -> int:
@@ -131,4 +138,9 @@ class MemoryLedger:
             f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of "
             f"{self.max_model_len:,}"
         )
+        if self.forms:
+            lines.append(f"weights of products: {self.describe_forms()}")
         return lines
+
+    def describe_forms(self) -> str:
+        return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)

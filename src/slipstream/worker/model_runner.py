@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, select_ops
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors, select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
@@ -263,12 +263,9 @@ class ModelRunner:
         return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        attention = self.model.spec.layers[layer].attention
-        num_heads, size, dim = attention.num_kv_heads, self.config.cache.block_size, attention.head_dim
-        k = _zeros((num_blocks, num_heads, size, dim), dtype, self.device)
-        if self.ops.values_by_dim(dtype):
-            return k, _zeros((num_blocks, num_heads, dim, size), dtype, self.device).transpose(2, 3)
-        return k, _zeros(k.shape, dtype, self.device)
+        attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
+        by_dim = self.ops.values_by_dim(dtype)
+        return cache_tensors(attention, num_blocks, size, lambda s: _zeros(s, dtype, self.device), values_by_dim=by_dim)
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
         """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that

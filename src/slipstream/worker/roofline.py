@@ -155,7 +155,8 @@ def _shares(
         step.head(step(tokens, kv, meta)[num_new - 1 :: num_new])
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-    attention = [layer.attention for layer in step.spec.layers]
+    # No program has another kind.
+    attention = [a for a in (layer.attention for layer in step.spec.layers) if isinstance(a, AttentionSpec)]
     found: dict[tuple[str, str | None, int, int], list[float]] = {}
     at = 0
     for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):

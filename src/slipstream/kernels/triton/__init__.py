@@ -23,6 +23,7 @@ from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, linear, moe, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.latent import latent_attention
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 
@@ -65,8 +66,8 @@ class TritonOps(OpSet):
             return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
         return w
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None) -> Linear:
-        return Linear(weight=weight) if scheme is None else round_linear(weight, None, scheme)
+    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -144,7 +145,10 @@ class TritonOps(OpSet):
         window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if kv.latent:
+            return latent_attention(q, kv, meta, scale=scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
@@ -154,6 +158,7 @@ class TritonOps(OpSet):
             window=window,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,
@@ -167,8 +172,17 @@ class TritonOps(OpSet):
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return pointwise.activation(x, activation, False, inputs)
 
-    def moe(self, x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
-        return moe.moe(x, router_logits, up, down, spec)
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+    ) -> Tensor:
+        return moe.moe(x, router_logits, up, down, spec, correction)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -89,6 +89,7 @@ def _decode_kernel(
     table_ptr,
     lens_ptr,
     slopes_ptr,
+    sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
     scale,
@@ -107,6 +108,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     BY_DIM: tl.constexpr,
     PDL: tl.constexpr,
@@ -137,6 +139,10 @@ def _decode_kernel(
         slope = tl.load(slopes_ptr + heads, mask=gs < G, other=0.0)[None, :]
     best = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
+    if HAS_SINKS:  # once, in the first part that there is
+        once = (split == 0) & (begin < end)
+        best = tl.where(once, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, best)
+        total = tl.where(once, 1.0, total)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
@@ -260,6 +266,7 @@ def _prefill_kernel(
     starts_ptr,
     lens_ptr,
     slopes_ptr,
+    sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
     scale,
@@ -277,6 +284,7 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     BY_DIM: tl.constexpr,
 ):
@@ -304,6 +312,8 @@ def _prefill_kernel(
         slope = tl.load(slopes_ptr + heads)[:, None]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS:
+        best, total = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E, total + 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     low, first = 0, context + tile * BLOCK_M // G
@@ -336,6 +346,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None = None,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
@@ -349,9 +360,9 @@ def paged_attention(
     num_seqs = meta.seq_lens.shape[0]
     shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
     flags = dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_ALIBI=alibi_slopes is not None)
-    flags.update(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
+    flags.update(HAS_SINKS=sinks is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
     k_scale, v_scale = (q if s is None else s for s in (kv.k_scale, kv.v_scale))
-    slopes = q if alibi_slopes is None else alibi_slopes
+    slopes, rest = (q if t is None else t for t in (alibi_slopes, sinks))
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0))
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
@@ -367,7 +378,7 @@ def paged_attention(
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         _decode_kernel[(num_decodes, num_kv_heads, splits)](
-            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, k_scale, v_scale, *numbers, splits,
+            q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, slopes, rest, k_scale, v_scale, *numbers, splits,
             BLOCK_G=max(8, triton.next_power_of_2(shape["G"])), BLOCK_N=block_n,
             SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
             **overlapped(q),
@@ -389,7 +400,7 @@ def paged_attention(
             block_m, warps = min(block_m, 32), min(warps, 4)
         tiles = triton.cdiv(num_rows, block_m)
         _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
-            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, k_scale, v_scale, *numbers,
+            q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, slopes, rest, k_scale, v_scale, *numbers,
             num_decodes,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip

@@ -8,7 +8,7 @@ start as there can be at most, and those without a tile end at once. All sums ha
 | weights | as `kernels.ops` holds them, the experts one below the other |
 | --- | --- |
 | dense, fp8, int8 | `_experts_kernel`, K in blocks |
-| int4 | `_experts_kernel`, K in chunks, codes made numbers of the model's type first |
+| int4, mxfp4 | `_experts_kernel`, K in chunks, codes made numbers of the model's type first |
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Groups:
     max_tiles: int
 
 
-def moe(x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec) -> Tensor:
+def moe(
+    x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec, correction: Tensor | None = None
+) -> Tensor:
     """`OpSet.moe`."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    weights, chosen = route(router_logits, spec)
+    weights, chosen = route(router_logits, spec, correction)
     groups = group(chosen, spec.num_experts)
     given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
@@ -58,47 +60,88 @@ def moe(x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpe
 @triton.jit
 def _route_kernel(
     logits_ptr,
+    correction_ptr,
     weights_ptr,
     chosen_ptr,
-    X,
+    weight_scale,
+    X: tl.constexpr,
     TOP: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    BLOCK_X: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
+    BY_TWO: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
 ):
-    """One token: softmax, then the likeliest expert TOP times (of equals the first)."""
+    """One token: scores [groups, experts of each], the best groups, then the best expert TOP times (of equals the first)."""
+    EACH: tl.constexpr = X // GROUPS
     token = tl.program_id(0).to(tl.int64)
-    at, js = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_TOP)
-    logits = tl.load(logits_ptr + token * X + at, mask=at < X, other=float("-inf")).to(tl.float32)
-    p = tl.exp(logits - tl.max(logits, 0))
-    p = p / tl.sum(p, 0)
-    left = tl.where(at < X, p, -1.0)
+    gs, es, js = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_TOP)
+    ids = gs[:, None] * EACH + es[None, :]
+    real = (gs < GROUPS)[:, None] & (es < EACH)[None, :]
+    logits = tl.load(logits_ptr + token * X + ids, mask=real, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(logits)
+    else:
+        scores = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    merits = scores
+    if CORRECTED:
+        merits += tl.load(correction_ptr + ids, mask=real, other=0.0)
+    merits = tl.where(real, merits, float("-inf"))
+    if GROUPS > 1:
+        best = tl.max(merits, 1)
+        if BY_TWO:
+            best += tl.max(tl.where(es[None, :] == tl.argmax(merits, 1)[:, None], float("-inf"), merits), 1)
+        best = tl.where(gs < GROUPS, best, float("-inf"))
+        kept = gs < 0
+        for _ in range(GROUPS_CHOSEN):
+            group = tl.argmax(best, 0)
+            kept = kept | (gs == group)
+            best = tl.where(gs == group, float("-inf"), best)
+        merits = tl.where(kept[:, None], merits, float("-inf"))
+    flat: tl.constexpr = BLOCK_G * BLOCK_E
+    left, scores, ids = tl.reshape(merits, (flat,)), tl.reshape(scores, (flat,)), tl.reshape(ids, (flat,))
+    at = tl.arange(0, flat)
     weights = tl.zeros((BLOCK_TOP,), tl.float32)
     chosen = tl.zeros((BLOCK_TOP,), tl.int32)
     for j in range(TOP):
-        best = tl.argmax(left, 0)
-        weights = tl.where(js == j, tl.max(left, 0), weights)
-        chosen = tl.where(js == j, best, chosen)
-        left = tl.where(at == best, -1.0, left)
+        best_at = tl.argmax(left, 0)
+        weights = tl.where(js == j, tl.sum(tl.where(at == best_at, scores, 0.0), 0), weights)
+        chosen = tl.where(js == j, tl.sum(tl.where(at == best_at, ids, 0), 0), chosen)
+        left = tl.where(at == best_at, float("-inf"), left)
     if NORMALIZE:
-        weights = weights / tl.sum(weights, 0)
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    weights *= weight_scale
     tl.store(weights_ptr + token * TOP + js, weights, mask=js < TOP)
     tl.store(chosen_ptr + token * TOP + js, chosen, mask=js < TOP)
 
 
-def route(router_logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
+def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each."""
     num_tokens, top = router_logits.shape[0], spec.num_experts_per_token
     weights = torch.empty(num_tokens, top, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top, dtype=torch.int32, device=router_logits.device)
+    limit, groups = spec.groups, 1 if spec.groups is None else spec.groups.num_groups
     _route_kernel[(num_tokens,)](
         router_logits.contiguous(),
+        weights if correction is None else correction,
         weights,
         chosen,
-        spec.num_experts,
+        spec.weight_scale,
+        X=spec.num_experts,
         TOP=top,
+        SIGMOID=spec.scores == "sigmoid",
+        CORRECTED=correction is not None,
         NORMALIZE=spec.normalize,
-        BLOCK_X=triton.next_power_of_2(spec.num_experts),
+        GROUPS=groups,
+        GROUPS_CHOSEN=1 if limit is None else limit.num_chosen,
+        BY_TWO=limit is not None and limit.by == "best_two",
+        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_E=triton.next_power_of_2(spec.num_experts // groups),
         BLOCK_TOP=triton.next_power_of_2(top),
         num_warps=1,
     )
@@ -159,12 +202,21 @@ def group(chosen: Tensor, num_experts: int) -> Groups:
 
 
 @triton.jit
+def _e2m1(code):
+    """The number that a 4-bit float stands for: a sign, two bits of exponent, one of mantissa."""
+    digits = code & 7
+    twice = tl.where(digits < 2, digits, (2 | digits & 1) << (tl.maximum(digits, 2) // 2 - 1))  # in halves
+    return twice.to(tl.float32) * tl.where(code < 8, 0.5, -0.5)
+
+
+@triton.jit
 def _experts_kernel(
     x_ptr,
     x_scale_ptr,
     w_ptr,
     w_scale_ptr,
     zero_ptr,
+    bias_ptr,
     y_ptr,
     order_ptr,
     starts_ptr,
@@ -176,6 +228,8 @@ def _experts_kernel(
     GATHER: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    E2M1: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     ACC: tl.constexpr,
@@ -220,7 +274,11 @@ def _experts_kernel(
                     zero = 8.0
                     if HAS_ZEROS:
                         zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
-                    w = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
+                    code = (words >> (4 * i)) & 0xF
+                    if E2M1:
+                        w = _e2m1(code) * scale
+                    else:
+                        w = (code.to(tl.float32) - zero) * scale
                     k = chunk * CHUNK + i * QUARTER + js
                     x = tl.load(x_ptr + source[None, :] * K + k[:, None], mask=live[None, :], other=0.0)
                     acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION)
@@ -228,6 +286,8 @@ def _experts_kernel(
         if SCALED:
             y *= tl.load(w_scale_ptr + row, mask=n < N, other=0.0)[:, None]
             y *= tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + row, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(y_ptr + target[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
 
 
@@ -248,6 +308,7 @@ def experts(
         w.weight,
         scales,
         scales if zeros is None else zeros,
+        values if w.bias is None else w.bias,
         y,
         groups.order,
         groups.starts,
@@ -259,6 +320,8 @@ def experts(
         GATHER=gather,
         SCALED=scaled,
         HAS_ZEROS=zeros is not None,
+        HAS_BIAS=w.bias is not None,
+        E2M1=isinstance(w, GroupedLinear) and w.codes == "e2m1",
         SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
         CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0,
         ACC=tl.int32 if w.inputs == "int8" else tl.float32,

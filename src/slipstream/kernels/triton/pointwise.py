@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Quantized
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.model.scheme import InputFormat
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2}
 """How a kernel is told the form of its output rows."""
@@ -176,6 +177,7 @@ def _rope_kernel(
     T,
     H: tl.constexpr,
     K: tl.constexpr,
+    V: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -190,7 +192,7 @@ def _rope_kernel(
     PDL: tl.constexpr,
 ):
     """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; others
-    pass. Then ⌈T / BLOCK_T⌉ · K programs that bring the values of BLOCK_T tokens into the cache."""
+    pass. Then ⌈T / BLOCK_T⌉ · V programs that bring the values of BLOCK_T tokens into the cache (V = K, or 0: none)."""
     if PDL:
         follow()
     pid = tl.program_id(0)
@@ -198,13 +200,14 @@ def _rope_kernel(
     if pid >= T * pieces:
         pid -= T * pieces
         _store_values(
-            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM
-        )
+            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, V, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED,
+            BY_DIM,
+        )  # fmt: skip
         return
     token = (pid // pieces).to(tl.int64)
     head = pid % pieces * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     is_q, is_k, live = head < H, (head >= H) & (head < H + K), head < H + K
-    source = qkv_ptr + (token * (H + 2 * K) + head) * D
+    source = qkv_ptr + (token * (H + K + V) + head) * D
     slot = tl.load(slots_ptr + token)
     query = q_ptr + (token * H + head) * D
     key = k_ptr + ((slot // BLOCK_SIZE * K + head - H) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
@@ -279,6 +282,7 @@ def _store_values(
     T,
     H: tl.constexpr,
     K: tl.constexpr,
+    V: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -290,7 +294,7 @@ def _store_values(
     block are then written side by side."""
     tokens, ds = piece * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
-    source = qkv_ptr + (tokens.to(tl.int64) * (H + 2 * K) + H + K + head)[:, None] * D + ds[None, :]
+    source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
     scale = 1.0
     if SCALED:
         scale = tl.load(v_scale_ptr + head)
@@ -327,9 +331,9 @@ def rope_and_cache(
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     if num_tokens:
-        turned = num_heads + num_kv_heads
-        block = min(HEADS_AT_ONCE, triton.next_power_of_2(turned))
-        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_AT_ONCE) * num_kv_heads
+        turned, num_values = num_heads + num_kv_heads, 0 if kv.latent else num_kv_heads
+        block = min(HEADS_AT_ONCE, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
+        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_AT_ONCE) * num_values
         _rope_kernel[(grid,)](
             qkv.contiguous(),
             q,
@@ -347,6 +351,7 @@ def rope_and_cache(
             num_tokens,
             H=num_heads,
             K=num_kv_heads,
+            V=num_values,
             D=head_dim,
             R=rotary,
             BLOCK_SIZE=kv.block_size,
@@ -364,7 +369,8 @@ def rope_and_cache(
     return q
 
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+CLAMPED_SWIGLU, OWN = 5, 6
 
 
 @triton.jit
@@ -387,7 +393,10 @@ def _activation_kernel(
     scales_ptr,
     size,
     row_size,
+    alpha,
+    limit,
     KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -399,10 +408,33 @@ def _activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
-    y = _activate(tl.load(x_ptr + row * row_size + at, mask=mask, other=0.0).to(tl.float32), KIND)
+    y = tl.load(x_ptr + row * row_size + at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        y *= tl.load(x_ptr + row * row_size + size + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * row_size + size + at, mask=mask, other=0.0).to(tl.float32)
+        if KIND == 5:  # CLAMPED_SWIGLU
+            y = tl.minimum(y, limit)
+            y = y * tl.sigmoid(alpha * y) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+        elif KIND == 6:  # OWN
+            y = FUNCTION(y, up)
+        else:
+            y = _activate(y, KIND) * up
+    elif KIND == 6:
+        y = FUNCTION(y)
+    else:
+        y = _activate(y, KIND)
     _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
+
+
+def _kind(activation: Activation) -> int:
+    if isinstance(activation, OwnActivation):
+        if activation.triton is None:
+            raise UnsupportedModelError(
+                f"the activation {activation.name!r} has no Triton function, which a GPU needs: give OwnActivation one, or run "
+                "on a CPU",
+                field="activation",
+            )
+        return OWN
+    return CLAMPED_SWIGLU if isinstance(activation, ClampedSwiglu) else ACTIVATIONS[activation]
 
 
 def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | None = None) -> Activations:
@@ -410,6 +442,7 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
     size = row_size // 2 if gated else row_size
     out, scales = _rows(num_rows, size, x, inputs)
     if num_rows:
+        alpha, limit = (kind.alpha, kind.limit) if isinstance(kind, ClampedSwiglu) else (0.0, 0.0)
         block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
         grid = (num_rows, triton.cdiv(size, block))
         _activation_kernel[grid](
@@ -418,7 +451,10 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
             scales,
             size,
             row_size,
-            KIND=ACTIVATIONS[kind],
+            alpha,
+            limit,
+            KIND=_kind(kind),
+            FUNCTION=kind.triton if isinstance(kind, OwnActivation) else None,
             GATED=gated,
             FORMAT=FORMATS[inputs],
             BLOCK=block,
@@ -441,5 +477,5 @@ def _copy_kernel(k_ptr, v_ptr, source_ptr, target_ptr, size, BLOCK: tl.constexpr
 def copy_blocks(kv: LayerKV, source: Tensor, target: Tensor) -> None:
     size = kv.k[0].numel()
     _copy_kernel[(len(source), triton.cdiv(size, 1024))](
-        kv.k, kv.v, source.contiguous(), target.contiguous(), size, BLOCK=1024
+        kv.k, kv.k if kv.latent else kv.v, source.contiguous(), target.contiguous(), size, BLOCK=1024
     )

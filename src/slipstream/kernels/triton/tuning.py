@@ -212,10 +212,12 @@ class _Bench:
         max_num_seqs: int,
     ) -> list[Trial]:
         """What decode steps take first, then what prefill steps take."""
+        scheme = None if scheme is not None and scheme.experts_only else scheme
         head = (spec.vocab_size, spec.hidden_size)
         found = [t for shape in sorted(products(spec)) for t in self._products(shape, scheme)]
         found += self._products(head, scheme if scheme is not None and scheme.head else None)
-        attentions = {(a.num_heads, a.num_kv_heads, a.head_dim): a for a in (layer.attention for layer in spec.layers)}
+        plain = (a for a in (layer.attention for layer in spec.layers) if isinstance(a, AttentionSpec))
+        attentions = {(a.num_heads, a.num_kv_heads, a.head_dim): a for a in plain}
         for op, most in (("decode", max_num_seqs), ("prefill", max_model_len)):
             classes = OPS[op].classes
             sizes = [n for n, smaller in zip(classes, (0, *classes), strict=False) if smaller < most]

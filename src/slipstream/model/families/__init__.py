@@ -11,10 +11,12 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.model.families import (
     bloom,
     cohere,
+    deepseek,
     falcon,
     gemma,
     glm,
     gpt,
+    gpt_oss,
     granite,
     llama,
     mpt,
@@ -27,7 +29,10 @@ from slipstream.model.families import (
 )
 from slipstream.model.families.base import Family
 
-MODULES = (bloom, cohere, falcon, gemma, glm, gpt, granite, llama, mpt, neox, olmo, opt, phi, qwen, starcoder)
+MODULES = (
+    *(bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite),
+    *(llama, mpt, neox, olmo, opt, phi, qwen, starcoder),
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 ENTRY_POINTS = "slipstream.families"
 

@@ -39,6 +39,10 @@ GGUF_NO_EFFECT = frozenset((
 """The same for a GGUF file's keys, less the architecture that stands before each."""
 
 
+GGUF_FREQUENCIES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors of a GGUF file that are read with its metadata, as lists: what each frequency is divided by."""
+
+
 class ConfigReader:
     """Takes keys out of a config; `finish` raises if any is left that could matter. Messages put `prefix` before keys."""
 

@@ -1,5 +1,6 @@
-"""Command R and R7B (Cohere): attention and MLP side by side on one layer norm without bias, neighbouring dimensions turned
-together, logits scaled. In the second generation three layers of four have a window, and the fourth no positions at all."""
+"""Command R, R+ (whose queries and keys are normed) and R7B (Cohere): attention and MLP side by side on one layer norm without
+bias, neighbouring dimensions turned together, logits scaled. In the second generation three layers of four have a window, and
+the fourth no positions at all."""
 
 from __future__ import annotations
 
@@ -9,14 +10,13 @@ from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.metadata import layer_norm_gguf_config
 from slipstream.model.families.names import LLAMA, gguf_table, table
 from slipstream.model.families.pieces import attention, gated, heads, kinds_of_layers, layer_norm, model, rope
-from slipstream.model.spec import LayerSpec, ModelSpec, ParallelBlock
+from slipstream.model.spec import LayerSpec, ModelSpec, ParallelBlock, QKNormSpec
 
 PATTERN = 4
 
 
 def read_cohere(c: ConfigReader) -> ModelSpec:
-    c.require("use_qk_norm", False)
-    return _read(c, "cohere", theta=500000.0, windows=False)
+    return _read(c, "cohere", theta=500000.0, windows=False, qk_norm=c.take("use_qk_norm", bool, False))
 
 
 def read_cohere2(c: ConfigReader) -> ModelSpec:
@@ -31,10 +31,11 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
     return _read(c, "cohere2", theta=10000.0, windows=True)
 
 
-def _read(c: ConfigReader, family: str, *, theta: float, windows: bool) -> ModelSpec:
+def _read(c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm: bool = False) -> ModelSpec:
     h = heads(c)
     max_position = c.size("model_max_length", c.size("max_position_embeddings", 8192))
-    norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5), bias=False)
+    eps = c.take("layer_norm_eps", float, 1e-5)
+    norm = layer_norm(c.size("hidden_size"), eps, bias=False)
     position = rope(c, h.head_dim, theta=theta, max_position=max_position, style="interleaved")
     bias, mlp = c.take("attention_bias", bool, False), gated(c)
     window, kinds = None, [""] * c.size("num_hidden_layers")
@@ -49,6 +50,7 @@ def _read(c: ConfigReader, family: str, *, theta: float, windows: bool) -> Model
             qkv_bias=bias,
             out_bias=bias,
             window=window if kinds[i] == "sliding_attention" else None,
+            qk_norm=QKNormSpec(over="each", eps=eps) if qk_norm else None,
         )
         return LayerSpec(attention=of, mlp=mlp, block=ParallelBlock(norm=norm))
 

@@ -3,15 +3,18 @@ which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.metadata import factors_gguf_config, llama_gguf_config
 from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.model.families.pieces import attention, before, gated, heads, kinds_of_layers, model, rms, rope
 from slipstream.model.spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    return _read(c, "llama", windows=False)
+    """With experts it is a Mixtral, which llama.cpp writes as a llama."""
+    return read_mixtral(c) if "num_local_experts" in c else _read(c, "llama", windows=False)
 
 
 def read_mistral(c: ConfigReader) -> ModelSpec:
@@ -55,6 +58,14 @@ def _read(c: ConfigReader, family: str, *, windows: bool, mlp: MLPSpec | None = 
     return model(c, family, layer, norm, max_position)
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    config = {**llama_gguf_config(m, experts=True), **factors_gguf_config(m)}
+    if m.take("expert_count", int, 0):
+        return {**config, "num_local_experts": m.size("expert_count"), "num_experts_per_tok": m.size("expert_used_count")}
+    m.require("expert_used_count", 0)
+    return config
+
+
 names = table(LLAMA)
 MIXTRAL: dict[str, Theirs] = {
     **LLAMA,
@@ -72,8 +83,8 @@ FAMILIES = tuple(
         read=reader,
         names=table(MIXTRAL) if reader is read_mixtral else names,
         ignored=ROTARY_BUFFERS,
-        # llama.cpp writes Mistral as llama, without its window.
-        gguf=GGUFFamily(architecture="llama", config=llama_gguf_config, names=UNPERMUTED) if reader is read else None,
+        # llama.cpp writes Mistral as llama, without its window, and Mixtral.
+        gguf=GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED) if reader is read else None,
     )
     for model_type, architecture, reader in (
         ("llama", "LlamaForCausalLM", read),

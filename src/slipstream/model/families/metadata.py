@@ -7,9 +7,12 @@ from typing import Any
 from slipstream.model.families.base import ConfigReader
 
 
-def gguf_config(m: ConfigReader, *, partial: bool = False, experts: bool = False) -> dict[str, Any]:
+def gguf_config(
+    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False
+) -> dict[str, Any]:
     """The keys that all architectures share; a value is None where the file is silent. What llama.cpp can do and these models
-    don't is refused, not ignored. `partial`: heads may turn in part. `experts`: the caller takes their keys."""
+    don't is refused, not ignored. `partial`: heads may turn in part. `experts`, `scaled`: the caller takes the keys of those,
+    and of a scaling of positions."""
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
         "num_hidden_layers": m.size("block_count"),
@@ -26,8 +29,9 @@ def gguf_config(m: ConfigReader, *, partial: bool = False, experts: bool = False
     if partial:
         config["partial_rotary_factor"] = m.size("rope.dimension_count", head_dim) / head_dim
     m.require("rope.dimension_count", int(head_dim * config.get("partial_rotary_factor", 1.0)))
-    m.require("rope.scaling.type", "none")
-    m.require("rope.scaling.factor", 0.0, 1.0)  # llama.cpp takes 0 for none
+    if not scaled:
+        m.require("rope.scaling.type", "none")
+        m.require("rope.scaling.factor", 0.0, 1.0)  # llama.cpp takes 0 for none
     m.require("rope.scale_linear", 0.0, 1.0)  # its name in older files
     if not experts:
         m.require("expert_count", 0)
@@ -35,11 +39,44 @@ def gguf_config(m: ConfigReader, *, partial: bool = False, experts: bool = False
     return config
 
 
-def llama_gguf_config(m: ConfigReader, *, partial: bool = False, experts: bool = False) -> dict[str, Any]:
+def llama_gguf_config(
+    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False
+) -> dict[str, Any]:
     """Models with Llama's RMS norms and gated MLPs."""
     m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
-    return _present({**gguf_config(m, partial=partial, experts=experts), "rms_norm_eps": eps, "hidden_act": "silu"})
+    return _present(
+        {**gguf_config(m, partial=partial, experts=experts, scaled=scaled), "rms_norm_eps": eps, "hidden_act": "silu"}
+    )
+
+
+def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:
+    """YaRN, if the file has it; `more` is what llama.cpp takes from the architecture."""
+    if m.take("rope.scaling.type", str, "none") == "none":
+        return {}
+    m.require("rope.scaling.type", "yarn")
+    scaling = {
+        "rope_type": "yarn",
+        "factor": m.take("rope.scaling.factor", float),
+        "original_max_position_embeddings": m.size("rope.scaling.original_context_length"),
+        "beta_fast": m.take("rope.scaling.yarn_beta_fast", float, 32.0),
+        "beta_slow": m.take("rope.scaling.yarn_beta_slow", float, 1.0),
+    }
+    return {"rope_scaling": {**scaling, **more}}
+
+
+def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Frequencies that are divided one by one, if the file has such tensors: Llama 3.1's always, LongRoPE's by length."""
+    long = m.maybe("rope_factors_long.weight", list)
+    if long is not None:
+        short, factor = m.take("rope_factors_short.weight", list), m.take("rope.scaling.attn_factor", float)
+        original = m.size("rope.scaling.original_context_length")
+    elif (long := m.maybe("rope_freqs.weight", list)) is not None:
+        short, factor, original = long, 1.0, m.size("context_length")
+    else:
+        return {}
+    factors = {"short_factor": short, "long_factor": long, "attention_factor": factor}
+    return {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}}
 
 
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:

@@ -6,11 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from slipstream.model.families.base import Names
-from slipstream.model.parameters import MinusOne, Placement, Transform, Transpose, Ungroup, Unpermute, parameters
-from slipstream.model.spec import LayerSpec, ModelSpec, MoESpec
+from slipstream.model.parameters import (
+    MinusOne,
+    Placement,
+    Transform,
+    Transpose,
+    Ungroup,
+    Unpermute,
+    Untwine,
+    parameters,
+)
+from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
-Theirs: TypeAlias = str | tuple[str, ...]
-Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one"]
+Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
+Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one", "untwine", "untwine_transpose"]
 
 LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
@@ -44,6 +53,7 @@ GGUF: dict[str, Theirs] = {
     "attention.qkv": ("attn_q", "attn_k", "attn_v"),
     "attention.q_norm": "attn_q_norm",
     "attention.k_norm": "attn_k_norm",
+    "attention.sinks": "attn_sinks",
     "attention.out": "attn_output",
     "post_attention": "post_attention_norm",
     "mlp_norm": "ffn_norm",
@@ -66,7 +76,8 @@ def table(
 ) -> Callable[[ModelSpec], Names]:
     """`theirs` gives, for each of our parameters without .weight and .bias, the checkpoint's name (of a layer's: below
     `layer`); a tuple are the parts that we hold as one, q, k and v or gate and up; {e} is an expert, and without it a tensor
-    holds all experts'. `changes` says by our names which are stored otherwise."""
+    holds all experts'; a mapping has whole names for `weight` and `bias`. `changes` says by our names which are stored
+    otherwise."""
 
     def names(spec: ModelSpec) -> Names:
         found: Names = {}
@@ -79,9 +90,9 @@ def table(
             change = (changes or {}).get(stem)
             parts, start = theirs[stem], 0
             copies = of.mlp.num_experts if of and isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else None
-            if isinstance(parts, str) and "{e}" not in parts:
+            if isinstance(parts, Mapping) or (isinstance(parts, str) and "{e}" not in parts):
                 place = Placement(target, transform=_transform(change, kind, of), copies=copies)
-                found[f"{below}{parts}.{kind}"] = place
+                found[below + (f"{parts}.{kind}" if isinstance(parts, str) else parts[kind])] = place
                 continue
             assert of is not None
             each = shape[0] // (copies or 1)
@@ -112,8 +123,11 @@ def gguf_table(
 
 
 def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
+    if stem != "attention.qkv":
+        return whole // 2, whole // 2
     a = layer.attention
-    return (a.q_size, a.kv_size, a.kv_size) if stem == "attention.qkv" else (whole // 2, whole // 2)
+    assert isinstance(a, AttentionSpec)
+    return a.q_size, a.kv_size, a.kv_size
 
 
 def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0) -> Transform | None:
@@ -123,6 +137,8 @@ def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: 
         return Transpose()
     if change == "minus_one":
         return MinusOne()
+    if change in ("untwine", "untwine_transpose"):
+        return Untwine(change == "untwine_transpose" and kind == "weight")
     assert layer is not None
     a = layer.attention
     if change == "ungroup":

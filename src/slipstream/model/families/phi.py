@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.metadata import layer_norm_gguf_config, llama_gguf_config
+from slipstream.model.families.metadata import factors_gguf_config, layer_norm_gguf_config, llama_gguf_config
 from slipstream.model.families.names import LLAMA, gguf_table, table
 from slipstream.model.families.pieces import (
     activation,
@@ -66,7 +66,8 @@ def gguf_phi_config(m: ConfigReader) -> dict[str, Any]:
 
 def gguf_phi3_config(m: ConfigReader) -> dict[str, Any]:
     window = m.maybe("attention.sliding_window", int)  # 0 for none
-    return {**llama_gguf_config(m, partial=True), **({"sliding_window": window} if window else {})}
+    found = {**llama_gguf_config(m, partial=True), **factors_gguf_config(m)}
+    return {**found, **({"sliding_window": window} if window else {})}
 
 
 FAMILIES = (

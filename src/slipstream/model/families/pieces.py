@@ -209,9 +209,16 @@ def _rope_from(
             original_max_position=int(number("original_max_position_embeddings", max_position)),
         )
     elif kind == "yarn":
-        attention_factor = raw.pop("attention_factor", None)
+        attention_factor, truncate = raw.pop("attention_factor", None), raw.pop("truncate", True)
+        factor, mscale, all_dim = number("factor"), number("mscale", 0.0), number("mscale_all_dim", 0.0)
+        if attention_factor is None and mscale and all_dim and factor > 1.0:
+            attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
+        if not isinstance(truncate, bool):
+            raise c.unsupported(key, "truncate must be true or false")
         scaling = YarnScaling(
-            factor=number("factor"),
+            truncate=truncate,
+            mscale_all_dim=all_dim,
+            factor=factor,
             original_max_position=int(number("original_max_position_embeddings", max_position)),
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),

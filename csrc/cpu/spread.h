@@ -1,0 +1,28 @@
+// Spreading packed bytes by a mask where the machine has no instruction for it: eight at a time, through a table of shuffles.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace ISA {
+
+struct Spread {  // at[mask][i]: which of the packed bytes goes to place i; above 127 none does, and a shuffle puts 0 there
+    alignas(64) uint8_t at[256][8];
+    constexpr Spread() : at() {
+        for (int mask = 0; mask < 256; mask++)
+            for (int i = 0, next = 0; i < 8; i++) at[mask][i] = mask >> i & 1 ? (uint8_t)next++ : 0x80;
+    }
+};
+static constexpr Spread kSpread{};
+
+// Numbers of bytes that are number + 128, so that what the shuffle leaves out is number 0.
+static inline __m128i spread8(uint64_t mask, const uint8_t*& from) {
+    const __m128i packed = _mm_xor_si128(_mm_loadl_epi64((const __m128i*)from), _mm_set1_epi8(-128));
+    from += __builtin_popcountll(mask);
+    return _mm_shuffle_epi8(packed, _mm_loadl_epi64((const __m128i*)kSpread.at[mask]));
+}
+static inline __m128i spread16(uint64_t mask, const uint8_t*& from) {
+    const __m128i low = spread8(mask & 255, from);
+    return _mm_unpacklo_epi64(low, spread8(mask >> 8, from));
+}
+
+}  // namespace ISA

@@ -1,0 +1,220 @@
+"""DeepSeek V2, V2-Lite and V3: latent attention, mixtures of experts with shared ones, routers that choose groups of experts
+first (V2) or by corrected logistic scores (V3), YaRN that scales the scores as well."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.model.families.llama import ROTARY_BUFFERS
+from slipstream.model.families.metadata import yarn_gguf_config
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.model.families.pieces import before, gated, model, rms, rope
+from slipstream.model.parameters import Placement, Transpose
+from slipstream.model.spec import (
+    GroupLimit,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    SharedExpertSpec,
+    YarnScaling,
+)
+
+
+def read_v2(c: ConfigReader) -> ModelSpec:
+    """llama.cpp has one architecture for both."""
+    if c.take("scoring_func", str, "softmax") == "sigmoid":
+        return read_v3(c)
+    c.require("norm_topk_prob", False)
+    c.require("scoring_func", "softmax")
+    method = c.take("topk_method", str, "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise c.unsupported("topk_method", "only 'greedy' or 'group_limited_greedy' is supported")
+    groups = _groups(c, "best") if method == "group_limited_greedy" else None
+    c.ignore("n_group", "topk_group")
+    moe = _moe(c, normalize=False, groups=groups, weight_scale=c.take("routed_scaling_factor", float, 1.0))
+    return _read(c, "deepseek_v2", moe, interleaved=True, dense=c.take("first_k_dense_replace", int, 0))
+
+
+def read_v3(c: ConfigReader) -> ModelSpec:
+    c.require("scoring_func", "sigmoid")
+    c.require("topk_method", "noaux_tc")
+    moe = _moe(
+        c,
+        normalize=c.take("norm_topk_prob", bool, True),
+        scores="sigmoid",
+        correction=True,
+        groups=_groups(c, "best_two"),
+        weight_scale=c.take("routed_scaling_factor", float, 2.5),
+    )
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that draft a second token
+    interleaved = c.take("rope_interleave", bool, True)
+    return _read(c, "deepseek_v3", moe, interleaved=interleaved, dense=c.take("first_k_dense_replace", int, 3))
+
+
+def _groups(c: ConfigReader, by: Literal["best", "best_two"]) -> GroupLimit | None:
+    limit = GroupLimit(num_groups=c.size("n_group"), num_chosen=c.size("topk_group"), by=by)
+    return None if limit.num_groups == 1 else limit
+
+
+def _moe(
+    c: ConfigReader,
+    *,
+    normalize: bool,
+    groups: GroupLimit | None,
+    weight_scale: float,
+    scores: Literal["softmax", "sigmoid"] = "softmax",
+    correction: bool = False,
+) -> MoESpec:
+    c.require("moe_layer_freq", 1)
+    c.ignore("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef")
+    expert = dataclasses.replace(gated(c), intermediate_size=c.size("moe_intermediate_size"))
+    num_shared = c.maybe("n_shared_experts", int)
+    together = dataclasses.replace(expert, intermediate_size=expert.intermediate_size * (num_shared or 0))
+    return MoESpec(
+        num_experts=c.size("n_routed_experts"),
+        num_experts_per_token=c.size("num_experts_per_tok"),
+        expert=expert,
+        normalize=normalize,
+        scores=scores,
+        correction=correction,
+        groups=groups,
+        weight_scale=weight_scale,
+        shared=SharedExpertSpec(mlp=together) if num_shared else None,
+    )
+
+
+def _read(c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dense: int) -> ModelSpec:
+    """The first `dense` layers have no experts."""
+    num_heads, plain, rotary = c.size("num_attention_heads"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim")
+    c.require("num_key_value_heads", num_heads)
+    c.require("head_dim", rotary)
+    c.require("qk_head_dim", plain + rotary)
+    c.require("mlp_bias", False)
+    max_position = c.size("max_position_embeddings", 4096)
+    eps = c.take("rms_norm_eps", float, 1e-6)
+    norm = rms(c.size("hidden_size"), eps)
+    position = rope(c, rotary, max_position=max_position, style="interleaved" if interleaved else "half")
+    scale, scaling = (plain + rotary) ** -0.5, position.scaling
+    if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+    attention = LatentAttentionSpec(
+        num_heads=num_heads,
+        plain_dim=plain,
+        value_dim=c.size("v_head_dim"),
+        kv_rank=c.size("kv_lora_rank"),
+        q_rank=c.maybe("q_lora_rank", int),
+        scale=scale,
+        position=position,
+        eps=1e-6,  # of the latents' norms, whatever rms_norm_eps
+        bias=c.take("attention_bias", bool, False),
+    )
+    mlp = gated(c)
+
+    def layer(i: int) -> LayerSpec:
+        return LayerSpec(attention=attention, mlp=mlp if i < dense else moe, block=before(norm))
+
+    return model(c, family, layer, norm, max_position)
+
+
+NAMES: dict[str, Theirs] = {
+    **LLAMA,
+    "attention.q_latent": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.latent": "self_attn.kv_a_proj_with_mqa",
+    "attention.k_norm": "self_attn.kv_a_layernorm",
+    "attention.expand": "self_attn.kv_b_proj",
+    "correction": {"weight": "mlp.gate.e_score_correction_bias"},
+    "shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared.down": "mlp.shared_experts.down_proj",
+}
+
+
+def names(spec: ModelSpec) -> Names:
+    a = spec.layers[0].attention
+    assert isinstance(a, LatentAttentionSpec)
+    q = "self_attn.q_proj" if a.q_rank is None else "self_attn.q_b_proj"
+    return table({**NAMES, "attention.q": q})(spec)
+
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """As llama.cpp writes them since it runs latent attention over latents (files from before hold `attn_kv_b`)."""
+    rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
+    m.require("attention.head_count_kv", 1)
+    m.require("attention.key_length", kv_rank + rotary)
+    m.require("attention.value_length", kv_rank)
+    log_multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float, 0.0)
+    groups = m.size("expert_group_count", 1)
+    config: dict[str, Any] = {
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
+        "intermediate_size": m.size("feed_forward_length"),
+        "num_attention_heads": m.size("attention.head_count"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": m.size("attention.key_length_mla") - rotary,
+        "v_head_dim": m.size("attention.value_length_mla"),
+        "kv_lora_rank": kv_rank,
+        "q_lora_rank": m.maybe("attention.q_lora_rank", int),
+        "max_position_embeddings": m.size("context_length"),
+        "rope_theta": m.take("rope.freq_base", float, 10000.0),
+        **yarn_gguf_config(m, mscale=log_multiplier, mscale_all_dim=log_multiplier),
+        "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
+        "hidden_act": "silu",
+        "n_routed_experts": m.size("expert_count"),
+        "n_shared_experts": m.maybe("expert_shared_count", int),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "first_k_dense_replace": m.take("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+        "n_group": groups,
+        "topk_group": m.size("expert_group_used_count", 1),
+        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
+    }
+    m.require("expert_gating_func", 1, 2)
+    if m.take("expert_gating_func", int, 1) == 2:
+        return {**config, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return {**config, "topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
+
+
+GGUF_NAMES: dict[str, Theirs] = {
+    "attention.q_latent": "attn_q_a",
+    "attention.q_norm": "attn_q_a_norm",
+    "attention.latent": "attn_kv_a_mqa",
+    "attention.k_norm": "attn_kv_a_norm",
+    "attention.expand": "attn_kv_b",
+    "correction": {"weight": "exp_probs_b.bias"},
+}
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    """What makes keys of a latent stands apart from what makes values, head by head, and transposed."""
+    a = spec.layers[0].attention
+    assert isinstance(a, LatentAttentionSpec)
+    found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)
+    for i in range(spec.num_layers):
+        expand = found.pop(f"blk.{i}.attn_kv_b.weight").target
+        found[f"blk.{i}.attn_k_b.weight"] = Placement(expand, 0, a.plain_dim, Transpose(), a.num_heads)
+        found[f"blk.{i}.attn_v_b.weight"] = Placement(expand, a.plain_dim, a.value_dim, None, a.num_heads)
+    return found
+
+
+FAMILIES = (
+    Family(
+        model_type="deepseek_v2",
+        architectures=("DeepseekV2ForCausalLM",),
+        read=read_v2,
+        names=names,
+        ignored=ROTARY_BUFFERS,
+        gguf=GGUFFamily(architecture="deepseek2", config=gguf_config, names=gguf_names),
+    ),
+    Family(
+        model_type="deepseek_v3",
+        architectures=("DeepseekV3ForCausalLM",),
+        read=read_v3,
+        names=names,
+        ignored=(*ROTARY_BUFFERS, r"model\.layers\.61\..*"),  # V3's last layer drafts a second token
+    ),
+)

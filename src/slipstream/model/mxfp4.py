@@ -1,0 +1,84 @@
+"""Experts that a checkpoint holds in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss does, put in the kernels' order without a
+second rounding.
+
+Instead of a layer's `NAME` [experts, rows, in] in the model's type there are
+    NAME_blocks   uint8 [experts, rows, in / 32, 16], two codes of e2m1 a byte, the lower half first
+    NAME_scales   uint8 [experts, rows, in / 32], exponents plus 127
+and everything else is in the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.ops import GroupedLinear, Linear
+from slipstream.kernels.quantize import chunk_of, pack4
+from slipstream.model.parameters import Placement, Shape, Untwine
+from slipstream.model.scheme import Scheme
+
+EXPERTS = (".experts.up.weight", ".experts.down.weight")
+PARTS = ("blocks", "scales")
+
+
+class Mxfp4Weights:
+    """Takes a checkpoint's blocks and scales; `linears()` gives the weights when all were taken."""
+
+    def __init__(self, shapes: dict[str, Shape], scheme: Scheme, *, dtype: torch.dtype, device: torch.device) -> None:
+        assert scheme.group_size is not None
+        self.scheme, self.size, self.dtype = scheme, scheme.group_size, dtype
+        self._weights: dict[str, GroupedLinear] = {}
+        self._filled: set[tuple[str, str]] = set()
+        for name, (outer, inner) in ((n, s) for n, s in shapes.items() if n.endswith(EXPERTS)):
+            self._weights[name] = GroupedLinear(
+                weight=torch.empty(outer, inner // 4, dtype=torch.int16, device=device),
+                scales=torch.empty(inner // self.size, outer, dtype=dtype, device=device),
+                group_size=self.size,
+                chunk=chunk_of(inner, scheme),
+                codes="e2m1",
+            )
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._weights
+
+    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+        """Whether the tensor `name` is of an expert's weight; if so it is read into its place. CheckpointError names one of
+        another shape, or a scale that the model's type can't hold."""
+        stem, _, part = name.rpartition("_")
+        placement = find(stem) if part in PARTS else None
+        if placement is None or placement.target not in self._weights:
+            return False
+        into, copies = self._weights[placement.target], placement.copies
+        assert copies is not None
+        value, rows, groups = read(), into.weight.shape[0] // copies, into.scales.shape[0]
+        expected = (copies, rows, groups, 16) if part == "blocks" else (copies, rows, groups)
+        if tuple(value.shape) != expected or value.dtype != torch.uint8:
+            raise CheckpointError(
+                f"{name} is {list(value.shape)} of {value.dtype}; {list(expected)} of torch.uint8 was expected", field=name
+            )
+        for expert in range(copies):  # one at a time: codes take more room unpacked
+            own = value[expert].to(into.weight.device)
+            if isinstance(placement.transform, Untwine):
+                own = torch.cat((own[::2], own[1::2]))
+            at = slice(expert * rows, (expert + 1) * rows)
+            if part == "scales":
+                into.scales[:, at] = torch.ldexp(torch.ones_like(own, dtype=torch.float32), own.int() - 127).T
+            else:
+                codes = torch.stack((own & 15, own >> 4), dim=-1).view(rows, -1).int()
+                into.weight[at] = pack4(codes, into.chunk)
+        if part == "scales" and not (into.scales.isfinite() & (into.scales > 0)).all():
+            raise CheckpointError(f"{name} holds scales beyond {self.dtype}; use dtype='bfloat16'", field=name)
+        self._filled.add((placement.target, part))
+        return True
+
+    def missing(self, names: dict[str, Placement]) -> list[str]:
+        """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
+        held = ((name, place.target) for name, place in names.items() if place.target in self._weights)
+        return [f"{name}_{part}" for name, target in held for part in PARTS if (target, part) not in self._filled]
+
+    def linears(self) -> dict[str, Linear]:
+        """By the names of `model.parameters`, without biases."""
+        return dict(self._weights)

@@ -1,0 +1,129 @@
+"""Experts in MXFP4: gpt-oss's checkpoints, and rounding at load."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.kernels.ops import GroupedLinear, Linear
+from slipstream.kernels.quantize import E2M1, dequantize, round_linear
+from slipstream.kernels.triton import TritonOps
+from slipstream.model.description import read_spec
+from slipstream.model.loader import load_model
+from slipstream.model.scheme import SCHEMES
+from slipstream.plan.memory import weights_bytes
+from tests import tiny_models
+from tests.model.harness import CPU, load, run
+from tests.model.test_family_configs import CONFIGS
+
+TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
+QUANTIZED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+}
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """A checkpoint with random codes and scales for its experts; the transformers model with the numbers they stand for."""
+    path, rng = tmp_path_factory.mktemp("mxfp4"), torch.Generator().manual_seed(3)
+    theirs = tiny_models.build(path, "gpt_oss", hidden_size=64, intermediate_size=64)
+    tensors = load_file(path / "model.safetensors")
+    values = torch.tensor((*E2M1, *(-x for x in E2M1)))
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, inner // 32, 16), generator=rng, dtype=torch.uint8)
+        scales = torch.randint(122, 126, (experts, rows, inner // 32), generator=rng, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1).flatten(-2)
+        dense = (pairs * 2.0 ** (scales[..., None].float() - 127)).flatten(-2)
+        with torch.no_grad():
+            theirs.get_parameter(name).copy_(dense.mT)
+    save_file(tensors, path / "model.safetensors")
+    edit(path, quantization_config=QUANTIZED)
+    with torch.no_grad():
+        return path, theirs(torch.tensor([TOKENS])).logits[0]
+
+
+def edit(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("ops", ["reference", "torch", "cpu", "triton"])
+def test_a_checkpoint_with_blocks(rounded, ops):
+    path, expected = rounded
+    model = load(path, kernels=ops) if ops != "triton" else None
+    model = model or load_model(path, ops=TritonOps(), device=CPU, dtype=torch.float32)
+    ours = run(model, TOKENS, (5, 1, 2))
+    assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+    up = model.decoder.layers[0].mlp.up
+    if ops in ("reference", "triton"):  # kept as it is
+        assert isinstance(up, GroupedLinear)
+        own = sum(weights_bytes(model.spec, 4, SCHEMES["mxfp4"]).values())
+        scales = sum(x.scales.numel() * 2 for layer in model.decoder.layers for x in (layer.mlp.up, layer.mlp.down))
+        assert model.weights_bytes - own < scales + 2**20 // 8  # scales are of the model's type; positions beside
+    else:
+        assert type(up) is Linear
+
+
+@pytest.mark.parametrize("problem", ["missing", "misshapen", "nan"])
+def test_what_does_not_fit_is_named(rounded, tmp_path, problem):
+    path, _ = rounded
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.experts.down_proj_scales"
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    if problem == "missing":
+        del tensors[name]
+    elif problem == "misshapen":
+        tensors[name] = tensors[name][:, :1].contiguous()
+    else:
+        tensors[name][0, 0, 0] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name):
+        load(tmp_path)
+
+
+def test_experts_that_are_left_out_are_refused(rounded, tmp_path):
+    path, _ = rounded
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {**QUANTIZED, "modules_to_not_convert": ["model.layers.0.mlp.experts"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="modules_to_not_convert"):
+        read_spec(tmp_path)
+
+
+def test_the_real_model():
+    """20.9 billion parameters, of which the experts' take 4.5 bits; a CPU expands them."""
+    description = read_spec(CONFIGS / "gpt-oss-20b")
+    assert (description.spec.num_parameters, description.scheme, description.dtype) == (20_914_757_184, "mxfp4", "bfloat16")
+    assert 13.5e9 < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values()) < 14.5e9
+    cpu = DeviceFacts(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    config = resolve(EngineArgs(model="x", kv_cache_bytes=2**30), description, cpu)
+    assert config.model.quantization == "mxfp4"
+
+
+def test_rounding_is_to_the_nearest_code():
+    weight = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 9)[:, None]
+    weight[3] = 0
+    w = round_linear(weight, None, SCHEMES["mxfp4"])
+    scales = w.scales.T.repeat_interleave(32, dim=1)
+    codes = torch.tensor((*E2M1, *(-x for x in E2M1)))
+    nearest = (weight[..., None] / scales[..., None] - codes).abs().amin(-1) * scales
+    torch.testing.assert_close((weight - dequantize(w)).abs(), nearest)
+    assert (scales.log2() == scales.log2().round()).all()
+
+
+def test_only_mixtures_are_rounded(tmp_path):
+    tiny_models.build(tmp_path / "dense", "llama", hidden_size=64)
+    tiny_models.build(tmp_path / "mixture", "mixtral", hidden_size=64)
+    with pytest.raises(ConfigError, match="mixtures"):
+        load_model(tmp_path / "dense", ops=TritonOps(), device=CPU, dtype=torch.float32, scheme=SCHEMES["mxfp4"])
+    model = load_model(tmp_path / "mixture", ops=TritonOps(), device=CPU, dtype=torch.float32, scheme=SCHEMES["mxfp4"])
+    layer = model.decoder.layers[0]
+    assert isinstance(layer.mlp.up, GroupedLinear)
+    assert type(layer.attention.qkv) is Linear
