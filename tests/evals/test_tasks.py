@@ -12,7 +12,7 @@ import torch
 from slipstream import LLM
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.evals.tasks import loglikelihoods, multiple_choice, read_questions, run_lm_eval, run_tasks
+from slipstream.evals.tasks import Question, loglikelihoods, multiple_choice, read_questions, run_lm_eval, run_tasks
 from tests import tiny_models
 
 
@@ -93,6 +93,18 @@ def test_multiple_choice(llm, tmp_path):
     assert multiple_choice(llm, read_questions(tmp_path / "hours.jsonl")).value == 0.75
     with pytest.raises(ConfigError, match="lm-eval"):
         run_tasks(llm, [path], num_fewshot=2)
+
+
+def test_a_long_choice_is_not_held_against_itself(llm):
+    encode, questions, apart = llm.get_tokenizer().encode, [], 0
+    for i in range(8):
+        choices, context = ("z", "hello"), encode(f"in {i}")
+        sums = [f.logprob for f in loglikelihoods(llm, [(context, encode(f"in {i} {c}")[len(context) :]) for c in choices])]
+        rates = [total / len(choice) for total, choice in zip(sums, choices, strict=True)]
+        questions.append(Question(prompt=f"in {i}", choices=choices, answer=rates.index(max(rates))))
+        apart += rates.index(max(rates)) != sums.index(max(sums))
+    assert apart  # else this test tells nothing
+    assert multiple_choice(llm, questions).value == 1.0
 
 
 @pytest.mark.parametrize(
