@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from slipstream import hub
-from slipstream.errors import DownloadError
+from slipstream.errors import ConfigError, DownloadError
 from slipstream.hub import Packaged, list_cached, read_sharegpt, resolve_dataset, resolve_model
 
 CONTENT = b"GGUF and so on"
@@ -184,7 +184,7 @@ def test_sharegpt_up_to_the_cut(tmp_path):
     path.write_bytes(whole)
     assert list(read_sharegpt(path))[2:] == [("cut", "off")]
     path.write_text("{}")
-    with pytest.raises(DownloadError):
+    with pytest.raises(ConfigError):
         list(read_sharegpt(path))
 
 

@@ -37,24 +37,34 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "model": ("errors", "kernels"),
     "worker": (*BASE, "plan", "kernels", "model"),
     "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.tiles", *DESCRIPTION, "model.gguf"),
-    "server": (*BASE, "plan", "engine"),
+    "server": (*BASE, "plan", "engine", "compress.context"),
     "bench": (*BASE, "plan", "engine"),
+    "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
+    "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
-        *(*BASE, "hub", "plan", "engine", "server", "bench", *DESCRIPTION),
+        *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
         *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
         *("kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
     ),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
-    "torch": ("kernels", "model", "worker", "engine.engine_core", "bench.adapters.transformers", "cli.doctor"),
+    "torch": (
+        *("kernels", "model", "worker", "engine.engine_core", "evals", "compress"),
+        *("bench.adapters.transformers", "cli.doctor", "cli.compress"),
+    ),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),
     "transformers": ("bench.adapters.transformers",),
     "huggingface_hub": ("hub",),
+    "datasets": ("evals.text",),
+    "lm_eval": ("evals.tasks", "evals.lm_eval_adapter"),
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
-TORCH_FREE = ("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", *DESCRIPTION)
+TORCH_FREE = (
+    *("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text"),
+    *("compress.context", "compress.steps", *DESCRIPTION),
+)
 
 
 def imported(path: Path) -> set[str]:

@@ -77,6 +77,7 @@ class EngineArgs:
     scheduling_policy: str = "inflight"
     batch_window_s: float | None = None
     max_queue: int | None = None
+    canary: str = "warn"
     kernels: str = "auto"
     tile_table: str = "auto"
     num_threads: int | None = None
@@ -188,7 +189,18 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         return given
 
     _check_types(args)
-    _reject_unsupported(args, device, args.quantization or model.scheme, model.scheme, model.kv_cache)
+    held, held_why = model.scheme, "what the checkpoint holds"
+    stored = model.quantization
+    if stored is not None and stored.formats is not None:
+        if args.quantization not in (None, held):
+            raise ConfigError(
+                f"quantization={args.quantization!r}, but the checkpoint's weights are rounded already; leave it out",
+                field="quantization",
+            )
+        on_cpu = not device.is_cuda and args.kernels != "reference"
+        if on_cpu and (held not in ("int8", "int4", "int4-g32") or args.kernels == "torch"):
+            held, held_why = None, "the checkpoint's rounded weights are expanded: a CPU's kernels have no product with them"
+    _reject_unsupported(args, device, args.quantization or held, held, model.kv_cache)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -197,15 +209,16 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     if dtype == "float16" and not device.is_cuda:
         raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
 
-    quantization = choose("quantization", model.scheme, "model", "what the checkpoint holds")
-    if model.scheme is not None and quantization != model.scheme:
+    quantization = choose("quantization", held, "model", held_why)
+    if held is not None and quantization != held:
         raise ConfigError(
-            f"quantization={quantization!r}, but the checkpoint's weights are {model.scheme}; leave it out",
+            f"quantization={quantization!r}, but the checkpoint's weights are {held}; leave it out",
             field="quantization",
         )
-    if quantization is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
+    rounded = quantization or ("compressed-tensors" if stored is not None and stored.formats is not None else None)
+    if rounded is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
         raise ConfigError(
-            f"quantization={quantization!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
+            f"quantization={rounded!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
         )
     kv_why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
     kv_dtype = choose("kv_cache_dtype", model.kv_cache or dtype, "model", kv_why)
@@ -301,6 +314,9 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
+    _one_of("canary", args.canary, ("off", "warn", "refuse"))
+    if args.canary == "refuse" and args.load_format == "dummy":
+        raise ConfigError("canary='refuse' can't hold for random weights (load_format='dummy'); leave it out", field="canary")
     _one_of("kernels", args.kernels, ("auto", "reference", "cpu", "torch", "triton"))
     if args.deterministic and any(
         isinstance(layer.mlp, MoESpec) or isinstance(layer.attention, LatentAttentionSpec) for layer in spec.all_layers

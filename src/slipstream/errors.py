@@ -6,6 +6,7 @@
     │   ├── UnsupportedModelError   its description holds something we do not implement
     │   └── CheckpointError         its files are missing, damaged or do not fit the description
     ├── DownloadError          a model could not be fetched
+    ├── BudgetError            a compression costs more than was allowed
     ├── RequestError           one request is wrong (an HTTP 400); the engine is unharmed
     │   └── ContextLengthError      prompt and answer do not fit in the context
     └── EngineError            the engine cannot go on
@@ -47,6 +48,10 @@ class CheckpointError(ModelError):
 
 class DownloadError(SlipstreamError):
     """A model could not be fetched."""
+
+
+class BudgetError(SlipstreamError):
+    """What a compression was measured to cost is more than was allowed."""
 
 
 class RequestError(SlipstreamError, ValueError):

@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from slipstream.errors import DownloadError
+from slipstream.errors import ConfigError, DownloadError
 
 DEFAULT_MODEL = "smollm2"
+CHUNK = 1 << 20
 HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 
 
@@ -142,28 +144,39 @@ def list_cached(download_dir: str | None = None) -> dict[str, Path]:
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
     """(first human turn, first answer) of each conversation, up to where the file is cut off."""
-    decoder, buffer = json.JSONDecoder(), ""
+    for conversation in read_objects(path, cut_off=True):
+        for first, second in pairwise(conversation.get("conversations", [])):
+            if first.get("from") == "human" and second.get("from") == "gpt" and first["value"] and second["value"]:
+                yield first["value"], second["value"]
+                break
+
+
+def read_objects(path: Path, *, cut_off: bool) -> Iterator[Any]:
+    """The items of a JSON array, one after the other: the file is never held as a whole. With `cut_off` the array may break off
+    anywhere; what is incomplete there is left out. ConfigError, with the place, if it is no array or damaged."""
+    decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as file:
-        buffer = file.read(1).strip()
-        if buffer != "[":
-            raise DownloadError(f"{path} is not a JSON array", field="dataset")
-        buffer, at = "", 0
+        buffer, at, taken = file.read(CHUNK), 0, 0  # `taken` characters came before `buffer`
+        at = len(buffer) - len(buffer.lstrip())
+        if buffer[at : at + 1] != "[":
+            raise ConfigError(f"{path} is not a JSON array", field="dataset")
+        at += 1
         while True:
             while at < len(buffer) and buffer[at] in " \r\n\t,":
                 at += 1
+            if buffer[at : at + 1] == "]":
+                return
             try:
-                conversation, at = decoder.raw_decode(buffer, at)
-            except ValueError:
-                more = file.read(1 << 20)
-                if not more:
-                    return  # the end, or the cut
-                buffer, at = buffer[at:] + more, 0
-                continue
-            turns = conversation.get("conversations", [])
-            for first, second in pairwise(turns):
-                if first.get("from") == "human" and second.get("from") == "gpt" and first["value"] and second["value"]:
-                    yield first["value"], second["value"]
-                    break
+                item, at = decoder.raw_decode(buffer, at)
+            except ValueError as error:
+                more = file.read(CHUNK)
+                if more:
+                    buffer, at, taken = buffer[at:] + more, 0, taken + at
+                    continue
+                if cut_off:
+                    return
+                raise ConfigError(f"{path} is damaged at character {taken + at}: {error}", field="dataset") from error
+            yield item
 
 
 def _packaged(item: Packaged, folder: Path) -> Path:

@@ -360,3 +360,23 @@ class EngineStats:
     generation_tokens_total: int = 0
     uptime_s: float = 0.0
     expert_load: ExpertTokens = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryResult:
+    """What a checkpoint's canary said at the start: how far this model, with these kernels and this form of the cache, is from
+    what was stored when the checkpoint was made (KL in nats, over `num_tokens`)."""
+
+    ok: bool
+    kl_mean: float
+    kl_max: float
+    top1_agreement: float
+    limit: float  # for kl_mean
+    num_tokens: int
+
+    def describe(self) -> str:
+        verdict = "sings as it should" if self.ok else "is dead: the model gives something else here than where it was made"
+        return (
+            f"the checkpoint's canary {verdict} (mean KL {self.kl_mean:.4g} nats, {self.limit:g} at most; the same likeliest "
+            f"token at {self.top1_agreement:.0%} of {self.num_tokens})"
+        )

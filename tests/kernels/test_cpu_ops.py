@@ -240,7 +240,7 @@ def test_products_of_4_bits_by_groups(ops, form, out, inner):
     codes, scales = torch.randint(0, 16, (out, inner), dtype=torch.int32), torch.randn(inner // size, out).bfloat16()
     scales[0, 0], scales[0, 1] = 1e-9 if "by 32" in form else 0.0, 2.0**-18
     zeros = torch.randint(0, 16, scales.shape).bfloat16() if "zero points" in form else None
-    chunk, bias = chunk_of(inner, SCHEMES["int4" if size == 128 else "int4-g32"]), torch.randn(out)
+    chunk, bias = chunk_of(inner, size), torch.randn(out)
     w = GroupedLinear(weight=pack4(codes, chunk), scales=scales, zeros=zeros, group_size=size, chunk=chunk, bias=bias)
     ours, exact = ops.adopt_linear(w), dequantize_linear(w)
     assert (ours.weight.dtype, ours.weight.shape) == (torch.bfloat16, exact.shape)

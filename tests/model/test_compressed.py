@@ -259,11 +259,12 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
         ({"config_groups": {"g": []}}, "config_groups"),
         ({"config_groups": {"g": {**GROUP, "weights": 3}}}, "g.weights"),
         ({"format": "marlin-24"}, "format"),
-        ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "ignore"),
+        ({"ignore": ["re:("]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),
-        ({"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["re:.*mlp.*"]}}}, "g.targets"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "symmetric": False}}}}, "weights.symmetric"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 3}}}}, "num_bits"),
+        ({"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["LlamaMLP"]}}}, "g.targets"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}}}, "weights.strategy"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "actorder": "group"}}}}, "weights.actorder"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 9}}}}, "num_bits"),
     ],
     ids=str,
 )
@@ -304,10 +305,19 @@ def test_bytes_are_what_is_planned(tmp_path, kind, tied):
 def test_settings_that_do_not_go_with_it(tmp_path):
     tiny_models.build(tmp_path, "llama", **SIZES)
     compress(tmp_path, "int4-g32")
-    for settings, field in (({"quantization": "fp8"}, "quantization"), ({"kernels": "torch"}, "kernels")):
-        with pytest.raises(ConfigError) as caught:
-            log_probabilities(tmp_path, **settings)
-        assert caught.value.field == field
+    with pytest.raises(ConfigError) as caught:
+        log_probabilities(tmp_path, quantization="fp8")
+    assert caught.value.field == "quantization"
+
+
+@pytest.mark.parametrize(("kind", "kernels"), [("fp8", "auto"), ("fp8", "torch"), ("int4-g32", "torch"), ("int4-g32", "auto")])
+def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
+    """4-bit weights are the same numbers there, which torch's ops have no product with; of fp8 the inputs stay as they are."""
+    tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SIZES)
+    compress(tmp_path, kind)
+    exact, expanded = (torch.tensor(log_probabilities(tmp_path, kernels=k)) for k in ("reference", kernels))
+    atol = 1e-4 if (kind, kernels) == ("int4-g32", "torch") else 0.3
+    torch.testing.assert_close(exact, expanded, atol=atol, rtol=0)
 
 
 def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):

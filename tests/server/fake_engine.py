@@ -23,6 +23,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     special_ids = frozenset({0})
+    bos_token_id = 0
 
     def encode(self, text, *, add_special_tokens=True):
         return ([0] if add_special_tokens else []) + list(text.encode())
@@ -54,6 +55,7 @@ class FakeEngine:
     description = SimpleNamespace(
         spec=SimpleNamespace(classifier=None, hidden_size=4), pooling=SimpleNamespace(dimensions=None), sampling={}
     )
+    canary = None
 
     def __init__(self, *, delay_s=0.0, max_model_len=512, max_queue=None):
         self.tokenizer = ByteTokenizer()

@@ -358,3 +358,36 @@ def test_the_models_own_defaults_hold_where_a_request_says_nothing(serve):
     said, silent = (sampling for _, sampling, _ in engine.seen)
     assert (said.temperature, said.top_k) == (0.9, 7)
     assert (silent.temperature, silent.top_k, silent.top_p) == (0.3, 7, 1.0)
+
+
+def test_a_conversation_is_shortened(serve):
+    """By a small model; system messages and the question stay as they are, and so does what is protected."""
+    server = serve(FakeEngine())
+    small = server.state.context_engine = FakeEngine()
+    context = "one two three four five 42 six seven eight nine\n\n"
+    messages = [
+        {"role": "system", "content": "be very very brief"},
+        {"role": "user", "content": context + "What is it?"},
+    ]
+    asked = {"keep": 0.5, "protect": ["42"], "unit": "word"}
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model="fake", messages=messages, max_tokens=3, extra_body={"compress_prompt": asked}
+        )
+    sent = bytes(server.engine.seen[-1][0]["prompt_token_ids"]).decode()
+    assert sent.startswith("system:be very very brief\nuser:")
+    assert sent.endswith("What is it?\nassistant:")
+    assert "42 " in sent
+    assert len(sent) < len(context) + len("system:be very very brief\nuser:What is it?\nassistant:")
+    assert small.seen
+    told = answer.usage.model_dump()["prompt_compression"]
+    assert told["tokens_after"] < told["tokens_before"]
+    assert told["kept_share"] == pytest.approx(told["tokens_after"] / told["tokens_before"], abs=1e-4)
+
+
+def test_shortening_needs_a_small_model(client):
+    with pytest.raises(openai.BadRequestError, match="--context-model") as caught:
+        client.chat.completions.create(model="fake", messages=MESSAGES, extra_body={"compress_prompt": {}})
+    assert caught.value.param == "compress_prompt"
+    with pytest.raises(openai.BadRequestError, match="keep"):
+        client.chat.completions.create(model="fake", messages=MESSAGES, extra_body={"compress_prompt": {"keep": 0}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from slipstream.server.generation import merge
 from slipstream.server.record import ROUTES, LogFormatter
 from slipstream.server.run import bind
 from slipstream.server.state import ServerSettings
+from slipstream.types import CanaryResult
 from tests.server.fake_engine import FakeEngine
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
@@ -166,6 +168,16 @@ def test_engine_death(serve):
         assert "61 s" in http.get("/health").json()["error"]["message"]
         engine.stuck = ""
         assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200] * 3
+        assert http.get("/health").json() == {"status": "healthy"}
+        engine.canary = CanaryResult(ok=False, kl_mean=2.5, kl_max=math.nan, top1_agreement=0.1, limit=0.05, num_tokens=48)
+        assert http.get("/health").json()["canary"] == {
+            "ok": False,
+            "kl_mean": 2.5,
+            "kl_max": None,
+            "top1_agreement": 0.1,
+            "limit": 0.05,
+            "num_tokens": 48,
+        }
         client.completions.create(**COMPLETION)
     server.wait_idle()
 
@@ -260,6 +272,7 @@ import asyncio
 from tests.server.fake_engine import FakeEngine
 from slipstream.server.run import bind, serve, url
 from slipstream.server.state import ServerSettings
+from slipstream.types import CanaryResult
 settings = ServerSettings(port=0)
 listener = bind(settings)
 async def main():

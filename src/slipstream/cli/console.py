@@ -48,14 +48,14 @@ def phases(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere. Yields a function of (done, total)."""
+    """A bar with the time left on a terminal, nothing elsewhere. Yields a function of (done, total)."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

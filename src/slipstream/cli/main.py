@@ -16,11 +16,25 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, check_model, doctor, embed, info, pull, run, serve, tune
+from slipstream.cli import (
+    bench,
+    chat,
+    check_model,
+    compress,
+    compress_prompt,
+    doctor,
+    embed,
+    evaluate,
+    info,
+    pull,
+    run,
+    serve,
+    tune,
+)
 from slipstream.errors import ConfigError, DownloadError, ModelError, RequestError, SlipstreamError
 from slipstream.plan.hardware import bound_spinning
 
-VERBS = (run, chat, embed, serve, pull, info, doctor, check_model, bench, tune)
+VERBS = (run, chat, embed, serve, pull, info, doctor, check_model, compress, compress_prompt, evaluate, bench, tune)
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 model or download, 130 interrupted"

@@ -48,6 +48,7 @@ ENGINE_HELP = {
     "scheduling_policy": "inflight, or the baselines dynamic and static",
     "batch_window_s": "dynamic: seconds to wait for a batch to fill",
     "max_queue": "most requests that wait; beyond it they are refused",
+    "canary": "off, warn or refuse: what to do when the checkpoint's canary finds it changed here (if it has one)",
     "kernels": "auto, reference, cpu, torch or triton",
     "tile_table": "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file",
     "num_threads": "CPU threads",

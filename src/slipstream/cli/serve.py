@@ -46,6 +46,11 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     server.add_argument(
         "--api-key-file", metavar="FILE", help="keys, one a line: other users cannot see it, unlike --api-key"
     )
+    server.add_argument(
+        "--context-model",
+        metavar="MODEL",
+        help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
+    )
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
     parser.set_defaults(handler=run)
 
@@ -57,6 +62,11 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     given = {name: value for name, value in vars(args).items() if name in names}
     keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
     return ServerSettings(**given, api_keys=keys, served_model_names=tuple(args.served_model_name))
+
+
+def kept(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the options that were given."""
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def read_keys(path: str) -> tuple[str, ...]:
@@ -82,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from slipstream.cli.console import phases, print_json
+    from slipstream.config import EngineArgs
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.server.run import bind, configure_logging, serve, url
 
@@ -96,12 +107,20 @@ def run(args: argparse.Namespace) -> int:
     async def main() -> None:
         with phases("starting") as progress:
             engine = await AsyncLLM.start(engine_args(args), progress=progress)
+            small = None if args.context_model is None else engine
+            if args.context_model not in (None, args.model):
+                try:
+                    own = EngineArgs(model=args.context_model, **kept(args, ("device", "num_threads", "download_dir")))
+                    small = await AsyncLLM.start(own, progress=progress)
+                except BaseException:
+                    await engine.shutdown()
+                    raise
 
         def announce() -> None:
             facts = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
             print_json(facts) if args.json else print(facts, flush=True)
 
-        await serve(engine, settings, listener, on_ready=announce)
+        await serve(engine, settings, listener, on_ready=announce, context_engine=small)
 
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

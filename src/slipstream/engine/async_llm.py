@@ -50,6 +50,7 @@ from slipstream.engine.processor import (
     OutputProcessor,
     PreparedRequest,
     load_tokenizer,
+    log_canary,
     merge,
     raise_on_error,
 )
@@ -58,7 +59,7 @@ from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelEr
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -121,6 +122,7 @@ class AsyncLLM:
         self.ledger: MemoryLedger
         self.phases: dict[str, float] = {}
         self.tiles = ""  # the tile table, by identity and size
+        self.canary: CanaryResult | None = None
         self.num_restarts = 0
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
@@ -291,7 +293,8 @@ class AsyncLLM:
         config = resolve(self.args, self.description, message.device)
         ledger = message.ledger
         self.config = config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
-        self.ledger, self.phases, self.tiles = ledger, message.phases, message.tiles
+        self.ledger, self.phases, self.tiles, self.canary = ledger, message.phases, message.tiles, message.canary
+        log_canary(self.canary)
         self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer)
         self._child, self._down_reason = child, ""
         self._last_heard = self._last_progress = time.monotonic()

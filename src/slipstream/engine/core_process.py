@@ -22,7 +22,7 @@ import msgspec
 from slipstream.config import DeviceFacts, EngineArgs
 from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EngineOutput, EngineRequest, EngineStats
+from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats
 
 HEARTBEAT_S = 1.0
 """The child reports this often (between steps), also when it has no work: silence means that it hangs."""
@@ -60,6 +60,7 @@ class Ready(msgspec.Struct, tag=True):
     ledger: MemoryLedger
     phases: dict[str, float]
     tiles: str = ""  # the tile table of a GPU
+    canary: CanaryResult | None = None
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -117,7 +118,8 @@ class CoreProcess:
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
             core = self._core
             facts = core.config.device.facts
-            self._send(Ready(facts, core.ledger, core.phases, core.tiles.describe() if facts.is_cuda else ""))
+            tiles = core.tiles.describe() if facts.is_cuda else ""
+            self._send(Ready(facts, core.ledger, core.phases, tiles, core.canary))
             self._serve()
             return 0
         except Exception as error:

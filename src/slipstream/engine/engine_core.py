@@ -19,13 +19,14 @@ import torch
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
-from slipstream.errors import EngineError
+from slipstream.errors import ConfigError, EngineError, ModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder
 from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
-from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason
+from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason
+from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
 
@@ -61,23 +62,37 @@ class EngineCore:
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
         self._started = self._last_step = time.monotonic()
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
+        self.canary: CanaryResult | None = None  # what the checkpoint's canary said at the start
 
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
         """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
-        begin = time.perf_counter()
-        progress("model")
-        path = resolve_model(args.model, download_dir=args.download_dir)
-        description = read_spec(path)
-        progress("device")
-        config = resolve(args, description, detect(args.device, machine_folder(), num_threads=args.num_threads))
-        found = time.perf_counter() - begin
-        progress("weights")
-        tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
-        runner = ModelRunner(config, tiles)
-        runner.phases["resolve"] = found
+        description, runner, tiles = load_runner(args, progress=progress)
         progress("cache")
-        return cls(config, description, runner, tiles)
+        core = cls(runner.config, description, runner, tiles)
+        core.canary = core._sing(args.canary)
+        return core
+
+    def _sing(self, wanted: str) -> CanaryResult | None:
+        """Run the checkpoint's canary, where it has one. ModelError if it is to be refused."""
+        if wanted == "off" or self.config.model.load_format == "dummy":
+            return None
+        canary = read_canary(self.description.path, self.description.spec.vocab_size)
+        if canary is None:
+            if wanted == "refuse":
+                raise ConfigError(
+                    f"canary='refuse', but {self.description.path} has no {CANARY_NAME}; leave it at 'warn', or let "
+                    "`slipstream compress` write one",
+                    field="canary",
+                )
+            return None
+        begin = time.perf_counter()
+        model = self.runner.model.decoder
+        result = run_canary(model, self.runner.kv, canary, context=self.config.model.max_model_len)
+        self.phases["canary"] = time.perf_counter() - begin
+        if wanted == "refuse" and not result.ok:
+            raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
+        return result
 
     @property
     def phases(self) -> dict[str, float]:
@@ -166,6 +181,24 @@ class EngineCore:
             uptime_s=now - self._started,
             expert_load=self.runner.expert_load() if experts else (),
         )
+
+
+def load_runner(
+    args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+) -> tuple[ModelDescription, ModelRunner, TileTable]:
+    """The model that `args` describe, loaded on its device, without a cache; its config is `runner.config`."""
+    begin = time.perf_counter()
+    progress("model")
+    path = resolve_model(args.model, download_dir=args.download_dir)
+    description = read_spec(path)
+    progress("device")
+    config = resolve(args, description, detect(args.device, machine_folder(), num_threads=args.num_threads))
+    found = time.perf_counter() - begin
+    progress("weights")
+    tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
+    runner = ModelRunner(config, tiles)
+    runner.phases["resolve"] = found
+    return description, runner, tiles
 
 
 def _fit(

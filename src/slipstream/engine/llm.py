@@ -22,13 +22,22 @@ from slipstream.engine.processor import (
     PreparedRequest,
     default_sampling,
     load_tokenizer,
+    log_canary,
     merge,
     raise_on_error,
 )
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EmbeddingOutput, EngineStats, Prompt, RequestOutput, RerankResult, SamplingParams
+from slipstream.types import (
+    CanaryResult,
+    EmbeddingOutput,
+    EngineStats,
+    Prompt,
+    RequestOutput,
+    RerankResult,
+    SamplingParams,
+)
 
 Message = dict[str, Any]
 
@@ -71,6 +80,7 @@ class LLM:
         scheduling_policy: str = "inflight",
         batch_window_s: float | None = None,
         max_queue: int | None = None,
+        canary: str = "warn",
         kernels: str = "auto",
         tile_table: str = "auto",
         num_threads: int | None = None,
@@ -79,6 +89,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name not in ("self", "progress")}
         args = EngineArgs(**given)
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
+        log_canary(self._core.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.config.model.path)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
@@ -102,6 +113,11 @@ class LLM:
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the start."""
         return self.core.phases
+
+    @property
+    def canary(self) -> CanaryResult | None:
+        """What the checkpoint's canary said at the start; None if there is none or it was not asked."""
+        return self.core.canary
 
     def stats(self) -> EngineStats:
         return self.core.stats(experts=True)

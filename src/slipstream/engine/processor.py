@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from slipstream.model.description import ModelDescription
 from slipstream.model.pooling import PoolingSpec
 from slipstream.model.spec import ModelSpec
 from slipstream.types import (
+    CanaryResult,
     CompletionOutput,
     EngineOutput,
     EngineRequest,
@@ -35,6 +37,8 @@ from slipstream.types import (
     SamplingParams,
     TokenLogprobs,
 )
+
+_logger = logging.getLogger("slipstream.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,12 @@ def default_sampling(model: ModelDescription) -> SamplingParams:
         return SamplingParams(**dict(model.sampling))  # type: ignore[arg-type]
     except RequestError as error:
         raise UnsupportedModelError(f"generation_config.json: {error}", field=error.field) from error
+
+
+def log_canary(result: CanaryResult | None) -> None:
+    """Say what the checkpoint's canary found, a warning if it is not well."""
+    if result is not None:
+        _logger.log(logging.INFO if result.ok else logging.WARNING, "%s", result.describe())
 
 
 class InputProcessor:

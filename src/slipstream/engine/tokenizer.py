@@ -65,6 +65,29 @@ class Tokenizer:
             return from_gguf(path)
         return _from_folder(path)
 
+    def save(self, folder: Path) -> None:
+        """tokenizer.json, tokenizer_config.json and, for the tokens that end an answer, generation_config.json: this tokenizer
+        can be had of them again, and transformers'."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        around = self._special.prefix, self._special.suffix
+        if any(around):
+            before, after = (" ".join(f"{backend.id_to_token(i)}:0" for i in ids) for ids in around)
+            named = [(str(backend.id_to_token(i)), i) for i in dict.fromkeys((*around[0], *around[1]))]
+            backend.post_processor = processors.TemplateProcessing(f"{before} $A {after}".strip(), special_tokens=named)
+        backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self._special.texts,
+        }
+        if set(self._templates) == {"default"}:
+            config["chat_template"] = self._templates["default"]
+        elif self._templates:
+            config["chat_template"] = [{"name": name, "template": text} for name, text in self._templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+        ends = {"bos_token_id": self._special.bos_id, "eos_token_id": list(self._special.eos_ids)}
+        (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
+
     # --- Text and tokens ----------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

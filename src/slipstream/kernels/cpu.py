@@ -61,6 +61,7 @@ class NativeOps(CpuOps):
 
     name = "cpu"
     block_types = frozenset(CPU_BLOCK_BYTES)
+    rounded = frozenset(("int8", "int4"))
 
     def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()

@@ -113,6 +113,7 @@ class CpuOps(ReferenceOps):
     identity of the metadata object, whose tensors must therefore never be written to."""
 
     name = "torch"
+    rounded = rounded_experts = frozenset[str]()
 
     def __init__(self) -> None:
         self._meta: AttentionMetadata | None = None

@@ -92,6 +92,22 @@ class AttentionMetadata:
     token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
     cross: AttentionMetadata | None = None
 
+    @classmethod
+    def alone(cls, start: int, num_tokens: int, *, block_size: int, device: torch.device) -> AttentionMetadata:
+        """One sequence, in blocks 1, 2, …: its tokens start … start + num_tokens − 1, those before being in the cache."""
+        end = start + num_tokens
+        positions = torch.arange(start, end, device=device)
+        return cls(
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+            block_table=torch.arange(1, -(-end // block_size) + 1, dtype=torch.int32, device=device)[None],
+            positions=positions,
+            slot_mapping=positions + block_size,
+            num_decodes=int(num_tokens == 1),
+            max_query_len=num_tokens,
+            max_seq_len=end,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
@@ -239,6 +255,10 @@ class OpSet(ABC):
     name: str
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `adopt_linear` takes as they are."""
+    rounded: frozenset[str] = frozenset()
+    """The schemes, of fp8, int8 and int4, whose weights `adopt_linear` takes; others are expanded before."""
+    rounded_experts: frozenset[str] = frozenset()
+    """The same of `adopt_experts`."""
 
     def describe(self) -> str:
         """For a person."""

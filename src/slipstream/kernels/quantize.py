@@ -41,7 +41,7 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dty
         )
     size = scheme.group_size
     assert size is not None
-    chunk = chunk_of(weight.shape[1], scheme)
+    chunk = chunk_of(weight.shape[1], size)
     kind = scales_dtype or weight.dtype
     floats = scheme.name == "mxfp4"
     rounded = _round_floats if floats else _round_groups
@@ -56,11 +56,9 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dty
     )
 
 
-def chunk_of(inner: int, scheme: Scheme) -> int:
-    """`GroupedLinear.chunk` of a weight with so many inputs: the longer, the longer the reads; no quarter of a chunk may hold
-    two groups, or fewer than 16 inputs."""
-    size = scheme.group_size
-    assert size is not None
+def chunk_of(inner: int, size: int) -> int:
+    """`GroupedLinear.chunk` of a weight with so many inputs in groups of `size`: the longer, the longer the reads; no quarter
+    of a chunk may hold two groups, or fewer than 16 inputs."""
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 

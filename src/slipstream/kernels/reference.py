@@ -91,6 +91,7 @@ LEAST_WEIGHT = 1e-20
 
 class ReferenceOps(OpSet):
     name = "reference"
+    rounded = rounded_experts = frozenset(("fp8", "int8", "int4"))
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)

@@ -75,16 +75,7 @@ def our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, T
     """(where, the residual there [T, E]), the logits [T, V] last."""
     device, count = decoder.device, len(tokens)
     num_blocks = -(-count // BLOCK_SIZE)
-    meta = AttentionMetadata(
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
-        positions=torch.arange(count, device=device),
-        slot_mapping=torch.arange(BLOCK_SIZE, BLOCK_SIZE + count, device=device),
-        num_decodes=int(count == 1),
-        max_query_len=count,
-        max_seq_len=count,
-    )
+    meta = AttentionMetadata.alone(0, count, block_size=BLOCK_SIZE, device=device)
     h = decoder.embedded(torch.tensor(tokens, dtype=torch.int32, device=device), meta)
     yield "embeddings", h.clone()
     residual: Tensor | None = None

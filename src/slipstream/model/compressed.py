@@ -3,8 +3,8 @@ second rounding.
 
 Beside each product's name stand, instead of `weight` in the model's type, from compressed-tensors:
     fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
-    int4        weight_packed int32 [out, in / 8], eight codes (number + 8) a word from the low bits up, and
-                weight_scale [out, in / group_size]
+    int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.packing`), weight_scale [out, groups],
+                and where it is not symmetric weight_zero_point, codes too, packed down the rows
 and from GPTQ's tools:
     int4        qweight int32 [in / 8, out], eight codes of one column a word; scales [in / group_size, out]; qzeros, all 8
                 (written as 7 in the format's first version); g_idx, which group an input is in
@@ -12,12 +12,13 @@ and from AWQ's:
     int4        qweight int32 [in, out / 8], eight columns a word in the order of AWQ_COLUMNS; scales [in / group_size, out];
                 qzeros int32 [in / group_size, out / 8], the code that stands for 0, packed alike
 What is only noted there (weight_shape, and input_scale: inputs are scaled as they come) is passed over; other zero points and
-reordered inputs are refused.
+reordered inputs are refused. Weights in formats that no product computes with (more than 4 bits with inputs of the model's
+type), or that the op set has no product for, are expanded as they are read (`expanded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,17 +27,96 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
+from slipstream.model.packing import numbers, stored_parts, stored_shape, unpack_words
 from slipstream.model.parameters import Placement, Shape
-from slipstream.model.quantization_config import Method
-from slipstream.model.scheme import Scheme
+from slipstream.model.quantization_config import Method, StoredFormats
+from slipstream.model.scheme import FORMATS, SCHEMES, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
-PARTS = ("weight", "weight_scale", "weight_packed", "qweight", "qzeros", "scales", "g_idx")
+PARTS = ("weight", "weight_scale", "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word, counted in codes from the low bits, columns 0 to 7 stand."""
 
-REFUSED = ("weight_zero_point", "weight_g_idx", "input_zero_point")
+REFUSED = ("weight_g_idx", "input_zero_point")
+
+Stored = tuple[str, Shape, Callable[[], Tensor]]
+"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+
+
+def is_product(target: str) -> bool:
+    """Whether it is a weight that may be rounded: of a layer's product, or the output head's."""
+    return target == "head.weight" or target.endswith(PRODUCTS)
+
+
+def scheme_formats(shapes: Mapping[str, Shape], scheme: str) -> dict[str, WeightFormat]:
+    """Every product's weight by one scheme, and the head's if it says so."""
+    heads = ("head.weight",) if SCHEMES[scheme].head else ()
+    return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
+
+
+def held_formats(
+    names: Mapping[str, Placement],
+    shapes: Mapping[str, Shape],
+    formats: StoredFormats,
+    rounded: frozenset[str],
+    rounded_experts: frozenset[str],
+) -> dict[str, WeightFormat]:
+    """The format of each of our weights that can be held as the checkpoint has it, of those `names` that an op set with such
+    products has: the parts that we hold as one must agree."""
+    found: dict[str, set[WeightFormat | None]] = {}
+    for name, place in names.items():
+        if is_product(place.target):
+            fmt = formats.of(name.removesuffix(".weight"))
+            able = rounded_experts if ".experts." in place.target else rounded
+            plain = place.transform is None and place.copies is None
+            ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
+            found.setdefault(place.target, set()).add(fmt if ours else None)
+    return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
+
+
+def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
+    """The size of the groups that a weight [rows, inner] is held by here: one that the products have, scales being repeated.
+    0: by rows. None: the products do not cut it."""
+    if fmt.inputs is not None:
+        return None if rows % 16 or inner % 16 else 0
+    whole = fmt.group_size or inner
+    return next((size for size in (128, 32) if whole % size == 0 and inner % max(size, 64) == 0 == inner % whole), None)
+
+
+def expanded(stored: Iterable[Stored], formats: StoredFormats, is_wanted: Callable[[str], bool]) -> Iterator[Stored]:
+    """The tensors of a checkpoint, with the numbers of each rounded weight that `is_wanted` (by its module's name) in its
+    parts' place."""
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, shape, read in stored:
+        module, _, part = name.rpartition(".")
+        fmt = formats.of(module)
+        if fmt is None or part not in (*stored_parts(fmt), "weight_shape") or not is_wanted(module):
+            yield name, shape, read
+            continue
+        parts = waiting.setdefault(module, {})
+        parts[part] = read()
+        if len(parts) == len(stored_parts(fmt)) + fmt.packed:
+            yield f"{module}.weight", *_numbers(module, fmt, waiting.pop(module))
+    for module, parts in waiting.items():
+        raise CheckpointError(f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module)
+
+
+def _numbers(module: str, fmt: WeightFormat, parts: dict[str, Tensor]) -> tuple[Shape, Callable[[], Tensor]]:
+    """(shape, how to make the weight of its parts)."""
+    rows, inner = (int(n) for n in (parts["weight_shape"] if fmt.packed else parts["weight"].shape))
+    for part in stored_parts(fmt):
+        one_scale = part == "weight_scale" and fmt.groups(inner) == 1 and parts[part].numel() == 1
+        if tuple(parts[part].shape) != stored_shape(fmt, part, rows, inner) and not one_scale:
+            raise CheckpointError(f"{module}.{part} has the shape {list(parts[part].shape)}", field=f"{module}.{part}")
+
+    def read() -> Tensor:
+        packed, scales = parts[stored_parts(fmt)[0]], parts["weight_scale"]
+        codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
+        zeros = None if fmt.symmetric else unpack_words(parts["weight_zero_point"].T.contiguous(), fmt.bits, rows).T
+        return numbers(codes, scales, zeros)
+
+    return (rows, inner), read
 
 
 @dataclass(slots=True)
@@ -53,23 +133,29 @@ class RoundedWeights:
     """Takes a checkpoint's rounded tensors; `linears()` gives the weights when all were taken."""
 
     def __init__(
-        self, shapes: dict[str, Shape], scheme: Scheme, method: Method, *, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: dict[str, Shape],
+        formats: Mapping[str, WeightFormat],
+        method: Method,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.scheme, self.method, self.dtype = scheme, method, dtype
+        """`formats` are those of the weights to take, by their names in `shapes`."""
+        self.method, self.dtype, self.formats = method, dtype, formats
         self._weights: dict[str, _Weight] = {}
-        for name, shape in shapes.items():
-            if not (name.endswith(PRODUCTS) or (scheme.head and name == "head.weight")):
-                continue
-            outer, inner = shape
+        for name, fmt in formats.items():
+            outer, inner = shapes[name]
             zeros = None
-            if scheme.inputs is not None:
-                codes = torch.empty(outer, inner, dtype=DTYPES[scheme.inputs], device=device)
+            if fmt.inputs is not None:
+                codes = torch.empty(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
                 scales = torch.empty(outer, dtype=torch.float32, device=device)
             else:
-                assert scheme.group_size is not None
+                size = held_group(fmt, outer, inner)
+                assert size, "`check_scheme` and `held_formats` see to it"
                 codes = torch.empty(outer, inner // 4, dtype=torch.int16, device=device)
-                scales = torch.empty(inner // scheme.group_size, outer, dtype=dtype, device=device)
-                zeros = torch.empty_like(scales) if method == "awq" else None
+                scales = torch.empty(inner // size, outer, dtype=dtype, device=device)
+                zeros = torch.empty_like(scales) if method == "awq" or not fmt.symmetric else None
             self._weights[name] = _Weight(codes, scales, zeros)
 
     def __contains__(self, target: str) -> bool:
@@ -84,55 +170,64 @@ class RoundedWeights:
         placement = find(f"{stem}.weight")
         if placement is None or placement.target not in self._weights:
             return False
-        if part in REFUSED:
+        if part in REFUSED or (part == "weight_zero_point" and self.formats[placement.target].symmetric):
             raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
         if part not in PARTS:
             return False
         if placement.transform is not None or placement.copies is not None:
             raise CheckpointError(f"{name}: rounded weights in this order of rows are not supported", field=name)
-        into = self._weights[placement.target]
+        into, fmt = self._weights[placement.target], self.formats[placement.target]
         rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
         at = slice(placement.start, placement.start + rows)
         if part == "qzeros" and into.zeros is not None:
             words = _checked(name, read(), (into.zeros.shape[0], rows // 8), torch.int32)
             into.zeros[:, at] = _awq_codes(words).to(into.zeros)
         elif part in ("qzeros", "g_idx"):
-            self._check_plain(name, part, read())
+            self._check_plain(name, part, fmt, read())
         elif part == "scales":
-            self._scales(name, read().T, into.scales, at, rows)
+            self._scales(name, fmt, read().T, into, at)
         elif part == "qweight":
             inner = into.codes.shape[1] * 4
             awq = self.method == "awq"
             shape = (inner, rows // 8) if awq else (inner // 8, rows)
             words = _checked(name, read(), shape, torch.int32).to(into.codes.device)
             codes = _awq_codes(words) if awq else torch.stack(_nibbles(words), dim=1).flatten(0, 1)
-            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, self.scheme))
+            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, held_group(fmt, rows, inner) or inner))
         elif part == "weight_scale":
-            self._scales(name, read(), into.scales, at, rows)
-        elif self.scheme.inputs is not None:
+            self._scales(name, fmt, read(), into, at)
+        elif fmt.inputs is not None:
             expected = (rows, into.codes.shape[1])
             codes = _checked(name, read(), expected, into.codes.dtype)
             into.codes[at].view(torch.uint8).copy_(codes.view(torch.uint8))
+        elif part == "weight_zero_point":
+            inner = into.codes.shape[1] * 4
+            words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32)
+            zeros = unpack_words(words.T.contiguous(), fmt.bits, rows)  # [groups, rows]
+            assert into.zeros is not None
+            into.zeros[:, at] = (zeros + 8).repeat_interleave(len(into.zeros) // len(zeros), dim=0).to(into.zeros)
         else:
             inner = into.codes.shape[1] * 4
-            words = _checked(name, read(), (rows, inner // 8), torch.int32).to(into.codes.device)
-            codes = torch.stack(_nibbles(words), dim=-1).flatten(1)
-            into.codes[at] = pack4(codes, chunk_of(inner, self.scheme))
+            words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32).to(into.codes.device)
+            codes = unpack_words(words, fmt.bits, inner).int() + 8
+            into.codes[at] = pack4(codes, chunk_of(inner, held_group(fmt, rows, inner) or inner))
         into.filled.add((placement.start, part))
         return True
 
-    def _check_plain(self, name: str, part: str, value: Tensor) -> None:
+    def _check_plain(self, name: str, part: str, fmt: WeightFormat, value: Tensor) -> None:
         """Every number stands for code − 8, and groups are of neighbours."""
         if part == "qzeros":
             plain = value.unique().tolist() == [0x77777777 if self.method == "gptq" else 0x88888888 - 2**32]
         else:
-            plain = torch.equal(value.long(), torch.arange(len(value)) // (self.scheme.group_size or 1))
+            plain = torch.equal(value.long(), torch.arange(len(value)) // (fmt.group_size or 1))
         if not plain:
             raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
 
-    def _scales(self, name: str, given: Tensor, into: Tensor, at: slice, rows: int) -> None:
-        if self.scheme.inputs is None:
-            into[:, at] = _checked(name, given, (rows, into.shape[0]), None).T.to(into)
+    def _scales(self, name: str, fmt: WeightFormat, given: Tensor, weight: _Weight, at: slice) -> None:
+        rows, into = at.stop - at.start, weight.scales
+        if fmt.inputs is None:
+            num_groups = fmt.groups(weight.codes.shape[1] * 4)
+            given = _checked(name, given, (rows, num_groups), None).T
+            into[:, at] = given.repeat_interleave(len(into) // num_groups, dim=0).to(into)
         else:
             given = given.reshape(-1).to(into)
             if given.numel() not in (1, rows):
@@ -141,14 +236,16 @@ class RoundedWeights:
 
     def missing(self, names: dict[str, Placement]) -> list[str]:
         """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
-        parts: tuple[str, ...] = ("weight" if self.scheme.inputs is not None else "weight_packed", "weight_scale")
-        if self.method != "compressed-tensors":
-            parts = ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
+        def parts(target: str) -> tuple[str, ...]:
+            if self.method == "compressed-tensors":
+                return stored_parts(self.formats[target])
+            return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
+
         return [
             name.removesuffix("weight") + part
             for name, place in names.items()
             if place.target in self._weights
-            for part in parts
+            for part in parts(place.target)
             if (place.start, part) not in self._weights[place.target].filled
         ]
 
@@ -156,14 +253,12 @@ class RoundedWeights:
         """By the names of `model.parameters`, without biases."""
         made: dict[str, Linear] = {}
         for name, w in self._weights.items():
-            if self.scheme.inputs is not None:
-                made[name] = ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
+            rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
+            if size := held_group(self.formats[name], rows, inner):
+                chunk = chunk_of(inner, size)
+                made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)
             else:
-                assert self.scheme.group_size is not None
-                chunk = chunk_of(w.codes.shape[1] * 4, self.scheme)
-                made[name] = GroupedLinear(
-                    weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=self.scheme.group_size, chunk=chunk
-                )
+                made[name] = ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
         return made
 
 

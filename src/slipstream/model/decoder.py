@@ -292,7 +292,8 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 class Decoder:
     """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them, the layers' products
     rounded by `scheme`, and then not needed. `rounded` are weights that a checkpoint holds rounded already, by the same
-    names, without their biases."""
+    names, without their biases. `layers`, if given, stand for those that `parameters` would make (training and
+    calibration run layers one at a time, and give none)."""
 
     def __init__(
         self,
@@ -303,6 +304,7 @@ class Decoder:
         max_model_len: int,
         scheme: Scheme | None = None,
         rounded: Mapping[str, Linear] | None = None,
+        layers: Sequence[Layer] | None = None,
     ) -> None:
         rounded = rounded or {}
         of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
@@ -329,90 +331,20 @@ class Decoder:
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
         self.device = device = torch.device("cpu") if isinstance(table, Linear) else table.device
         self.dtype = table.weight.dtype if isinstance(table, Linear) else table.dtype
-        tables: dict[RopeSpec, Tensor] = {}
-        biases: dict[BucketSpec, Tensor] = {}
-
-        def attention(s: AttentionSpec, name: str) -> Attention:
-            cos_sin = slopes = bias = None
-            if isinstance(s.position, RopeSpec):
-                if s.position not in tables:
-                    tables[s.position] = rope_table(s.position, max_model_len).to(device)
-                cos_sin = tables[s.position]
-            elif isinstance(s.position, AlibiSpec):
-                slopes = alibi_slopes(s.position, s.num_heads).to(device)
-            elif isinstance(s.position, BucketSpec):
-                stack = name[: name.index("layers.")]
-                if s.position not in biases:
-                    biases[s.position] = distance_bias(s.position, parameters.pop(f"{stack}distances.weight"))
-                bias = biases[s.position]
-            return Attention(
-                s,
-                _linear(f"{name}.qkv", parameters, ops, scheme, rounded),
-                _linear(f"{name}.out", parameters, ops, scheme, rounded),
-                parameters.pop(f"{name}.q_norm.weight", None),
-                parameters.pop(f"{name}.k_norm.weight", None),
-                cos_sin,
-                slopes,
-                parameters.pop(f"{name}.sinks.weight", None),
-                bias,
-            )
-
-        def latent(s: LatentAttentionSpec, name: str) -> LatentAttention:
-            if s.position not in tables:
-                tables[s.position] = rope_table(s.position, max_model_len).to(device)
-            expand = parameters.pop(f"{name}.expand.weight").unflatten(0, (s.num_heads, -1))
-            keys, values = expand.split((s.plain_dim, s.value_dim), dim=1)
-            return LatentAttention(
-                s,
-                _linear(f"{name}.q_latent", parameters, ops, scheme, rounded) if s.q_rank is not None else None,
-                _linear(f"{name}.q", parameters, ops, scheme, rounded),
-                _linear(f"{name}.latent", parameters, ops, scheme, rounded),
-                _linear(f"{name}.out", parameters, ops, scheme, rounded),
-                parameters.pop(f"{name}.q_norm.weight", None),
-                parameters.pop(f"{name}.k_norm.weight"),
-                keys.contiguous(),
-                values.transpose(1, 2).contiguous(),
-                tables[s.position],
-            )
-
-        def cross(s: AttentionSpec, name: str) -> CrossAttention:
-            parts = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("q", "kv", "out"))
-            return CrossAttention(s, *parts)
-
-        def mlp(s: DenseSpec, name: str) -> MLP:
-            up, down = (_linear(f"{name}.{part}", parameters, ops, scheme, rounded) for part in ("up", "down"))
-            return MLP(s, up, down)
-
-        def mixture(s: MoESpec, name: str) -> MoE:
-            up, down = (_experts(f"{name}.experts.{part}", parameters, ops, of_experts, rounded) for part in ("up", "down"))
-            weighed = s.shared is not None and s.shared.weighed
-            return MoE(
-                s,
-                _linear(f"{name}.router", parameters, ops, None, rounded),
-                up,
-                down,
-                mlp(s.shared.mlp, f"{name}.shared") if s.shared is not None else None,
-                _linear(f"{name}.shared_weight", parameters, ops, None, rounded) if weighed else None,
-                parameters.pop(f"{name}.correction.weight", None),
-            )
-
-        def layer(s: LayerSpec, name: str) -> Layer:
-            norms = {key: _norm(n, f"{name}.{key}", parameters) for key, n in s.norms.items()}
-            made = mlp(s.mlp, f"{name}.mlp") if isinstance(s.mlp, DenseSpec) else mixture(s.mlp, name)
-            own = f"{name}.attention"
-            a = s.attention
-            attended = latent(a, own) if isinstance(a, LatentAttentionSpec) else attention(a, own)
-            return Layer(s, attended, made, norms, cross(s.cross, f"{name}.cross") if s.cross is not None else None)
-
-
+        tables = PositionTables(max_model_len, device)
         self.encoder = self.classifier = None
+
+        def stack(own: Sequence[LayerSpec], name: str) -> list[Layer]:
+            tables.distances = parameters.pop(f"{name}distances.weight", None)
+            named = ((s, f"{name}layers.{i}.") for i, s in enumerate(own))
+            return [build_layer(s, parameters, ops, tables, name=n, scheme=of_experts, rounded=rounded) for s, n in named]
+
         if (e := spec.encoder) is not None:
-            stack = [layer(s, f"encoder.layers.{i}") for i, s in enumerate(e.layers)]
-            self.encoder = Encoder(stack, _norm(e.final_norm, "encoder.final_norm", parameters))
+            self.encoder = Encoder(stack(e.layers, "encoder."), _norm(e.final_norm, "encoder.final_norm", parameters))
         if (c := spec.classifier) is not None:
             dense, out = (_linear(f"classifier.{part}", parameters, ops, None, rounded) for part in ("dense", "out"))
             self.classifier = Classifier(c, dense, out)
-        self.layers = [layer(s, f"layers.{i}") for i, s in enumerate(spec.layers)]
+        self.layers = list(layers) if layers is not None else stack(spec.layers, "")
         assert not parameters, f"unused: {list(parameters)}"
         self.compiled = compile_step(self)
 
@@ -474,6 +406,103 @@ class Decoder:
             logits = _scaled(self.ops.linear(hidden, self.head), self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
+
+
+class PositionTables:
+    """Rotary tables, ALiBi slopes and biases by distance, one of each for all layers that have the same. `distances` are the
+    stack's own weights [buckets, H], set before its layers are built."""
+
+    def __init__(self, max_model_len: int, device: torch.device) -> None:
+        self.max_model_len, self.device = max_model_len, device
+        self.distances: Tensor | None = None
+        self._rope: dict[RopeSpec, Tensor] = {}
+        self._biases: dict[BucketSpec, Tensor] = {}
+
+    def of(self, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(cos_sin, slopes, distance_bias) of `Attention`."""
+        position = spec.position
+        match position:
+            case None:
+                return None, None, None
+            case AlibiSpec():
+                return None, alibi_slopes(position, spec.num_heads).to(self.device), None
+            case BucketSpec():
+                if position not in self._biases:
+                    assert self.distances is not None
+                    self._biases[position] = distance_bias(position, self.distances)
+                return None, None, self._biases[position]
+            case RopeSpec():
+                return self.rope(position), None, None
+
+    def rope(self, position: RopeSpec) -> Tensor:
+        if position not in self._rope:
+            self._rope[position] = rope_table(position, self.max_model_len).to(self.device)
+        return self._rope[position]
+
+
+def build_layer(
+    spec: LayerSpec,
+    parameters: dict[str, Tensor],
+    ops: OpSet,
+    tables: PositionTables,
+    *,
+    name: str = "",
+    scheme: Scheme | None = None,
+    rounded: Mapping[str, Linear] | None = None,
+) -> Layer:
+    """The layer of those `parameters` whose names begin with `name` (they are taken out), as `Decoder` would hold it."""
+    rounded = rounded or {}
+    of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
+
+    def linear(stem: str, by: Scheme | None = scheme) -> Linear:
+        return _linear(f"{name}{stem}", parameters, ops, by, rounded)
+
+    def dense(s: DenseSpec, stem: str) -> MLP:
+        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
+
+    def mixture(s: MoESpec) -> MoE:
+        up, down = (_experts(f"{name}experts.{part}", parameters, ops, of_experts, rounded) for part in ("up", "down"))
+        return MoE(
+            s,
+            linear("router", None),
+            up,
+            down,
+            dense(s.shared.mlp, "shared") if s.shared is not None else None,
+            linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
+            parameters.pop(f"{name}correction.weight", None),
+        )
+
+    def attention(s: AttentionSpec) -> Attention:
+        qkv, out = linear("attention.qkv"), linear("attention.out")
+        q_norm, k_norm = (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
+        sinks = parameters.pop(f"{name}attention.sinks.weight", None)
+        cos_sin, slopes, bias = tables.of(s)
+        return Attention(s, qkv, out, q_norm, k_norm, cos_sin, slopes, sinks, bias)
+
+    def cross(s: AttentionSpec) -> CrossAttention:
+        return CrossAttention(s, *(linear(f"cross.{part}") for part in ("q", "kv", "out")))
+
+    def latent(s: LatentAttentionSpec) -> LatentAttention:
+        expand = parameters.pop(f"{name}attention.expand.weight").unflatten(0, (s.num_heads, -1))
+        keys, values = expand.split((s.plain_dim, s.value_dim), dim=1)
+        return LatentAttention(
+            s,
+            linear("attention.q_latent") if s.q_rank is not None else None,
+            linear("attention.q"),
+            linear("attention.latent"),
+            linear("attention.out"),
+            parameters.pop(f"{name}attention.q_norm.weight", None),
+            parameters.pop(f"{name}attention.k_norm.weight"),
+            keys.contiguous(),
+            values.transpose(1, 2).contiguous(),
+            tables.rope(s.position),
+        )
+
+    norms = {key: _norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
+    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
+    own = spec.attention
+    attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    return Layer(spec, attended, mlp, norms, cross(spec.cross) if spec.cross is not None else None)
 
 
 def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:

@@ -142,8 +142,19 @@ def _tensor_names(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def _read_gguf(path: Path) -> ModelDescription:
-    file = GGUFFile(path)
+def huggingface_config(description: ModelDescription) -> dict[str, Any]:
+    """The model's config.json, without what it says of quantised weights: the folder's, or one made of a GGUF file's metadata,
+    which holds what the model computes and no more."""
+    if description.format == "safetensors":
+        config = read_json(description.path / "config.json")
+        return {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+    own, family = _gguf_config(GGUFFile(description.path)), description.family
+    tokens = {"bos_token_id": description.bos_token_id, "eos_token_id": next(iter(description.eos_token_ids), None)}
+    named = {"architectures": [family.architectures[0]], "model_type": family.model_type, "dtype": description.dtype}
+    return {**named, **{key: value for key, value in own.items() if value is not None}, **tokens}
+
+
+def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     family = find_gguf_family(architecture)
     assert family.gguf is not None
@@ -151,15 +162,21 @@ def _read_gguf(path: Path) -> ModelDescription:
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
-    reader = ConfigReader(said, path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
+    reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     config = family.gguf.config(reader)
     reader.finish()
     if "token_embd.weight" not in file.tensors:
-        raise CheckpointError(f"{path} lacks the tensor token_embd.weight", field="token_embd.weight")
+        raise CheckpointError(f"{file.path} lacks the tensor token_embd.weight", field="token_embd.weight")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    return config
+
+
+def _read_gguf(path: Path) -> ModelDescription:
+    file = GGUFFile(path)
+    config, meta = _gguf_config(file), file.metadata
+    family = find_gguf_family(meta.get("general.architecture"))
     spec = family.read(ConfigReader(config, path.name))
-    meta = file.metadata
     eos = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
     return ModelDescription(
         name=str(meta.get("general.name", path.stem)),

@@ -11,7 +11,7 @@ import torch
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import Linear, OpSet
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights
+from slipstream.model.compressed import RoundedWeights, held_formats, scheme_formats
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf import GGUFFile
@@ -53,10 +53,14 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
     products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded. A GGUF file's
-    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first."""
+    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first; weights that
+    compressed-tensors rounded are expanded where `ops` has no product with them."""
     description = read_spec(path)
-    if description.scheme is not None:
-        scheme = SCHEMES[description.scheme]
+    stored, shapes = description.quantization, parameters(description.spec)
+    if stored is not None and stored.formats is not None:
+        scheme = None  # each weight is held as it is, or expanded
+    elif stored is not None and stored.scheme is not None:
+        scheme = SCHEMES[stored.scheme]
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {path} is a {description.format} checkpoint", field="load_format"
@@ -70,13 +74,16 @@ def load_model(
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                stored, shapes = description.quantization, parameters(description.spec)
-                if stored is not None and stored.scheme is not None:
-                    held = SCHEMES[stored.scheme]
-                    if stored.method == "mxfp4":
-                        rounded = Mxfp4Weights(shapes, held, dtype=dtype, device=device)
+                if stored is not None and stored.method == "mxfp4":
+                    rounded = Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
+                elif stored is not None and (stored.scheme is not None or stored.formats is not None):
+                    if stored.formats is not None:
+                        names = description.family.names(description.spec)
+                        held = held_formats(names, shapes, stored.formats, ops.rounded, ops.rounded_experts)
                     else:
-                        rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                        held = scheme_formats(shapes, stored.scheme or "")
+                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                    scheme = None  # what is not held rounded is expanded, and stays so
                 elif description.family.gguf is not None and description.format == "gguf" and scheme is None:
                     names = description.family.gguf.names(description.spec)
                     rounded = BlockWeights(GGUFFile(description.path), names, shapes, ops.block_types, dtype)

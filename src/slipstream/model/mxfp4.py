@@ -37,7 +37,7 @@ class Mxfp4Weights:
                 weight=torch.empty(outer, inner // 4, dtype=torch.int16, device=device),
                 scales=torch.empty(inner // self.size, outer, dtype=dtype, device=device),
                 group_size=self.size,
-                chunk=chunk_of(inner, scheme),
+                chunk=chunk_of(inner, self.size),
                 codes="e2m1",
             )
 

@@ -9,12 +9,14 @@ keys and values alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from slipstream.model.families.base import ConfigReader
-from slipstream.model.scheme import SCHEMES, InputFormat
+from slipstream.model.scheme import FORMATS as SCHEME_FORMATS
+from slipstream.model.scheme import SCHEMES, InputFormat, WeightFormat
 
 Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4"]
 """How a checkpoint's tensors are called and packed. GPTQ's first version writes zero points less one."""
@@ -35,13 +37,39 @@ NO_EFFECT = frozenset((
 
 
 @dataclass(frozen=True, slots=True)
+class StoredFormats:
+    """Which format each module's weight has: by compressed-tensors' rules a module belongs to the group that names it, or whose
+    regular expression ("re:…") matches it, or that is for every "Linear", in this order; `ignore` takes modules out."""
+
+    groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    ignore: tuple[str, ...] = ()
+
+    def of(self, module: str) -> WeightFormat | None:
+        """`module` is the checkpoint's name of a weight, without .weight."""
+        if any(_matches(module, target) for target in self.ignore):
+            return None
+        for expression in (False, True):
+            for targets, found in self.groups:
+                if any(t.startswith("re:") is expression and _matches(module, t) for t in targets):
+                    return found
+        return next((found for targets, found in self.groups if "Linear" in targets), None)
+
+
+def _matches(module: str, target: str) -> bool:
+    """An expression matches from the beginning, as re.match has it."""
+    return re.match(target[3:], module) is not None if target.startswith("re:") else module == target
+
+
+@dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """`scheme` is a name in `SCHEMES`, or None where the weights are in the model's type; something is set."""
+    """`scheme` is a name in `SCHEMES` where all products are held by that one; `formats` says for each how it is held (of
+    compressed-tensors' checkpoints). Without both the weights are in the model's type; something is set."""
 
     method: Method
     scheme: str | None
     kv_cache: InputFormat | None = None  # there are scales for a cache of this form
     sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
+    formats: StoredFormats | None = None
 
 
 def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> StoredQuantization:
@@ -106,22 +134,42 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
             caches[f"config_groups.{name}"] = _attention_inputs(_reader(groups.pop(name), f"{PREFIX}config_groups.{name}."))
     kinds = {where: _cache(given, f"{PREFIX}{where}.") for where, given in caches.items() if given is not None}
     kv_cache = next(iter(kinds.values()), None)
-    if len(set(kinds.values())) > 1 or len(groups) > 1 or not (groups or kinds or sparse):
-        raise read.unsupported("config_groups", "only one group, for all layers, is supported, and one form of the KV cache")
-    # Routers of experts are never rounded. (Were another layer left out, its tensors would be of another kind than expected.)
-    ignored = [layer for layer in read.maybe("ignore", list) or [] if not str(layer).rstrip("$").endswith("gate")]
+    if len(set(kinds.values())) > 1 or not (groups or kinds or sparse):
+        raise read.unsupported("config_groups", "a group of layers, or one form of the KV cache, is needed")
+    ignored = tuple(str(layer) for layer in read.maybe("ignore", list) or [])
     if not groups:
         read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
         read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were
         return StoredQuantization("compressed-tensors", None, kv_cache, sparse)
-    read.require("format", *FORMATS)
+    read.require("format", *FORMATS, "mixed-precision")
     read.require("quantization_status", "compressed")
-    name, group = next(iter(groups.items()))
-    found = _group(_reader(group, f"{PREFIX}config_groups.{name}."), f"{PREFIX}config_groups.{name}.")
-    has_head = not tied_embeddings and "lm_head" not in ignored
-    if any(layer != "lm_head" for layer in ignored) or (has_head and f"{found}-head" not in SCHEMES):
-        raise read.unsupported("ignore", "only the output head, lm_head, may be left out" + ", and must" * has_head)
-    return StoredQuantization("compressed-tensors", f"{found}-head" if has_head else found, kv_cache, sparse)
+    _check_expressions(read, "ignore", ignored)
+    found = []
+    for name, given in groups.items():
+        prefix = f"{PREFIX}config_groups.{name}."
+        found.append(_group(_reader(given, prefix), prefix))
+    formats = StoredFormats(tuple(found), ignored)
+    return StoredQuantization("compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, sparse, formats)
+
+
+def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
+    """The scheme that all products are held by, if there is one. Routers of experts are never rounded."""
+    ignored = {layer for layer in formats.ignore if not layer.rstrip("$").endswith("gate")}
+    if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
+        return None
+    held = replace(formats.groups[0][1], whole=False, static_inputs=False)  # run by rows and tokens, which is finer
+    name = next((n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None)
+    if name is None or tied_embeddings or "lm_head" in ignored:
+        return name
+    return f"{name}-head" if f"{name}-head" in SCHEMES else None
+
+
+def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...]) -> None:
+    for target in (t for t in targets if t.startswith("re:")):
+        try:
+            re.compile(target[3:])
+        except re.error as error:
+            raise read.unsupported(field, f"{target!r} is no regular expression: {error}") from error
 
 
 def _sparsity(read: ConfigReader) -> bool:
@@ -166,34 +214,48 @@ def _cache(given: Mapping[str, Any], prefix: str) -> InputFormat:
     return "fp8" if kind == "float" else "int8"
 
 
-def _group(group: ConfigReader, prefix: str) -> str:
-    """The scheme of one group of layers, but for the output head."""
-    group.require("targets", ["Linear"])
-    group.require("format", "float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFormat]:
+    """(the modules of one group of layers, their format)."""
+    targets = tuple(str(target) for target in group.take("targets", list))
+    if not targets or any(t not in ("Linear", "lm_head") and "." not in t and not t.startswith("re:") for t in targets):
+        raise group.unsupported("targets", "only 'Linear', names of modules and 're:…' are supported")
+    _check_expressions(group, "targets", targets)
+    group.require("format", *FORMATS)
     group.require("output_activations")
     weights = _reader(group.take("weights", dict), f"{prefix}weights.")
     given = group.maybe("input_activations", dict)
     group.finish()
-    weights.require("symmetric", True)
     weights.require("dynamic", False)
-    weights.require("actorder", "static")
+    weights.require("actorder", "static", "weight")
     weights.require("block_structure")
-    bits, kind = weights.take("num_bits", int), weights.take("type", str)
-    strategy, size = weights.take("strategy", str), weights.maybe("group_size", int)
+    weights.require("strategy", "group", "channel", "tensor")
+    weights.require("type", "int", "float")
+    bits, strategy, size = weights.take("num_bits", int), weights.take("strategy", str), weights.maybe("group_size", int)
+    symmetric, is_int = weights.take("symmetric", bool, True), weights.take("type", str) == "int"
     weights.finish()
+    if strategy == "group" and (size or 0) < 1:
+        raise weights.unsupported("group_size", "a group has at least one input")
+    if not 2 <= bits <= 8 or not (is_int or (bits == 8 and symmetric)):
+        raise weights.unsupported("num_bits", "only 2 to 8 bits of int, or 8 of float, symmetric, are supported")
+    made = WeightFormat(
+        kind="int" if is_int else "float",
+        bits=bits,
+        group_size=size if strategy == "group" else None,
+        symmetric=symmetric,
+        whole=strategy == "tensor",
+    )
     if given is None:
-        if (bits, kind, strategy) != (4, "int", "group") or size not in INT4_BY_GROUP:
-            raise weights.unsupported("num_bits", "without 8-bit inputs only 4-bit int by groups of 128 or 32 is supported")
-        return INT4_BY_GROUP[size]
-    if bits != 8 or kind not in ("float", "int") or strategy not in ("channel", "tensor"):
-        raise weights.unsupported("num_bits", "with 8-bit inputs only 8-bit float or int by channel or tensor is supported")
+        return targets, made
+    if bits != 8 or not symmetric or strategy == "group":
+        raise weights.unsupported("num_bits", "with 8-bit inputs only 8 bits by channel or tensor, symmetric, are supported")
     inputs = _reader(given, f"{prefix}input_activations.")
     inputs.require("num_bits", 8)
-    inputs.require("type", kind)
+    inputs.require("type", "int" if is_int else "float")
     inputs.require("symmetric", True)
-    inputs.ignore("strategy", "dynamic", "group_size", "actorder", "block_structure")
+    static = inputs.maybe("dynamic", bool) is False
+    inputs.ignore("strategy", "group_size", "actorder", "block_structure")
     inputs.finish()
-    return "fp8" if kind == "float" else "int8"
+    return targets, replace(made, inputs="int8" if is_int else "fp8", static_inputs=static)
 
 
 def _reader(config: Any, prefix: str) -> ConfigReader:

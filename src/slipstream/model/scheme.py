@@ -67,6 +67,60 @@ SCHEMES: dict[str, Scheme] = {
 }
 """What `quantization=` takes."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How a checkpoint holds a product's weight: a number is (code − zero) · scale, and zero is 0 where it is `symmetric`.
+
+    A scale is for `group_size` inputs of a row, for a row (None), or for the whole weight (`whole`). `inputs` is the 8-bit form
+    that the product's inputs are rounded to, token by token as they come, or by one scale found beforehand (`static_inputs`).
+    """
+
+    kind: Literal["int", "float"] = "int"
+    bits: int = 8
+    group_size: int | None = None
+    symmetric: bool = True
+    whole: bool = False
+    inputs: InputFormat | None = None
+    static_inputs: bool = False
+
+    @property
+    def lowest(self) -> int:
+        """The least code of an int; the greatest is lowest + 2^bits − 1."""
+        return -(1 << self.bits - 1)
+
+    @property
+    def product(self) -> Literal["fp8", "int8", "int4"] | None:
+        """The scheme whose product computes with it as it is; None: it is expanded to the model's type."""
+        if self.inputs is not None:
+            return self.inputs
+        return "int4" if self.kind == "int" and self.bits <= 4 else None
+
+    @property
+    def packed(self) -> bool:
+        """Whether codes share words; else one stands in a byte."""
+        return self.kind == "int" and self.inputs is None
+
+    def groups(self, inner: int) -> int:
+        """Scales of a row with so many inputs."""
+        return 1 if self.group_size is None else inner // self.group_size
+
+    def num_bytes(self, rows: int, inner: int, scale_bytes: int = 2) -> int:
+        """Bytes of a weight [rows, inner] in a checkpoint: codes, scales, and zero points."""
+        codes = rows * -(-inner * self.bits // 32) * 4 if self.packed else rows * inner
+        groups = self.groups(inner)
+        zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * 4 * groups
+        return codes + (1 if self.whole else rows * groups) * scale_bytes + zeros
+
+
+FORMATS: dict[str, WeightFormat] = {
+    "fp8": WeightFormat(kind="float", inputs="fp8"),
+    "fp8-head": WeightFormat(kind="float", inputs="fp8"),
+    "int8": WeightFormat(inputs="int8"),
+    "int4": WeightFormat(bits=4, group_size=128),
+    "int4-g32": WeightFormat(bits=4, group_size=32),
+}
+"""The weights of each scheme, as checkpoints hold them."""
+
 CPU_BLOCK_BYTES = {
     "Q8_0": 272,
     "Q4_0": 144,

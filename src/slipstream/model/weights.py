@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights
+from slipstream.model.compressed import RoundedWeights, expanded, is_product
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import GGUF_FREQUENCIES
 from slipstream.model.gguf_blocks import BlockWeights
@@ -42,10 +42,11 @@ def load_parameters(
     device: torch.device,
     rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None,
     cache_scales: CacheScales | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model, by our names, but those that `rounded` and `cache_scales` take.
-    CheckpointError names the tensor at fault."""
-    shapes = {n: s for n, s in parameters(description.spec).items() if rounded is None or n not in rounded}
+    """All parameters of the description's model that are `wanted`, by our names, but those that `rounded` and `cache_scales`
+    take. CheckpointError names the tensor at fault."""
+    shapes = {n: s for n, s in parameters(description.spec).items() if (rounded is None or n not in rounded) and wanted(n)}
     values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
@@ -57,12 +58,17 @@ def load_parameters(
         ignored = description.family.ignored
     filled: set[str] = set()
     prefixes = description.family.prefixes
+    formats = description.quantization.formats if description.quantization is not None else None
 
     def find(name: str) -> Placement | None:
         key = _canonical(name, prefixes, names)
         return None if key is None else names[key]
 
-    for name, shape, read in stored:
+    def is_expanded(module: str) -> bool:
+        place = find(f"{module}.weight")
+        return place is not None and is_product(place.target) and place.target in values
+
+    for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
             continue
         if rounded is not None and rounded.take(name, read, find):
@@ -77,15 +83,17 @@ def load_parameters(
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
-        into = _place(values[placement.target], placement)
+        if placement.target not in values:
+            continue
+        into = place(values[placement.target], placement)
         expected = stored_shape(tuple(into.shape), placement.transform)
         if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
             )
-        into.copy_(_transform(read().view(expected), placement.transform))
+        into.copy_(transform(read().view(expected), placement.transform))
         filled.add(key)
-    missing = [n for n, place in names.items() if n not in filled and (rounded is None or place.target not in rounded)]
+    missing = [n for n, place in names.items() if n not in filled and place.target in values]
     if rounded is not None:
         missing += rounded.missing(names)
     if missing:
@@ -117,7 +125,7 @@ def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(".correction.weight") else dtype
 
 
-def _place(target: Tensor, placement: Placement) -> Tensor:
+def place(target: Tensor, placement: Placement) -> Tensor:
     """The part of a parameter that a tensor fills."""
     whole = target if placement.copies is None else target.unflatten(0, (placement.copies, -1))
     dim = whole.dim() - target.dim()
@@ -131,7 +139,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
 
-def _transform(value: Tensor, transform: Transform | None) -> Tensor:
+def transform(value: Tensor, transform: Transform | None) -> Tensor:
     match transform:
         case None:
             return value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.server.context import shorten
 from slipstream.server.generation import Answer, encode
-from slipstream.server.protocol import ChatRequest
+from slipstream.server.protocol import ChatRequest, message_dict
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.server.tokens import chat_tokens
+from slipstream.server.tokens import chat_tokens, template_tokens
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -61,5 +62,12 @@ async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) 
         max_tokens=max_tokens,  # None: the rest of the context
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tokens = await chat_tokens(state, body.messages)
-    return ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    if body.compress_prompt is None:
+        tokens = await chat_tokens(state, body.messages)
+        return ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    shorter, told = await shorten(state, plain, body.compress_prompt)
+    tokens = await template_tokens(state, shorter)
+    answer = ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    answer.more_usage = {"prompt_compression": told}
+    return answer

@@ -85,6 +85,7 @@ class Answer:
         self.state, self.body, self.prompts, self.sampling, self.record = state, body, prompts, sampling, record
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_facts = [PromptFacts() for _ in prompts]
+        self.more_usage: dict[str, Any] = {}
         self.stream = bool(body.stream)
         self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self.identity = {"id": self.id_prefix + record.id, "created": int(time.time()), "model": body.model}
@@ -119,6 +120,7 @@ class Answer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(facts.num_cached_tokens for facts in self.prompt_facts)},
+            **self.more_usage,
         }
 
     async def deltas(self) -> AsyncGenerator[list[CompletionOutput], None]:

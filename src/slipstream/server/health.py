@@ -2,7 +2,8 @@
 
 /live    200 while the event loop turns; restart the server when it does not answer
 /ready   200 when new requests are welcome; 503 while the server drains or the engine is down
-/health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not
+/health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not; and what the checkpoint's
+         canary said at the start, if it has one
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Probes:
 
     async def health(self, request: Request) -> Response:
         self._require_health()
-        return _ok("healthy")
+        canary = self.state.engine.canary
+        return _ok("healthy") if canary is None else _ok("healthy", canary=canary)
 
     async def metrics(self, request: Request) -> Response:
         try:
@@ -51,5 +53,5 @@ class Probes:
             raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
 
 
-def _ok(status: str) -> Response:
-    return Response(msgspec.json.encode({"status": status}), media_type="application/json")
+def _ok(status: str, **more: object) -> Response:
+    return Response(msgspec.json.encode({"status": status, **more}), media_type="application/json")

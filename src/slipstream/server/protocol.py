@@ -30,6 +30,15 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool = False
 
 
+class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Ours: shorten the conversation before it is answered. Texts in `protect` stay wherever they are."""
+
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    method: Literal["iterative", "selective"] = "iterative"
+    unit: Literal["token", "word", "sentence"] = "word"
+    protect: Annotated[list[Text], Meta(max_length=64)] = []
+
+
 class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
@@ -146,6 +155,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
+    compress_prompt: PromptCompression | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None

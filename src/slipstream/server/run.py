@@ -136,8 +136,8 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
     return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
 
 
-def make_server(engine: Engine, settings: ServerSettings) -> Server:
-    app = create_app(engine, settings)
+def make_server(engine: Engine, settings: ServerSettings, context_engine: Engine | None = None) -> Server:
+    app = create_app(engine, settings, context_engine)
     config = uvicorn.Config(
         app,
         http=BoundedHttp,
@@ -161,15 +161,18 @@ async def serve(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
+    context_engine: Engine | None = None,
 ) -> None:
-    """Serve until a signal; the engine is shut down at the end."""
+    """Serve until a signal; the engines are shut down at the end."""
     try:
-        server = make_server(engine, settings)
+        server = make_server(engine, settings, context_engine)
         listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
         on_ready()
         await server.serve(sockets=[listener])
     finally:
         await engine.shutdown()
+        if context_engine is not None and context_engine is not engine:
+            await context_engine.shutdown()
 
 
 def configure_logging(settings: ServerSettings) -> None:

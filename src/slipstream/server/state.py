@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.types import EngineStats, Prompt, RequestOutput, SamplingParams
+from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
     @property
     def special_ids(self) -> frozenset[int]: ...
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -48,6 +50,8 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def model_name(self) -> str: ...
+    @property
+    def canary(self) -> CanaryResult | None: ...
     def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]: ...
@@ -100,6 +104,7 @@ class ServerState:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
+    context_engine: Engine | None = None  # of the small model that shortens prompts
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -25,9 +26,16 @@ _MAX_CHARS_PER_TOKEN = 128
 
 
 async def chat_tokens(state: ServerState, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
-    """The prompt's tokens. The template writes the special tokens itself, so the tokenizer adds none."""
-    tokenizer = _tokenizer(state, "messages")
+    """The prompt's tokens."""
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt)
+
+
+async def template_tokens(
+    state: ServerState, plain: list[dict[str, Any]], *, add_generation_prompt: bool = True
+) -> list[int]:
+    """The template writes the special tokens itself, so the tokenizer adds none."""
+    tokenizer = _tokenizer(state, "messages")
     text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
     return await _encode(state, tokenizer, text, "messages", add_special_tokens=False)
 

@@ -1,0 +1,219 @@
+"""`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
+
+R is a preset (fp8, fp8-static, int8, int4-awq, int4-gptq, int4-learned, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML
+file. DIR appears whole or not at all; what an interrupted run had finished is kept beside it, and the same command goes on from
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
+from slipstream.cli.options import MODEL_HELP, add_output_options
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.compress.recipe import Recipe
+    from slipstream.compress.report import Report
+    from slipstream.compress.run import Plan
+    from slipstream.model.description import ModelDescription
+
+
+def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = sub.add_parser("compress", help="write a smaller checkpoint, with a report", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
+    parser.add_argument("--restart", action="store_true", help="drop what an interrupted run had finished")
+    parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        *("--dtype",),
+        default="auto",
+        metavar="X",
+        help="type of the products in calibration: float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+    parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
+    report = parser.add_argument_group("report")
+    report.add_argument("--no-report", action="store_true", help="measure nothing")
+    report.add_argument(
+        "--text", default="sharegpt", metavar="X", help="what to measure on, as in `slipstream eval` (its evaluation part)"
+    )
+    report.add_argument("--max-kl", type=float, metavar="X", help="write nothing if the mean KL is above X nats")
+    report.add_argument("--back-off", action="store_true", help="with --max-kl: try again with more bits instead")
+    report.add_argument(
+        "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
+    )
+    report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
+    add_output_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.compress.recipe import more_bits, read_recipe
+    from slipstream.compress.run import calibration, compress, place, plan
+    from slipstream.compress.steps import Distill, PruneSettings
+    from slipstream.hub import resolve_model
+    from slipstream.model.description import read_spec
+
+    recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
+    if args.max_kl is not None and args.no_report:
+        raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
+    if args.back_off and args.max_kl is None:
+        raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
+    original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+    reshaped = any(isinstance(step, (PruneSettings, Distill)) for step in recipe.steps)
+    if reshaped:
+        from slipstream.compress.pipeline import clean, publish, reshape, rest, shape_after
+
+        # What the layers' part will find: the sizes are known beforehand.
+        source = dataclasses.replace(original, spec=shape_after(original, recipe))
+    planned = plan(source, recipe)
+    before = original.spec.num_parameters * planned.scale_bytes if reshaped else planned.bytes_before
+    planned = dataclasses.replace(planned, bytes_before=before)
+    if args.dry_run:
+        reads = any(s.needs_text for s in recipe.steps if isinstance(s, (PruneSettings, Distill)))
+        _show(args, recipe, dataclasses.replace(planned, needs_text=planned.needs_text or reads), None)
+        return 0
+
+    from slipstream.compress.report import write_receipt
+    from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.errors import BudgetError
+    from slipstream.evals.text import calibration_windows
+
+    device, dtype = place(args.device, args.dtype)
+    reports: list[Report] = []
+    tried: list[tuple[str, float]] = []
+
+    def measure_it(folder: Path, attempt: Recipe = recipe) -> None:
+        if not args.no_report:
+            reports.append(_measure(args, attempt, original, folder, out, tuple(tried)))
+            write_receipt(reports[-1], folder)
+            reports[-1].check()
+
+    if reshaped:
+        with phases("reshaping") as say_phase:
+            source = reshape(
+                original,
+                recipe,
+                out,
+                device=device,
+                restart=args.restart,
+                download_dir=args.download_dir,
+                say=say_phase,
+            )
+        if rest(recipe) is None:
+            try:
+                publish(source, recipe, out, measure_it)
+            except BudgetError as error:
+                error.add_note(f"nothing was written to {out}")
+                raise
+            _show(args, recipe, planned, reports[-1] if reports else None)
+            return 0
+    windows: list[tuple[int, ...]] = []
+    if planned.needs_text:
+        text = calibration(recipe)
+        with phases("reading text"):
+            windows = calibration_windows(
+                text.text,
+                tokenizer=Tokenizer.from_pretrained(source.path),
+                num_windows=text.num_windows,
+                context=text.context,
+                download_dir=args.download_dir,
+            )
+    attempts = [recipe, *(more_bits(recipe) if args.back_off else ())]
+    for attempt in attempts:
+        try:
+            with progress_bar(f"layers ({attempt.name})") as bar:
+                planned = compress(
+                    source,
+                    attempt,
+                    out,
+                    windows=windows,
+                    device=device,
+                    dtype=dtype,
+                    restart=args.restart or bool(tried),
+                    progress=bar,
+                    finish=lambda folder, attempt=attempt: measure_it(folder, attempt),  # type: ignore[misc]
+                )
+            break
+        except BudgetError as error:
+            tried.append((attempt.name, reports[-1].divergence.kl.mean))
+            if attempt is attempts[-1]:
+                error.add_note(f"nothing was written to {out}")
+                raise
+            say(f"slipstream: {attempt.name}: {error}; going on with more bits")
+    if reshaped:
+        clean(out)
+    _show(args, attempt, dataclasses.replace(planned, bytes_before=before), reports[-1] if reports else None)
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    source: ModelDescription,
+    folder: Path,
+    out: Path,
+    tried: tuple[tuple[str, float], ...],
+) -> Report:
+    from slipstream.compress.report import measure
+    from slipstream.config import EngineArgs
+    from slipstream.evals.text import TextSettings
+
+    context = min(512, source.spec.max_position)
+    # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
+    original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
+    with progress_bar("report") as bar:
+        return measure(
+            original,
+            dataclasses.replace(original, model=str(folder)),
+            name=str(out),
+            text=TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows),
+            speed=args.speed,
+            recipe={"name": recipe.name, "steps": recipe.as_data()},
+            max_kl=args.max_kl,
+            tried=tried,
+            progress=lambda phase, done, total: bar(done, total),
+        )
+
+
+def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
+    done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
+    if args.json:
+        facts: dict[str, Any] = {
+            "recipe": {"name": recipe.name, "steps": recipe.as_data()},
+            "out": None if args.dry_run else args.out,
+            "bytes_before": plan.bytes_before,
+            "bytes_after": plan.bytes_after,
+            "bits_per_weight": plan.bits_per_weight,
+            "num_products": len(done),
+            "num_sparse_products": sparse,
+            "products": {p.name: p.fmt for p in done},
+        }
+        print_json({**facts, "report": None if report is None else report.document})
+        return
+    kinds: dict[str, int] = {}
+    for p in done:
+        kinds[str(p.fmt)] = kinds.get(str(p.fmt), 0) + 1
+    rows = [
+        ("recipe", recipe.name),
+        ("bytes", f"{size(plan.bytes_before)} → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
+        *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
+        *([("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included")] if done else []),
+        *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
+        ("text", "calibration is needed" if plan.needs_text else "none is needed"),
+    ]
+    if report is not None:
+        d = report.divergence
+        rows += [
+            ("perplexity", f"{d.perplexity_a:.3f} → {d.perplexity_b:.3f} ({d.perplexity_ratio - 1:+.2%})"),
+            ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
+        ]
+    print_facts("would write" if args.dry_run else args.out, rows)
+    if not args.dry_run:
+        say(f"slipstream: wrote {args.out}")

@@ -1,0 +1,226 @@
+"""Calibration: text through a model layer by layer, with one layer's weights in memory, and what each product's inputs are.
+
+The decoder has no hooks: a layer is run with an op set that computes as the others do and looks at what passes. Hidden states
+of all windows wait in host memory between layers; `InputStats` of one product are as large as its inputs squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.autograd import AutogradOps
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear
+from slipstream.kernels.quantize import quantize_rows
+from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
+from slipstream.model.description import ModelDescription
+from slipstream.model.scheme import FORMAT_MAX, InputFormat
+from slipstream.model.sequences import SequenceBatch, run_layer
+from slipstream.model.weights import load_parameters
+
+SAMPLE_ROWS = 1024
+"""Inputs of a product that are kept as they are, spread over the text."""
+
+BATCH_TOKENS = 4096
+"""Tokens that go through a layer together, whole windows of them."""
+
+
+@dataclass(slots=True)
+class InputStats:
+    """Of a product's inputs x, [n] in all: `hessian` is the sum of x xᵀ, float32 [in, in]."""
+
+    hessian: Tensor
+    absmax: Tensor  # [in]
+    num_rows: int
+    sample: Tensor  # [≤ SAMPLE_ROWS, in]
+
+    @classmethod
+    def empty(cls, inner: int, device: torch.device) -> InputStats:
+        zeros = torch.zeros(inner, device=device)
+        return cls(torch.zeros(inner, inner, device=device), zeros, 0, torch.empty(0, inner, device=device))
+
+    def add(self, x: Tensor, share: float) -> None:
+        """x [T, in]; of its rows `share` are kept."""
+        x = x.float()
+        self.hessian.addmm_(x.T, x)
+        self.absmax = torch.maximum(self.absmax, x.abs().amax(0))
+        self.num_rows += len(x)
+        keep = min(SAMPLE_ROWS - len(self.sample), max(1, round(len(x) * share)))
+        if keep > 0 and len(x):
+            at = torch.linspace(0, len(x) - 1, min(keep, len(x)), device=x.device).long()
+            self.sample = torch.cat((self.sample, x[at]))
+
+    @property
+    def mean_square(self) -> Tensor:
+        """Of each input, [in]."""
+        return self.hessian.diagonal() / max(1, self.num_rows)
+
+    def scaled(self, by: Tensor) -> InputStats:
+        """As of the inputs times `by` [in]."""
+        return InputStats(self.hessian * by * by[:, None], self.absmax * by, self.num_rows, self.sample * by)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeInputs:
+    """How a product's inputs are rounded: token by token, or by one scale."""
+
+    form: InputFormat
+    scale: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            q = quantize_rows(x, self.form)
+            return (q.values.float() * q.scales).to(x.dtype)
+        top = FORMAT_MAX[self.form]
+        y = (x.float() / self.scale).clamp(-top, top)
+        y = y.round() if self.form == "int8" else y.to(torch.float8_e4m3fn).float()
+        return (y * self.scale).to(x.dtype)
+
+
+class Enough(Exception):  # noqa: N818 (it is no error)
+    """What was to be seen has been seen; the rest of a layer need not run."""
+
+
+class ObservingOps(AutogradOps):
+    """`watch` maps products (by name in the layer) to what is done with their inputs; after the one named `last` the layer
+    stops. `inputs` are rounded before their products. `on_cache` sees each layer's cache after a batch."""
+
+    name = "observing"
+
+    def __init__(
+        self,
+        watch: Mapping[str, Callable[[Tensor], None]] | None = None,
+        *,
+        last: str | None = None,
+        inputs: Mapping[str, FakeInputs] | None = None,
+        on_cache: Callable[[LayerKV], None] | None = None,
+    ) -> None:
+        self._watch, self._last, self._inputs, self._on_cache = watch or {}, last, inputs or {}, on_cache
+        self._names: dict[int, str] = {}
+
+    def meets(self, layer: Layer) -> None:
+        """Learn the layer's products, by where their weights lie: an expert's is a part of its layer's."""
+        self._names = {w.data_ptr(): name for name, w in product_weights(layer)}
+
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        name = self._names.get(w.weight.data_ptr(), "")
+        if name in self._watch:
+            self._watch[name](x)
+        if name and name == self._last:
+            raise Enough
+        fake = self._inputs.get(name.partition("@")[0])
+        return super().linear(x if fake is None else fake(x), w)
+
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, **settings: Any) -> Tensor:
+        if self._on_cache is not None:
+            self._on_cache(kv)
+        return super().attention(q, kv, meta, **settings)
+
+
+def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """(name in the layer, weight) of all products that may be rounded; each expert's alone, as "experts.up@3"."""
+    assert isinstance(layer.attention, Attention), "`check_writable` has seen to it"
+    yield "attention.qkv", layer.attention.qkv.weight
+    yield "attention.out", layer.attention.out.weight
+    if not isinstance(layer.mlp, MoE):
+        yield "mlp.up", layer.mlp.up.weight
+        yield "mlp.down", layer.mlp.down.weight
+        return
+    for part in ("up", "down"):
+        whole = getattr(layer.mlp, part).weight
+        for i, weight in enumerate(whole.chunk(layer.mlp.spec.num_experts)):
+            yield f"experts.{part}@{i}", weight
+    if layer.mlp.shared is not None:
+        yield "shared.up", layer.mlp.shared.up.weight
+        yield "shared.down", layer.mlp.shared.down.weight
+
+
+class Stream:
+    """Windows of text on their way through a model: `states` are what layer i reads, after i calls of `advance`.
+
+    Layers are given their parameters by the names of `model.parameters` without "layers.i.", in any type; products run in
+    `dtype`.
+    """
+
+    def __init__(
+        self, description: ModelDescription, windows: Sequence[Sequence[int]], *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.spec, self.device, self.dtype = description.spec, device, dtype
+        longest = max(len(w) for w in windows)
+        per_batch = max(1, BATCH_TOKENS // longest)
+        chunks = [windows[i : i + per_batch] for i in range(0, len(windows), per_batch)]
+        self.batches = [SequenceBatch.of(chunk, device) for chunk in chunks]
+        self.num_tokens = sum(len(w) for w in windows)
+        self.tables = PositionTables(longest, device)
+        ends = load_ends(description, device=device, dtype=dtype)
+        with torch.no_grad():
+            self.states = [ends.embedded(b.token_ids, b.meta).cpu() for b in self.batches]
+
+    def layer(self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps) -> Layer:
+        own = {name: value.to(self.dtype) for name, value in parameters.items()}
+        return build_layer(self.spec.layers[index], own, ops, self.tables)
+
+    @torch.no_grad()
+    def run(
+        self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """What layer `index` makes of the states, or of those given; for a batch that stopped early, what it read."""
+        layer, found = self.layer(index, parameters, ops), []
+        ops.meets(layer)
+        for batch, state in zip(self.batches, self.states if states is None else states, strict=True):
+            try:
+                pending, residual = run_layer(layer, ops, state.to(self.device), None, batch)
+                found.append((pending if residual is None else pending + residual).cpu())
+            except Enough:
+                found.append(state)
+        return found
+
+    def observe(
+        self, index: int, parameters: Mapping[str, Tensor], products: Collection[str], *, inputs: Mapping[str, FakeInputs]
+    ) -> dict[str, InputStats]:
+        """Statistics of the inputs of those `products` of the layer (experts by their own names)."""
+        stats: dict[str, InputStats] = {}
+        share = 2 * SAMPLE_ROWS / max(1, self.num_tokens)
+
+        def watcher(name: str) -> Callable[[Tensor], None]:
+            def see(x: Tensor) -> None:
+                if name not in stats:
+                    stats[name] = InputStats.empty(x.shape[1], x.device)
+                stats[name].add(x, share)
+
+            return see
+
+        names = [name for name, _ in product_weights(self.layer(index, parameters, ObservingOps()))]
+        wanted = [name for name in names if name.partition("@")[0] in products]
+        last = wanted[-1] if wanted and "@" not in wanted[-1] and not wanted[-1].startswith("shared.") else None
+        self.run(index, parameters, ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs))
+        return stats
+
+    def cache_range(self, index: int, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The largest magnitude of keys and of values for each kv head, float32 [K]."""
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def see(kv: LayerKV) -> None:
+            seen.append((kv.k.float().abs().amax((0, 2, 3)), kv.v.float().abs().amax((0, 2, 3))))
+
+        self.run(index, parameters, ObservingOps(on_cache=see, last="attention.out"))
+        keys, values = zip(*seen, strict=True)
+        return torch.stack(keys).amax(0), torch.stack(values).amax(0)
+
+
+def load_layer(description: ModelDescription, index: int, device: torch.device) -> dict[str, Tensor]:
+    """A layer's parameters in float32, by their names without "layers.i."."""
+    prefix = f"layers.{index}."
+    found = load_parameters(description, dtype=torch.float32, device=device, wanted=lambda n: n.startswith(prefix))
+    return {name.removeprefix(prefix): value for name, value in found.items()}
+
+
+def load_ends(description: ModelDescription, *, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """What comes before and after the layers."""
+    own = load_parameters(description, dtype=dtype, device=device, wanted=lambda n: not n.startswith("layers."))
+    return Decoder(description.spec, own, AutogradOps(), max_model_len=1, layers=())

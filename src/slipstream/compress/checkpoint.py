@@ -1,0 +1,319 @@
+"""What a quantised checkpoint holds, and the folder in which one comes to be.
+
+The result is compressed-tensors in safetensors: beside a module's name stand weight_packed (or weight), weight_scale,
+weight_shape, weight_zero_point and input_scale in place of `weight`, and config.json says which module is in which format.
+All else is as in the source. Layers are written to a *work folder* beside the result, one file each, as soon as they are
+done; a run that was interrupted finds them there and goes on. The result appears whole, at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compress.quantize.rounding import Grid, Rounded
+from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.model.compressed import expanded, is_product
+from slipstream.model.description import ModelDescription, huggingface_config
+from slipstream.model.packing import pack_words, unpack_words
+from slipstream.model.parameters import Placement, Transpose, parameters
+from slipstream.model.quantization_config import StoredFormats
+from slipstream.model.save import copy_surroundings, new_folder, stored, write_config, write_tensors
+from slipstream.model.scheme import InputFormat, WeightFormat
+from slipstream.model.weights import place, transform
+
+RECIPE_NAME = "slipstream-recipe.json"
+FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}
+
+
+class Names:
+    """The checkpoint's names for one model's parameters, with the prefix that transformers writes before them."""
+
+    def __init__(self, description: ModelDescription) -> None:
+        family = description.family
+        prefix = family.prefixes[-1]  # the bare names stand first, for the writers that leave it out
+        self.tied = description.spec.tied_embeddings
+        self.places: dict[str, Placement] = {
+            ("" if at.target.startswith("head.") else prefix) + name: at
+            for name, at in family.names(description.spec).items()
+        }
+        self.shapes = parameters(description.spec)
+
+    def of(self, target: str) -> list[str]:
+        """The names of the tensors that fill a parameter."""
+        return [name for name, at in self.places.items() if at.target == target]
+
+    def check(self, targets: Iterable[str]) -> None:
+        """UnsupportedModelError if a weight to be rounded is stored in a way that compressed-tensors has no form for."""
+        wanted = set(targets)
+        for name, at in self.places.items():
+            if at.target in wanted and (isinstance(at.transform, Transpose) or at.copies is not None):
+                raise UnsupportedModelError(
+                    f"{name} is no [out, in] matrix of one module, which is all that compressed-tensors has a form for; this "
+                    "kind of model can't be quantised",
+                    field=name,
+                )
+
+    def tensors(
+        self,
+        values: Mapping[str, Tensor],
+        rounded: Mapping[str, Rounded],
+        input_scales: Mapping[str, float],
+        dtype: torch.dtype,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors of some parameters (by our names): `rounded` ones as they are written, others in `dtype`."""
+        for name, at in self.places.items():
+            if at.target in rounded:
+                module = name.removesuffix(".weight")
+                yield from _module_tensors(module, at, rounded[at.target])
+                if at.target in input_scales:
+                    yield f"{module}.input_scale", torch.tensor([input_scales[at.target]], dtype=dtype)
+            elif at.target in values:
+                yield name, stored(values[at.target].to(dtype), at).contiguous()
+
+    def read(self, file: Path, formats: StoredFormats, *, device: torch.device) -> dict[str, Tensor]:
+        """Parameters from a file of `tensors`, in float32."""
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            given = [(n, tuple(opened.get_slice(n).get_shape()), lambda n=n: opened.get_tensor(n)) for n in opened.keys()]  # noqa: SIM118
+
+            def wanted(module: str) -> bool:
+                return f"{module}.weight" in self.places and is_product(self.places[f"{module}.weight"].target)
+
+            found: dict[str, Tensor] = {}
+            for name, _, read in expanded(given, formats, wanted):
+                at = self.places.get(name)
+                if at is None:
+                    continue  # scales of inputs and of the cache
+                if at.target not in found:
+                    found[at.target] = torch.empty(self.shapes[at.target], device=device)
+                place(found[at.target], at).copy_(transform(read().float(), at.transform))
+        return found
+
+
+    def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, Grid]:
+        """The grids of those rounded weights, of `formats` by our names, whose modules are in a file of `tensors`."""
+        from safetensors import safe_open
+
+        found: dict[str, Grid] = {}
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            present = set(opened.keys())
+            for name, at in self.places.items():
+                module, fmt = name.removesuffix(".weight"), formats.get(at.target)
+                if fmt is None or f"{module}.weight_scale" not in present:
+                    continue
+                scales = opened.get_tensor(f"{module}.weight_scale")
+                if at.target not in found:
+                    shape = (self.shapes[at.target][0], fmt.groups(self.shapes[at.target][1]))
+                    zeros = None if fmt.symmetric else torch.empty(shape, dtype=torch.int8, device=device)
+                    found[at.target] = Grid(fmt, torch.empty(shape, dtype=scales.dtype, device=device), zeros)
+                grid = found[at.target]
+                place(grid.scales, at).copy_(transform(scales, at.transform))
+                if grid.zeros is not None:
+                    words = opened.get_tensor(f"{module}.weight_zero_point").T.contiguous()
+                    zeros = unpack_words(words, fmt.bits, len(scales)).T
+                    place(grid.zeros, at).copy_(transform(zeros, at.transform))
+        return found
+
+
+def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tuple[str, Tensor]]:
+    fmt, grid = rounded.fmt, rounded.grid
+    codes = stored(rounded.codes.view(torch.int8), at)
+    scales = grid.scales if fmt.whole else stored(grid.scales, at)
+    if fmt.packed:
+        yield f"{module}.weight_packed", pack_words(codes, fmt.bits)
+        yield f"{module}.weight_shape", torch.tensor(codes.shape)
+    else:
+        yield f"{module}.weight", codes.contiguous().view(rounded.codes.dtype)
+    yield f"{module}.weight_scale", scales.reshape(-1).clone() if fmt.whole else scales.contiguous()
+    if grid.zeros is not None:
+        yield f"{module}.weight_zero_point", pack_words(stored(grid.zeros, at).T.contiguous(), fmt.bits).T.contiguous()
+
+
+# --- The config -------------------------------------------------------------------------------------------------------
+
+
+def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredFormats:
+    """How the checkpoint says which module is in which format; `formats` are by our names of weights. The format of most
+    modules is that of "Linear", others are named."""
+    modules: dict[WeightFormat, list[str]] = {}
+    ignored = ["lm_head"] if names.tied else []
+    for name, at in names.places.items():
+        if len(names.shapes[at.target]) != 2 or at.target in ("embed.weight", "positions.weight"):
+            continue
+        module = name.removesuffix(".weight")
+        if at.target in formats:
+            modules.setdefault(formats[at.target], []).append(module)
+        else:
+            ignored.append(module)
+    most = max(modules, key=lambda fmt: len(modules[fmt]))
+    groups = [(("Linear",), most), *((tuple(m), fmt) for fmt, m in modules.items() if fmt is not most)]
+    return StoredFormats(tuple(groups), tuple(ignored))
+
+
+def quantization_config(formats: StoredFormats, kv_cache: Mapping[str, Any] | None) -> dict[str, Any]:
+    """For config.json."""
+    kinds = [_format_name(fmt) for _, fmt in formats.groups]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kinds[0] if len(set(kinds)) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": {
+                "targets": list(targets),
+                "format": _format_name(fmt),
+                "weights": _weights(fmt),
+                "input_activations": _inputs(fmt),
+                "output_activations": None,
+            }
+            for i, (targets, fmt) in enumerate(formats.groups)
+        },
+        "ignore": list(formats.ignore),
+        "kv_cache_scheme": kv_cache,
+    }
+
+
+def cache_config(form: InputFormat, per: str) -> dict[str, Any]:
+    kind = "float" if form == "fp8" else "int"
+    strategy = "tensor" if per == "tensor" else "attn_head"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
+
+
+def cache_only_config(kv_cache: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint whose weights are as they were."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": dict(kv_cache),
+    }
+
+
+def _format_name(fmt: WeightFormat) -> str:
+    return "float-quantized" if fmt.kind == "float" else FORMAT_NAMES[fmt.packed]
+
+
+def _weights(fmt: WeightFormat) -> dict[str, Any]:
+    strategy = "tensor" if fmt.whole else "channel" if fmt.group_size is None else "group"
+    return {
+        "num_bits": fmt.bits,
+        "type": fmt.kind,
+        "symmetric": fmt.symmetric,
+        "strategy": strategy,
+        "group_size": fmt.group_size,
+        "dynamic": False,
+    }
+
+
+def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:
+    if fmt.inputs is None:
+        return None
+    strategy = "tensor" if fmt.static_inputs else "token"
+    return {"num_bits": 8, "type": fmt.kind, "symmetric": True, "strategy": strategy, "dynamic": not fmt.static_inputs}
+
+
+# --- The folder -------------------------------------------------------------------------------------------------------
+
+
+class WorkFolder:
+    """Where finished layers wait, beside the result. `plan` is everything that a layer's numbers depend on: what was left by a
+    run with another one is not taken."""
+
+    def __init__(self, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
+        self.out, self.path = out, out.parent / f".{out.name}.partial"
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
+        text = json.dumps(plan, sort_keys=True)
+        if restart:
+            shutil.rmtree(self.path, ignore_errors=True)
+        kept = self.path / "plan.json"
+        if kept.is_file() and kept.read_text() != text:
+            raise ConfigError(
+                f"{self.path} holds the layers of an interrupted run with another recipe, model or text; give --restart to "
+                "drop them, or another --out",
+                field="out",
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write(kept, text.encode())
+
+    def part(self, name: str) -> Path:
+        return self.path / f"{name}.safetensors"
+
+    def note(self, name: str) -> dict[str, Any] | None:
+        """What was noted with a part; None if it is not finished."""
+        file = self.path / f"{name}.json"
+        found: dict[str, Any] | None = json.loads(file.read_text()) if file.is_file() else None
+        return found
+
+    def finish(self, name: str, tensors: Iterable[tuple[str, Tensor]], note: Mapping[str, Any]) -> None:
+        """Write a part; it counts from the moment its note is there."""
+        from safetensors.torch import save_file
+
+        held = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors}
+        temporary = self.path / f"{name}.unfinished"
+        save_file(held, temporary, metadata={"format": "pt"})
+        os.replace(temporary, self.part(name))
+        self._write(self.path / f"{name}.json", json.dumps(note).encode())
+
+    def publish(
+        self,
+        source: ModelDescription,
+        parts: Sequence[str],
+        config: Mapping[str, Any],
+        recipe: Any,
+        finish: Callable[[Path], None],
+    ) -> None:
+        """Make the result of the finished parts, with `config` over the source's own, let `finish` look at it, and remove this
+        folder. A GGUF file's tokenizer is written anew.
+        """
+        with new_folder(self.out) as folder:
+            write_tensors(folder, self._tensors(parts))
+            write_config(folder, {**huggingface_config(source), **config})
+            write_surroundings(folder, source)
+            (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
+            finish(folder)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import safe_open
+
+        for part in parts:
+            with safe_open(self.part(part), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no dict)
+                    yield name, opened.get_tensor(name)
+
+    def _write(self, file: Path, data: bytes) -> None:
+        temporary = file.with_suffix(".unfinished")
+        temporary.write_bytes(data)
+        os.replace(temporary, file)
+
+
+def write_surroundings(folder: Path, source: ModelDescription) -> None:
+    """The tokenizer and what else stands beside weights, unchanged."""
+    copy_surroundings(folder, source)
+    if source.format == "gguf":
+        from slipstream.engine.tokenizer import Tokenizer
+
+        Tokenizer.from_pretrained(source.path).save(folder)
+
+
+def fingerprint(source: ModelDescription) -> str:
+    """Tells one checkpoint from another, by its files' names, sizes and times, not their contents."""
+    files = (
+        [source.path]
+        if source.path.is_file()
+        else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
+    )
+    facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

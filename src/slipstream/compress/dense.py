@@ -1,0 +1,74 @@
+"""A model in dense weights, in memory, between being read and being written: what pruning and distillation work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.model.description import ModelDescription, huggingface_config, read_spec
+from slipstream.model.families.base import Family
+from slipstream.model.save import (
+    check_writable,
+    copy_surroundings,
+    new_folder,
+    stored_tensors,
+    write_config,
+    write_tensors,
+)
+from slipstream.model.spec import ModelSpec
+from slipstream.model.weights import dummy_parameters, load_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseModel:
+    """`parameters` by the names of `model.parameters`; `config` is the config.json that reads as `spec`; family and tokenizer
+    are those of `source`."""
+
+    source: ModelDescription
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    parameters: dict[str, Tensor]
+
+    @property
+    def family(self) -> Family:
+        return self.source.family
+
+    def write(self, out: Path, *, dtype: torch.dtype | None = None) -> None:
+        """A checkpoint folder, all of it or nothing; in `dtype`, or the parameters' own."""
+        with new_folder(out) as folder:
+            self.write_into(folder, dtype=dtype)
+
+    def write_into(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+        """The checkpoint's files, in a folder that is there."""
+        kind = dtype or self.parameters["embed.weight"].dtype
+        tensors = stored_tensors(self.family, self.spec, self.parameters)
+        write_tensors(folder, ((name, tensor.to(kind)) for name, tensor in tensors))
+        config = {key: value for key, value in self.config.items() if key != "torch_dtype"}  # its name before "dtype"
+        write_config(folder, {**config, "dtype": str(kind).removeprefix("torch.")})
+        write_tokenizer(folder, self.source)
+
+
+def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device, load_format: str = "auto", seed: int = 0) -> DenseModel:
+    """The model at `path`; quantised checkpoints are refused, a GGUF file's blocks dequantised. With load_format="dummy" the
+    weights are random."""
+    description = read_spec(path)
+    check_writable(description)
+    if load_format == "dummy":
+        values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
+    else:
+        values = load_parameters(description, dtype=dtype, device=device)
+    return DenseModel(source=description, config=huggingface_config(description), spec=description.spec, parameters=values)
+
+
+def write_tokenizer(folder: Path, source: ModelDescription) -> None:
+    """The model's tokenizer, chat template and end tokens: copied, or written out of a GGUF file."""
+    copy_surroundings(folder, source)
+    if source.format == "gguf":
+        from slipstream.engine.tokenizer import Tokenizer
+
+        Tokenizer.from_pretrained(source.path).save(folder)

@@ -1,0 +1,466 @@
+"""Distillation: a smaller model learns to answer as its teacher does.
+
+The student is any `DenseModel` of the teacher's vocabulary: a pruned one, or random weights of a config. Its weights, AdamW's
+moments and the sums of gradients are in float32; products run in bfloat16 (autocast) unless said otherwise. A step's batch
+depends on its number alone and each token counts the same however the batch is cut, so that a run which was interrupted goes on
+bit for bit as if it had not been, and more processes do the same steps faster. With torch.distributed initialised, parameters,
+gradients and moments are sharded block by block (FSDP2); the teacher, or its logits on disk, each process has for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.compress.curves import curves
+from slipstream.compress.dense import DenseModel, load_dense
+from slipstream.compress.objective import Matching, Seen, TappedOps, TopK, layer_pairs, token_losses
+from slipstream.compress.steps import DistillSettings
+from slipstream.compress.teacher import Example, LogitCache, check_examples, fingerprint, read_examples
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.model.save import new_folder
+from slipstream.model.sequences import SequenceBatch, WholeModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """Means over a step's tokens, of divergence and nll by their weights. `held_out_*` only where
+    they were measured: forward KL at temperature 1, and the negative log-likelihood, in nats."""
+
+    step: int
+    loss: float
+    divergence: float
+    nll: float
+    states: float
+    attention: float
+    rate: float
+    grad_norm: float
+    held_out_kl: float | None = None
+    held_out_nll: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distilled:
+    model: DenseModel
+    history: tuple[StepRecord, ...]
+
+
+def distill(
+    student: DenseModel,
+    teacher: DenseModel | LogitCache,
+    examples: Sequence[Example],
+    settings: DistillSettings,
+    *,
+    device: torch.device,
+    held_out: Sequence[Example] = (),
+    kept_layers: Sequence[int] | None = None,
+    work: Path | None = None,
+    progress: Callable[[StepRecord], None] = lambda record: None,
+) -> Distilled:
+    """The student after `settings.num_steps` steps. `held_out` examples are measured on, never learnt from. `kept_layers`:
+    which of the teacher's layers the student's were. With `work`, a folder, the run is saved there and one that was
+    interrupted goes on."""
+    training = Training(
+        student, teacher, examples, settings, device=device, held_out=held_out, kept_layers=kept_layers, work=work
+    )
+    for record in training.run():
+        progress(record)
+    return Distilled(model=training.result(), history=tuple(training.history))
+
+
+class Training:
+    """One run. Every process of a group makes one, of the same arguments."""
+
+    def __init__(
+        self,
+        student: DenseModel,
+        teacher: DenseModel | LogitCache,
+        examples: Sequence[Example],
+        settings: DistillSettings,
+        *,
+        device: torch.device,
+        held_out: Sequence[Example] = (),
+        kept_layers: Sequence[int] | None = None,
+        work: Path | None = None,
+    ) -> None:
+        settings.check()
+        check_examples(examples)
+        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self.settings, self.examples, self.device, self.held_out = settings, examples, device, held_out
+        self.student, self.work = student, work
+        self._check(student, teacher)
+        longest = max(len(e.token_ids) for e in (*examples, *held_out))
+        # Copies: the caller's weights stay as they are.
+        values = {n: p.detach().to(device, torch.float32, copy=True) for n, p in student.parameters.items()}
+        self.ops, self.teacher_ops = TappedOps(), TappedOps()
+        self.model = WholeModel(student.spec, values, max_len=longest, recompute=settings.recompute, ops=self.ops)
+        self.cache = teacher if isinstance(teacher, LogitCache) else None
+        self.teacher: WholeModel | None = None
+        self.matching: Matching | None = None
+        if isinstance(teacher, DenseModel):
+            dtype = getattr(torch, settings.dtype)
+            fixed = {n: p.detach().to(device, dtype) for n, p in teacher.parameters.items()}
+            self.teacher = WholeModel(teacher.spec, fixed, max_len=longest, ops=self.teacher_ops).requires_grad_(False)
+            if settings.state_weight or settings.attention_weight:
+                pairs = layer_pairs(student.spec.num_layers, teacher.spec.num_layers, kept_layers)
+                self.matching = Matching(student.spec, teacher.spec, pairs, attention=settings.attention_weight > 0).to(device)
+        if self.world > 1:
+            self._shard()
+        modules = [self.model, *([self.matching] if self.matching is not None else [])]
+        self.named = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
+        decayed = [p for p in self.named.values() if p.dim() > 1]
+        others = [p for p in self.named.values() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)
+        self.step, self.history = 0, list[StepRecord]()
+        self._order: tuple[int, list[int]] = (-1, [])  # (epoch, the examples as they come in it)
+        self._resume()
+
+    def _check(self, student: DenseModel, teacher: DenseModel | LogitCache) -> None:
+        s = self.settings
+        vocab = teacher.vocab_size if isinstance(teacher, LogitCache) else teacher.spec.vocab_size
+        if vocab != student.spec.vocab_size:
+            have = f"the student has {student.spec.vocab_size} tokens, the teacher {vocab}"
+            raise ConfigError(f"{have}: they must share them", field="student")
+        if s.batch_size % self.world:
+            raise ConfigError(f"batch_size={s.batch_size} must be a multiple of the {self.world} processes", field="batch_size")
+        if isinstance(teacher, LogitCache):
+            if s.state_weight or s.attention_weight:
+                raise ConfigError("hidden states and attention are not on disk: give the teacher itself", field="state_weight")
+            if s.temperature != teacher.temperature:
+                raise ConfigError(
+                    f"temperature={s.temperature}, but the cached logits are of {teacher.temperature}", field="temperature"
+                )
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for block in self.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        if self.matching is not None:
+            fully_shard(self.matching, mesh=mesh)
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Iterator[StepRecord]:
+        """Each step's record, as it is done."""
+        while self.step < self.settings.num_steps:
+            record = self._one()
+            self.step += 1
+            last = self.step == self.settings.num_steps
+            if self.held_out and (last or self.step % self.settings.eval_every == 0):
+                kl, nll = self.evaluate()
+                record = replace(record, held_out_kl=kl, held_out_nll=nll)
+            self.history.append(record)
+            if self.work is not None and (last or self.step % self.settings.save_every == 0):
+                self._save(self.work)
+            yield record
+
+    def indices(self, step: int) -> list[int]:
+        """Which examples a step learns from: every one once before any comes again, each time in another order."""
+        count, size = len(self.examples), self.settings.batch_size
+        found = []
+        for place in range(step * size, (step + 1) * size):
+            epoch = place // count
+            if self._order[0] != epoch:
+                generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
+                self._order = epoch, torch.randperm(count, generator=generator).tolist()
+            found.append(self._order[1][place % count])
+        return found
+
+    def _one(self) -> StepRecord:
+        s, indices = self.settings, self.indices(self.step)
+        total = sum((len(e.token_ids) - e.num_context) * e.weight for e in (self.examples[i] for i in indices))
+        num_tokens = sum(len(self.examples[i].token_ids) for i in indices)
+        own = indices[self.rank :: self.world]
+        parts = [own[i : i + s.micro_batch] for i in range(0, len(own), s.micro_batch)]
+        sums = torch.zeros(4, device=self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in parts:
+            div, nll, states, looks = self._losses(part)
+            terms = torch.stack((div / total, nll / total, states / num_tokens, looks / num_tokens))
+            weights = terms.new_tensor((s.divergence_weight, s.nll_weight, s.state_weight, s.attention_weight))
+            ((terms * weights).sum() * self.world).backward()  # FSDP takes the mean over processes
+            sums += terms.detach()
+        if self.world > 1:
+            dist.all_reduce(sums)
+        norm = torch.nn.utils.clip_grad_norm_(self.named.values(), s.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.rate(self.step)
+        self.optimizer.step()
+        div, nll, states, looks = sums.tolist()
+        loss = div * s.divergence_weight + nll * s.nll_weight + states * s.state_weight + looks * s.attention_weight
+        if not math.isfinite(loss):
+            what = f"the loss of step {self.step} is {loss}"
+            raise ConfigError(f"{what}: lower learning_rate, or use dtype='float32'", field="learning_rate")
+        return StepRecord(
+            step=self.step,
+            loss=loss,
+            divergence=div,
+            nll=nll,
+            states=states,
+            attention=looks,
+            rate=s.rate(self.step),
+            grad_norm=float(_whole(norm)),
+        )
+
+    def _losses(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sums over tokens: divergence, negative log-likelihood, states, attention."""
+        s, matching = self.settings, self.matching
+        some = [self.examples[i] for i in indices]
+        batch, weights, targets = _batch(some, self.device)
+        looks = s.attention_weight > 0
+        pairs = matching.pairs if matching is not None else ()
+        seen, each = Seen.watch(self.ops, batch, [a for a, _ in pairs], attention=looks)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=s.dtype == "bfloat16"):
+            theirs, teacher = self._teacher(indices, batch, [b for _, b in pairs], attention=looks)
+
+            def read(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                found = token_losses(
+                    self.model.logits, hidden, teacher, targets, weights, kind=s.divergence, temperature=s.temperature
+                )
+                zero = found.nll.new_zeros(())
+                self.ops.tap = None  # what is computed again in the backward pass was seen already
+                with torch.autocast(self.device.type, enabled=False):
+                    states, attention = (zero, zero) if matching is None else matching(seen, theirs)
+                return found.divergence, found.nll, states, attention
+
+            result: tuple[Tensor, Tensor, Tensor, Tensor] = self.model(batch, read, each)
+        return result
+
+    def _teacher(
+        self, indices: Sequence[int], batch: SequenceBatch, layers: Sequence[int], *, attention: bool
+    ) -> tuple[Seen, Callable[[slice], Tensor] | TopK]:
+        """(what matching compares, the teacher's logits)."""
+        if self.cache is not None:
+            return Seen(batch.lengths, {}, {}), self.cache.of(indices, self.device)
+        teacher = self.teacher
+        assert teacher is not None
+        seen, each = Seen.watch(self.teacher_ops, batch, layers, attention=attention)
+        with torch.no_grad():
+            hidden = teacher.hidden(batch, each if layers else None)
+        return seen, lambda rows: teacher.logits(hidden[rows])
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float | None, float]:
+        """(forward KL of teacher and student, if the teacher is there; negative log-likelihood) on what was held out."""
+        sums = torch.zeros(3, device=self.device)
+        for begin in range(0, len(self.held_out), self.settings.micro_batch):  # every process all of it: shards are gathered
+            batch, weights, targets = _batch(self.held_out[begin : begin + self.settings.micro_batch], self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+                hidden = None if self.teacher is None else self.teacher.hidden(batch)
+
+                def theirs(rows: slice, hidden: Tensor | None = hidden) -> Tensor:
+                    assert self.teacher is not None
+                    assert hidden is not None
+                    return self.teacher.logits(hidden[rows])
+
+                def read(h: Tensor, targets: Tensor = targets, weights: Tensor = weights) -> tuple[Tensor, Tensor]:
+                    other = theirs if self.teacher is not None else (lambda rows: self.model.logits(h[rows]))
+                    found = token_losses(self.model.logits, h, other, targets, weights, kind="forward", temperature=1.0)
+                    return found.divergence, found.nll
+
+                kl, nll = self.model(batch, read)
+            sums += torch.stack((kl, nll, weights.sum()))
+        kl, nll, count = sums.tolist()
+        return None if self.teacher is None else kl / count, nll / count
+
+    def result(self) -> DenseModel:
+        """The student as it is now, in float32, on the CPU."""
+        values = {n: _whole(p.detach()).cpu().clone() for n, p in self.model.named_parameters()}
+        return replace(self.student, parameters=values)
+
+    # --- Interruptions ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> dict[str, Any]:
+        """What a run that goes on must share with the one that was interrupted."""
+        shapes = {n: list(p.shape) for n, p in self.named.items()}
+        plan = {"settings": asdict(self.settings), "examples": fingerprint(self.examples), "shapes": shapes}
+        found: dict[str, Any] = json.loads(json.dumps(plan))
+        return found
+
+    def _save(self, work: Path) -> None:
+        """A state counts from the moment that state.json names it; the one before it goes then."""
+        from safetensors.torch import save_file
+
+        tensors = {f"parameter.{n}": _whole(p.detach()).cpu() for n, p in self.named.items()}
+        for n, p in self.named.items():
+            held = self.optimizer.state[p]
+            tensors |= {f"{key}.{n}": _whole(held[key]).cpu() for key in ("exp_avg", "exp_avg_sq")}
+        if self.rank == 0:
+            work.mkdir(parents=True, exist_ok=True)
+            name = f"state-{self.step}.safetensors"
+            save_file(tensors, work / name)
+            about = {"file": name, "step": self.step, "plan": self._plan(), "history": [asdict(r) for r in self.history]}
+            (work / "state.new").write_text(json.dumps(about))
+            os.replace(work / "state.new", work / "state.json")
+            for old in work.glob("state-*.safetensors"):
+                if old.name != name:
+                    old.unlink()
+        if self.world > 1:
+            dist.barrier()
+
+    def _resume(self) -> None:
+        from safetensors.torch import load_file
+
+        if self.work is None or not (self.work / "state.json").is_file():
+            return
+        about = json.loads((self.work / "state.json").read_text())
+        if about["plan"] != self._plan():
+            raise CheckpointError(
+                f"{self.work} holds a run with other settings, examples or sizes; name another folder, or remove it",
+                field="work",
+            )
+        tensors = load_file(self.work / about["file"])
+        self.step, self.history = about["step"], [StepRecord(**r) for r in about["history"]]
+        with torch.no_grad():
+            for n, p in self.named.items():
+                p.copy_(_like(tensors[f"parameter.{n}"], p))
+                moments = {key: _like(tensors[f"{key}.{n}"], p) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": torch.tensor(float(self.step)), **moments}
+
+
+# --- From folder to folder --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """A run as it is on disk: checkpoints of teacher and student, examples as `teacher.write_examples` leaves them. `logits`
+    are used instead of the teacher where they are given. `out` gets the student's checkpoint, the record of its steps
+    (distill.json) and their picture (distill.svg); `work` what an interrupted run goes on from."""
+
+    teacher: Path
+    student: Path
+    examples: Path
+    out: Path
+    work: Path
+    held_out: Path | None = None
+    logits: Path | None = None
+    kept_layers: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"  # that the result is written in
+
+
+def distill_files(
+    files: Files,
+    settings: DistillSettings,
+    *,
+    device: str,
+    num_processes: int = 1,
+    progress: Callable[[StepRecord], None] = lambda record: None,
+) -> tuple[StepRecord, ...]:
+    """The record of a run, which is on disk when this returns. With several processes, each takes the GPU of its number (or all
+    share the CPU), and `progress` is told nothing."""
+    if num_processes < 1:
+        raise ConfigError(f"num_processes={num_processes} must be at least 1", field="num_processes")
+    if num_processes == 1:
+        _worker(0, files, settings, device, 1, None, progress)
+    else:
+        import tempfile
+
+        from torch.multiprocessing.spawn import start_processes
+
+        with tempfile.TemporaryDirectory() as meeting:  # a file, no port: nobody else can join
+            args = (files, settings, device, num_processes, f"file://{meeting}/group")
+            start_processes(_worker, args=args, nprocs=num_processes, start_method="spawn")
+    return tuple(StepRecord(**row) for row in json.loads((files.out / "distill.json").read_text())["history"])
+
+
+def _worker(
+    rank: int,
+    files: Files,
+    settings: DistillSettings,
+    device: str,
+    world: int,
+    meeting: str | None,
+    progress: Callable[[StepRecord], None] = lambda record: None,
+) -> None:
+    place = torch.device(device if world == 1 or device == "cpu" else f"cuda:{rank}")
+    if meeting is not None:
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        backend = "gloo" if place.type == "cpu" else "nccl"
+        dist.init_process_group(backend, init_method=meeting, world_size=world, rank=rank)
+    try:
+        examples = read_examples(files.examples)
+        held_out = read_examples(files.held_out) if files.held_out is not None else []
+        cpu = torch.device("cpu")
+        student = load_dense(files.student, dtype=torch.float32, device=cpu)
+        teacher: DenseModel | LogitCache
+        if files.logits is not None:
+            teacher = LogitCache(files.logits, examples)
+        else:
+            teacher = load_dense(files.teacher, dtype=getattr(torch, settings.dtype), device=cpu)
+        kept, work = files.kept_layers, files.work
+        found = distill(
+            student,
+            teacher,
+            examples,
+            settings,
+            device=place,
+            held_out=held_out,
+            kept_layers=kept,
+            work=work,
+            progress=progress,
+        )
+        if rank == 0:
+            write(files.out, found, settings, dtype=getattr(torch, files.dtype))
+    finally:
+        if meeting is not None:
+            dist.destroy_process_group()
+
+
+def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torch.dtype) -> None:
+    """The checkpoint, with the run's record and picture."""
+    with new_folder(out) as folder:
+        found.model.write_into(folder, dtype=dtype)
+        record = {"settings": asdict(settings), "history": [asdict(r) for r in found.history]}
+        (folder / "distill.json").write_text(json.dumps(record, indent=1))
+        (folder / "distill.svg").write_text(picture(found.history))
+
+
+def picture(history: Sequence[StepRecord]) -> str:
+    """The run's curves."""
+    named = {"loss": "loss", "held-out KL": "held_out_kl", "held-out NLL": "held_out_nll"}
+    series = {
+        name: [(r.step + 1, float(getattr(r, key))) for r in history if getattr(r, key) is not None]
+        for name, key in named.items()
+    }
+    return curves(series, title="Distillation: loss of each step, and what was held out")
+
+
+def _batch(examples: Sequence[Example], device: torch.device) -> tuple[SequenceBatch, Tensor, Tensor]:
+    """(batch, weight of each token's prediction float32 [T], the tokens that follow [T])."""
+    batch = SequenceBatch.of([e.token_ids for e in examples], device)
+    weights = []
+    for e in examples:
+        count = len(e.token_ids)
+        weights.append(torch.full((count,), e.weight))
+        weights[-1][: e.num_context - 1] = 0.0  # predicts what is given
+        weights[-1][-1] = 0.0  # predicts nothing
+    return batch, torch.cat(weights).to(device), batch.token_ids.roll(-1)
+
+
+def _whole(value: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """On the parameter's device, sharded as it is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else value

@@ -1,0 +1,162 @@
+"""The receipt as one page of HTML: no scripts, nothing fetched, pictures drawn as SVG in place. Text from models is escaped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT = 900, 220
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
+"""Of a plot, in SVG units: the whole, and the margins that hold its labels."""
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The page for `Report.document`."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"size": size, "percent": percent, "number": number}
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    a, b = document["original"], document["compressed"]
+    sizes = [
+        ("on disk", a["file_bytes"], b["file_bytes"]),
+        ("in memory", a["weights_bytes"], b["weights_bytes"]),
+    ]
+    speeds = [
+        (f"{batch} at once", value, b["tokens_per_s"][batch])
+        for batch, value in a["tokens_per_s"].items()
+        if batch in b["tokens_per_s"]
+    ]
+    return template.render(
+        d=document,
+        histogram=Markup(histogram(document["kl"])),
+        layers=Markup(layers(document["layers"])) if document["layers"] else "",
+        sizes=Markup(pairs(sizes, size)),
+        speeds=Markup(pairs(speeds, lambda value: f"{number(value)} tok/s")) if speeds else "",
+        speed_rows=speeds,
+        size_rows=sizes,
+        recipe=json.dumps(document["recipe"], ensure_ascii=False, indent=2, default=str),
+    )
+
+
+# --- Numbers for people -----------------------------------------------------------------------------------------------
+
+
+def size(num_bytes: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
+def percent(share: float, digits: int = 2) -> str:
+    return f"{share:.{digits}%}"
+
+
+def number(value: float) -> str:
+    """Four digits that matter."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}" if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+# --- Pictures ---------------------------------------------------------------------------------------------------------
+
+
+def histogram(kl: Mapping[str, Any]) -> str:
+    """The share of tokens by their KL, on a logarithmic axis, with the mean and p99 marked."""
+    edges, counts = kl["edges"], kl["histogram"]
+    low, high = math.log10(edges[0]), math.log10(edges[-1])
+    total, most = sum(counts) or 1, max(counts) or 1
+
+    def x(value: float) -> float:
+        at = (math.log10(max(value, edges[0])) - low) / (high - low)
+        return LEFT + min(at, 1.0) * (WIDTH - LEFT - RIGHT)
+
+    def y(count: float) -> float:
+        return HEIGHT - BOTTOM - count / most * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_grid([(y(most * i / 3), percent(most * i / 3 / total, 1)) for i in range(4)])]
+    for i, count in enumerate(counts):
+        if count:
+            least = "below" if i == 0 else f"{edges[i]:.1e} to"
+            told = f"{least} {edges[i + 1]:.1e} nats: {percent(count / total)} of tokens"
+            parts.append(_bar(x(edges[i]) + 0.5, y(count), x(edges[i + 1]) - x(edges[i]) - 1, HEIGHT - BOTTOM, "b", told))
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        parts.append(_text(x(10.0**power), HEIGHT - 16, f"1e{power}" if power < 0 else str(10**power), "middle"))
+    for i, (label, value) in enumerate((("mean", kl["mean"]), ("p99", kl["p99"]))):
+        at, anchor = x(value), "end" if x(value) > WIDTH * 0.8 else "start"
+        top = 4 + 15 * i
+        parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>')
+        shift = -5 if anchor == "end" else 5
+        parts.append(_text(at + shift, top + 9, f"{label} {number(value)}", anchor, "told"))
+    parts.append(_text(WIDTH - RIGHT, HEIGHT - 2, "KL of a token, nats", "end"))
+    return _svg("How the KL is spread over the tokens", parts)
+
+
+def layers(found: Sequence[Mapping[str, Any]]) -> str:
+    """Bars: each layer's own error. Dots: the residual's after it."""
+    most = max(max(layer["own"], layer["state"]) for layer in found) or 1.0
+    step = (WIDTH - LEFT - RIGHT) / len(found)
+    every = max(1, -(-len(found) // 30))
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_grid([(y(most * i / 3), percent(most * i / 3, 1)) for i in range(4)])]
+    dots = []
+    for i, layer in enumerate(found):
+        left = LEFT + i * step
+        told = f"layer {layer['layer']}: own {percent(layer['own'])}, residual {percent(layer['state'])}"
+        parts.append(_bar(left + step * 0.15, y(layer["own"]), step * 0.7, HEIGHT - BOTTOM, "b", told))
+        dots.append((left + step / 2, y(layer["state"])))
+        if i % every == 0:
+            parts.append(_text(left + step / 2, HEIGHT - 18, str(layer["layer"]), "middle"))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
+    parts.append(f'<polyline class="line" points="{points}"/>')
+    parts += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in dots]
+    parts.append(_text(WIDTH - RIGHT, HEIGHT - 2, "layer", "end"))
+    return _svg("Error layer by layer", parts)
+
+
+def pairs(rows: Sequence[tuple[str, float, float]], show: Any) -> str:
+    """Two bars for each row, the original's above the compressed one's."""
+    most = max(max(a, b) for _, a, b in rows) or 1.0
+    width, bar, gap, left = 430, 15, 16, 78
+    parts = []
+    for i, (label, *values) in enumerate(rows):
+        y = 4 + i * (2 * bar + gap)
+        parts.append(_text(left - 8, y + bar + 4, label, "end"))
+        for value, css in zip(values, "ab", strict=True):
+            length = value / most * (width - left - 96)
+            parts.append(f'<rect class="{css}" x="{left}" y="{y}" width="{max(length, 1):.1f}" height="{bar - 2}"/>')
+            parts.append(_text(left + length + 6, y + bar - 4, show(value), "start", "told"))
+            y += bar
+    return _svg("original and compressed", parts, width, len(rows) * (2 * bar + gap))
+
+
+def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+
+
+def _grid(lines: Sequence[tuple[float, str]]) -> str:
+    ends = f'x1="{LEFT}" x2="{WIDTH - RIGHT}"'
+    return "".join(
+        f'<line class="grid" {ends} y1="{y:.1f}" y2="{y:.1f}"/>{_text(LEFT - 6, y + 4, label, "end")}' for y, label in lines
+    )
+
+
+def _bar(x: float, y: float, width: float, bottom: float, css: str, told: str) -> str:
+    return (
+        f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{max(bottom - y, 0):.1f}">'
+        f"<title>{escape(told)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str, css: str = "label") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,253 @@
+"""A recipe from a model to a folder: first what changes the model's shape (prune, distil), then what changes its layers'
+numbers (`run.py`), which reads what the first part left as it would any checkpoint.
+
+The first part keeps its results in a folder beside the result, so that an interrupted run goes on: a pruned student is not
+pruned again, and training goes on from its last saved step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.compress.checkpoint import RECIPE_NAME, fingerprint
+from slipstream.compress.dense import DenseModel, load_dense
+from slipstream.compress.distill import Files, StepRecord, distill_files
+from slipstream.compress.prune import prune, pruned_spec
+from slipstream.compress.recipe import Recipe
+from slipstream.compress.run import calibration
+from slipstream.compress.steps import Distill, PruneSettings
+from slipstream.compress.teacher import Example, cache_logits, teacher_examples, text_examples, write_examples
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import ConfigError
+from slipstream.evals.text import TextSettings, calibration_windows, read_documents, read_windows
+from slipstream.model.description import ModelDescription, huggingface_config, read_spec
+from slipstream.model.save import check_writable, new_folder
+from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.model.spec import ModelSpec
+
+Say = Callable[[str], None]
+BATCH_TOKENS = 2048
+"""Tokens that go through a model together while it is measured."""
+
+
+def reshapes(recipe: Recipe) -> bool:
+    """Whether the recipe has a first part."""
+    return any(isinstance(step, (PruneSettings, Distill)) for step in recipe.steps)
+
+
+def rest(recipe: Recipe) -> Recipe | None:
+    """The second part of a recipe, if it has one. ConfigError if the parts are in each other's way."""
+    kinds = [isinstance(step, (PruneSettings, Distill)) for step in recipe.steps]
+    names = [type(step).__name__ for step in recipe.steps]
+    others = [step for step, first in zip(recipe.steps, kinds, strict=True) if not first]
+    acting = [i for i, step in enumerate(recipe.steps) if not kinds[i] and names[i] != "Calibrate"]
+    if acting and any(kinds[acting[0] :]):
+        raise ConfigError("prune and distill come before the steps that round or zero weights", field="steps")
+    if "Distill" in names and "PruneSettings" in names and names.index("Distill") < names.index("PruneSettings"):
+        raise ConfigError("distill comes after prune: it wins back what pruning lost", field="steps")
+    if "Distill" in names and "PruneSettings" not in names:
+        raise ConfigError("distill has nothing to win back: prune before it", field="steps")
+    return Recipe(steps=tuple(others), name=recipe.name) if acting else None
+
+
+def shape_after(source: ModelDescription, recipe: Recipe) -> ModelSpec:
+    """The spec of what the first part leaves, from sizes alone."""
+    check_writable(source)
+    rest(recipe)
+    settings = recipe.one(PruneSettings)
+    spec: ModelSpec = pruned_spec(source.family, huggingface_config(source), source.spec, settings)
+    return spec
+
+
+def reshape(
+    source: ModelDescription,
+    recipe: Recipe,
+    out: Path,
+    *,
+    device: torch.device,
+    restart: bool = False,
+    download_dir: str | None = None,
+    say: Say = lambda text: None,
+) -> ModelDescription:
+    """Carry out the first part; the description of a dense checkpoint in the work folder, `.OUT.reshaped`. `publish` makes it
+    the result, `clean` removes the folder."""
+    shape_after(source, recipe)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
+    work = work_folder(out)
+    identity = json.dumps({"recipe": recipe.as_data(), "source": fingerprint(source)}, sort_keys=True)
+    if restart:
+        shutil.rmtree(work, ignore_errors=True)
+    plan = work / "plan.json"
+    if plan.is_file() and plan.read_text() != identity:
+        raise ConfigError(
+            f"{work} holds an interrupted run with another recipe or model; give --restart to drop it, or another --out",
+            field="out",
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    plan.write_text(identity)
+    student = work / "student"
+    if not student.is_dir():
+        say("pruning")
+        _prune(source, recipe, student, device, download_dir)
+    distill: Distill | None = recipe.one(Distill)
+    if distill is None:
+        return read_spec(student)
+    done = work / "distilled"
+    if not done.is_dir():
+        say("reading what to learn from")
+        files = _prepare(source, distill, work, device, download_dir)
+
+        def told(record: StepRecord) -> None:
+            held = "" if record.held_out_kl is None else f", held-out KL {record.held_out_kl:.4f}"
+            say(f"distilling: step {record.step + 1} of {distill.num_steps}, loss {record.loss:.4f}{held}")
+
+        distill_files(files, distill, device=str(device), num_processes=distill.num_processes, progress=told)
+    return read_spec(done)
+
+
+def work_folder(out: Path) -> Path:
+    return out.parent / f".{out.name}.reshaped"
+
+
+def publish(made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]) -> None:
+    """Make the first part's checkpoint the result; `finish` sees it before, and may raise."""
+    with new_folder(out) as folder:
+        shutil.copytree(made.path, folder, dirs_exist_ok=True)
+        (folder / RECIPE_NAME).write_text(json.dumps(recipe.as_data(), indent=2) + "\n")
+        finish(folder)
+    clean(out)
+
+
+def clean(out: Path) -> None:
+    shutil.rmtree(work_folder(out), ignore_errors=True)
+
+
+def batches(windows: list[tuple[int, ...]], device: torch.device) -> list[SequenceBatch]:
+    """Whole windows, as many together as `BATCH_TOKENS` hold."""
+    count = max(1, BATCH_TOKENS // max((len(w) for w in windows), default=1))
+    return [SequenceBatch.of(windows[i : i + count], device) for i in range(0, len(windows), count)]
+
+
+def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torch.device, download_dir: str | None) -> None:
+    settings: PruneSettings = recipe.one(PruneSettings)
+    model = load_dense(source.path, dtype=torch.float32, device=device)
+    text = calibration(recipe)
+    windows: list[tuple[int, ...]] = []
+    if settings.needs_text:
+        context = min(text.context, source.spec.max_position)
+        windows = calibration_windows(
+            text.text,
+            tokenizer=Tokenizer.from_pretrained(source.path),
+            num_windows=text.num_windows,
+            context=context,
+            download_dir=download_dir,
+        )
+    found = prune(model, settings, batches(windows, device))
+    with new_folder(student) as folder:
+        found.model.write_into(folder, dtype=_written(source, recipe))
+        about: dict[str, Any] = {"layers": found.kept.layers, "influence": found.influence}
+        (folder / "slipstream-pruned.json").write_text(json.dumps(about))
+
+
+def _written(source: ModelDescription, recipe: Recipe) -> torch.dtype:
+    """What goes on to be trained keeps float32."""
+    if recipe.one(Distill) is not None:
+        return torch.float32
+    found = getattr(torch, source.dtype, None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+def _prepare(
+    source: ModelDescription, settings: Distill, work: Path, device: torch.device, download_dir: str | None
+) -> Files:
+    """The examples, and the teacher's logits if they are to be kept."""
+    tokenizer = Tokenizer.from_pretrained(source.path)
+    context = min(settings.context, source.spec.max_position)
+    train, held = work / "examples.jsonl", work / "held-out.jsonl"
+    if not train.is_file():
+        examples: list[Example] = []
+        if settings.num_windows:
+            windows = calibration_windows(
+                settings.text,
+                tokenizer=tokenizer,
+                num_windows=settings.num_windows,
+                context=context,
+                download_dir=download_dir,
+            )
+            examples += text_examples(windows)
+        if settings.num_answers:
+            examples += _answers(source, settings, device, context, download_dir)
+        if settings.held_out:
+            where = TextSettings(
+                source=settings.text, context=context, stride=context, num_windows=settings.held_out
+            )
+            write_examples(held, text_examples(w.token_ids for w in read_windows(where, tokenizer, download_dir=download_dir)))
+        write_examples(train, examples)
+    about = json.loads((work / "student" / "slipstream-pruned.json").read_text())
+    logits = None
+    if settings.top_k is not None:
+        logits = work / "logits"
+        if not logits.is_dir():
+            _keep_logits(source, settings, train, logits, device)
+    return Files(
+        teacher=source.path,
+        student=work / "student",
+        examples=train,
+        held_out=held if held.is_file() else None,
+        out=work / "distilled",
+        work=work / "training",
+        logits=logits,
+        kept_layers=tuple(about["layers"]),
+        dtype=source.dtype,
+    )
+
+
+def _answers(
+    source: ModelDescription, settings: Distill, device: torch.device, context: int, download_dir: str | None
+) -> list[Example]:
+    """The first questions of the calibration part that leave room for an answer, with what the teacher says."""
+    from slipstream.engine.llm import LLM
+
+    questions: list[str] = []
+    for document in read_documents(settings.text, "calibration", download_dir=download_dir):
+        asked = next((content for role, content in document.turns if role == "user"), None)
+        if asked is not None and len(asked) <= context:  # a token is a character at the least
+            questions.append(asked)
+        if len(questions) == settings.num_answers:
+            break
+    if len(questions) < settings.num_answers:
+        raise ConfigError(
+            f"{settings.text} holds {len(questions)} short questions, not {settings.num_answers}; ask for fewer",
+            field="num_answers",
+        )
+    with LLM(str(source.path), device=str(device), max_model_len=min(source.spec.max_position, 4 * context)) as llm:
+        found = teacher_examples(
+            llm,
+            questions,
+            max_tokens=min(settings.max_tokens, context),
+            temperature=1.0,
+            seed=settings.seed,
+            rationale_weight=settings.rationale_weight,
+        )
+    return found
+
+
+def _keep_logits(source: ModelDescription, settings: Distill, train: Path, folder: Path, device: torch.device) -> None:
+    from slipstream.compress.teacher import read_examples
+
+    assert settings.top_k is not None
+    examples = read_examples(train)
+    dtype = getattr(torch, settings.dtype)
+    teacher: DenseModel = load_dense(source.path, dtype=dtype, device=device)
+    longest = max(len(e.token_ids) for e in examples)
+    model = WholeModel(teacher.spec, teacher.parameters, max_len=longest).requires_grad_(False)
+    cache_logits(
+        model, examples, folder, k=settings.top_k, temperature=settings.temperature, device=device, dtype=dtype
+    )

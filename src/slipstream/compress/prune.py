@@ -1,0 +1,305 @@
+"""Structured pruning: heads (whole kv groups), MLP channels, layers and the hidden width are taken out, and an ordinary,
+smaller dense checkpoint is left.
+
+Importance of units, summed over all weights of a unit:
+    magnitude    w²: needs no text
+    activation   (w · ‖x‖)² over the weights that read the unit, x its activations on calibration text (Wanda's measure, Sun et
+                 al. 2024, over structures)
+    taylor       |w · ∂L/∂w|, a batch at a time: the first-order change of the loss (LLM-Pruner, Ma et al. 2023, Eq. 5)
+    wactigrad    |w| · ‖x‖ · |∂L/∂w| over the weights that read the unit (in the manner of WActiGrad, Chitty-Venkata et al.
+                 2024)
+Layers go by block influence, 1 − cos(what goes in, what comes out) (ShortGPT, Men et al. 2024, Eq. 1).
+
+Where the hidden width shrinks, each norm's weight is scaled so that what stays comes out as large as before: the share of the
+energy that went is measured on the text, or taken to be none without. What is lost is for `distill.py` to win back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.compress.dense import DenseModel
+from slipstream.compress.steps import Importance, PruneSettings
+from slipstream.compress.structure import (
+    HIDDEN,
+    Axis,
+    Kept,
+    Units,
+    axes,
+    cut_config,
+    cut_parameters,
+    cut_spec,
+    num_units,
+    pieces,
+)
+from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.kernels.autograd import WatchedOps
+from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.model.spec import ModelSpec
+
+NEEDS_GRADIENTS = ("taylor", "wactigrad")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What calibration text shows, by piece (`structure.pieces`): Σ x² over tokens of a product's inputs and of what a norm
+    norms, Σ |w · g| over batches, and each layer's block influence."""
+
+    energy: dict[str, Tensor] = field(default_factory=dict)  # float32 [in]
+    taylor: dict[str, Tensor] = field(default_factory=dict)  # float32, as the piece
+    gradient: dict[str, Tensor] = field(default_factory=dict)  # Σ |g|, float32, as the piece
+    influence: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """The smaller model. `kept` are places in the original, `influence` is of the original's layers (empty if not measured)."""
+
+    model: DenseModel
+    kept: Kept
+    influence: tuple[float, ...]
+
+
+def prune(
+    model: DenseModel,
+    settings: PruneSettings,
+    batches: Sequence[SequenceBatch] = (),
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Pruned:
+    """The model made smaller (in float32 where gradients are wanted). `batches` of calibration text are needed unless
+    `settings.needs_text` is False."""
+    settings.check()
+    if settings.needs_text and not batches:
+        raise ConfigError(f"importance={settings.importance!r} and ranked layers need calibration text", field="text")
+    pruned_spec(model.family, model.config, model.spec, settings)  # before anything is measured
+    spec, measured = model.spec, Measured()
+    if batches:
+        gradients = settings.importance in NEEDS_GRADIENTS
+        measured = measure(spec, model.parameters, batches, gradients=gradients, progress=progress)
+    kept = choose(spec, model.parameters, settings, measured)
+    smaller, values = cut_spec(spec, kept), cut_parameters(spec, model.parameters, kept)
+    config = cut_config(model.family, model.config, smaller, kept)
+    if HIDDEN in kept.units:
+        _keep_scale(spec, values, kept, measured)
+        read = model.family.read(ConfigReader(config))
+        _fold_embed_scale(smaller, read, values)
+        smaller = read
+    result = DenseModel(source=model.source, config=config, spec=smaller, parameters=values)
+    return Pruned(model=result, kept=kept, influence=tuple(measured.influence))
+
+
+def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings) -> ModelSpec:
+    """What would be left: its sizes are known without weights. UnsupportedModelError or ConfigError if such a model could not
+    be written or would be empty."""
+    unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
+    if unknown:
+        raise ConfigError(
+            f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers"
+        )
+    layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
+    if not layers:
+        raise ConfigError("drop_layers names every layer; at least one must stay", field="drop_layers")
+    units = {key: torch.arange(size) for key, size in _sizes(spec, settings).items()}
+    layers = layers[: _num_layers(spec, settings, units)]
+    kept = Kept(layers=tuple(layers), units=units)
+    smaller = cut_spec(spec, kept)
+    cut_config(family, config, smaller, kept)
+    return smaller
+
+
+def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, Tensor]) -> int:
+    """How many layers stay. For a `size`, as many as come nearest to it, the other parts cut already."""
+    if settings.size is None:
+        count = _count(spec.num_layers, settings.layers, 1)
+        if settings.layers and count == spec.num_layers:
+            raise ConfigError(f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more", field="layers")
+        return count if settings.layers else spec.num_layers - len(set(settings.drop_layers))
+    one = cut_spec(spec, Kept(layers=(0,), units=units))
+    each = one.layers[0].num_parameters(one.hidden_size)
+    count = round((settings.size * spec.num_parameters - (one.num_parameters - each)) / each)
+    if not 1 <= count < spec.num_layers:
+        share = one.num_parameters / spec.num_parameters
+        raise ConfigError(
+            f"size={settings.size} leaves {count} of {spec.num_layers} layers; one layer and the embeddings are {share:.2f} of "
+            "the model",
+            field="size",
+        )
+    return count
+
+
+def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured) -> Kept:
+    """The most important units of each kind, and the layers that change the residual most."""
+    sizes = _sizes(spec, settings)
+    layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
+    if measured.influence and not settings.drop_layers:
+        ranked = sorted(layers, key=lambda i: measured.influence[i], reverse=True)
+        count = _num_layers(spec, settings, {key: torch.arange(size) for key, size in sizes.items()})
+        layers = sorted(ranked[:count])
+    found = importances(spec, parameters, settings.importance, measured) if sizes else {}
+    units = {key: found[key].topk(size).indices.sort().values for key, size in sizes.items()}
+    return Kept(layers=tuple(layers), units=units)
+
+
+def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
+    """How many units stay, of the kinds that lose any. A share that rounds to nothing is refused, not ignored."""
+    shares = {"heads": settings.heads, "channels": settings.channels, "shared": settings.channels, "hidden": settings.hidden}
+    found, asked = {}, {kind for kind, share in shares.items() if share > 0 and kind != "shared"}
+    for key, whole in num_units(spec).items():
+        count = _count(whole, shares[key.kind], 1 if key.kind == "heads" else settings.multiple)
+        if count < whole:
+            found[key] = count
+    idle = asked - {key.kind for key in found}
+    if idle:
+        name = min(idle)
+        sizes = max(size for key, size in num_units(spec).items() if key.kind == name)
+        step = 1 if name == "heads" else settings.multiple
+        raise ConfigError(f"{name}={shares[name]} takes out none of {sizes}, in steps of {step}; ask for more", field=name)
+    return found
+
+
+def _count(whole: int, share: float, multiple: int) -> int:
+    """How many stay: the nearest multiple, at least one."""
+    if share == 0.0:
+        return whole
+    return min(whole, max(multiple, round(whole * (1.0 - share) / multiple) * multiple))
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    spec: ModelSpec,
+    parameters: Mapping[str, Tensor],
+    batches: Sequence[SequenceBatch],
+    *,
+    gradients: bool,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured:
+    """One pass over the text, with `gradients` a backward pass too (of the mean loss of each batch)."""
+    found = Measured()
+    parts = pieces(spec, parameters)
+    names = {part.data_ptr(): name for name, part in parts.items()}
+    influence = torch.zeros(spec.num_layers)
+    before: Tensor | None = None
+    watching = True
+
+    def watch(weight: Tensor, x: Tensor) -> None:
+        if watching and (name := names.get(weight.data_ptr())) is not None:
+            energy = x.detach().float().square().flatten(0, -2).sum(0)
+            found.energy[name] = found.energy[name] + energy if name in found.energy else energy
+
+    def each(i: int, state: Tensor) -> None:
+        nonlocal before
+        now = state.detach().float()
+        if before is not None:
+            influence[i - 1] += float((1.0 - F.cosine_similarity(before, now, dim=-1)).sum())
+        before = now
+
+    longest = max(batch.meta.max_seq_len for batch in batches)
+    watched = WholeModel(spec, parameters, max_len=longest, ops=WatchedOps(watch)).requires_grad_(gradients)
+    total = 0
+    for number, batch in enumerate(batches):
+        watching, before = True, None
+        with torch.set_grad_enabled(gradients):
+            hidden = watched.hidden(batch, each)
+            logits = watched.logits(hidden)
+        if gradients:
+            watching = False
+            watched.zero_grad(set_to_none=True)
+            next_token_loss(logits, batch).backward()
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in watched.named_parameters()}
+            for name, grad in pieces(spec, grads).items():
+                g = grad.float().abs()
+                for into, value in ((found.gradient, g), (found.taylor, g * parts[name].float().abs())):
+                    into[name] = into[name] + value if name in into else value
+        total += batch.num_tokens
+        progress(number + 1, len(batches))
+    found.influence.extend((influence / total).tolist())
+    return found
+
+
+def next_token_loss(logits: Tensor, batch: SequenceBatch) -> Tensor:
+    """The mean negative log-likelihood of each token but the first of a sequence; logits [T, V]."""
+    scored = ~batch.starts()[1:]
+    return F.cross_entropy(logits[:-1][scored].float(), batch.token_ids[1:][scored])
+
+
+def importances(
+    spec: ModelSpec, parameters: Mapping[str, Tensor], importance: Importance, measured: Measured
+) -> dict[Units, Tensor]:
+    """float32 [units] for each kind of units."""
+    found = {key: torch.zeros(count) for key, count in num_units(spec).items()}
+    for name, weight in pieces(spec, parameters).items():
+        of = axes(spec, name)
+        if importance == "magnitude":
+            score = weight.detach().float().square()
+        elif importance == "taylor":
+            score = measured.taylor[name]
+        else:
+            # Only who reads a unit says what it is worth: nothing, if all its readers' weights are 0.
+            if weight.dim() == 1 or name not in measured.energy:
+                continue
+            score = weight.detach().float().square() * measured.energy[name]
+            if importance == "wactigrad":
+                score = score.sqrt() * measured.gradient[name]
+            of = (None, of[1])
+        for dim, axis in enumerate(of):
+            if axis is not None:
+                _add(found, axis, score.sum(1 - dim) if score.dim() == 2 else score)
+    return found
+
+
+def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
+    assert axis is not None
+    units, unit_of = axis
+    counted = unit_of >= 0
+    found[units].index_add_(0, unit_of[counted], score.cpu()[counted])
+
+
+# --- The width --------------------------------------------------------------------------------------------------------
+
+
+def _keep_scale(spec: ModelSpec, values: dict[str, Tensor], kept: Kept, measured: Measured) -> None:
+    """Scale the weights of the norms over the hidden width, in place: normed x is x/√(Σx²/n), and both Σ and n shrink."""
+    stays = kept.units[HIDDEN]
+    number = {old: new for new, old in enumerate(kept.layers)}
+    norms = {name: n for name, n in (("final_norm", spec.final_norm), ("embed_norm", spec.embed_norm)) if n is not None}
+    norms |= {f"layers.{i}.{name}": n for i in kept.layers for name, n in spec.layers[i].norms.items()}
+    for name, norm in norms.items():
+        energy = measured.energy.get(f"{name}.weight")
+        share = 1.0 if energy is None else float(energy[stays.to(energy.device)].sum() / energy.sum())
+        scale = math.sqrt(share * spec.hidden_size / len(stays))
+        target = name
+        if name.startswith("layers."):
+            _, index, stem = name.split(".")
+            target = f"layers.{number[int(index)]}.{stem}"
+        weight = values[f"{target}.weight"]
+        weight.copy_((weight.float() + norm.weight_offset) * scale - norm.weight_offset)
+
+
+def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tensor]) -> None:
+    """Embeddings are scaled by the root of the width in some families: the table takes up the difference, and the final norm
+    what a tied head would make of that."""
+    ratio = wanted.embed_scale / read.embed_scale
+    if ratio == 1.0:
+        return
+    norm = wanted.final_norm
+    if wanted.tied_embeddings and norm is None:
+        raise UnsupportedModelError("the embeddings' scale follows from the width, and nothing can undo it", field="hidden")
+    values["embed.weight"].mul_(ratio)
+    if wanted.tied_embeddings and norm is not None:
+        weight = values["final_norm.weight"]
+        weight.copy_((weight.float() + norm.weight_offset) / ratio - norm.weight_offset)
+        if norm.bias:
+            values["final_norm.bias"].div_(ratio)
+
+

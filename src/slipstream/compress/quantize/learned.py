@@ -1,0 +1,128 @@
+"""Learned rounding: whether each weight goes up or down, and each scale, by gradient, so that a layer's output stays as it was.
+
+After AutoRound (Cheng et al. 2023): a code is round(w / s + v) with an offset v in [−½, ½] of its own, and s the fitted scale
+times a factor near 1. All products of a layer are learned together from the squared error of the layer's output on
+calibration text, by the sign of the gradient, with a step that falls to 0; rounding passes gradients through as if it were not
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.compress.calibrate import ObservingOps, Stream
+from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit
+from slipstream.kernels.autograd import AutogradOps
+from slipstream.model.decoder import build_layer
+from slipstream.model.scheme import WeightFormat
+from slipstream.model.sequences import SequenceBatch, run_layer
+
+STEP_TOKENS = 1024
+"""Tokens of a step, whole windows of them, drawn at random."""
+
+REACH = 0.25
+"""How far a scale's factor may go from 1."""
+
+
+@dataclass(slots=True)
+class Offsets:
+    """What is learned of one weight. `scales` and `zeros` are the fitted grid's."""
+
+    fmt: WeightFormat
+    weight: Tensor  # float32 [out, in]
+    grid: Grid
+    offset: Tensor  # [out, in]
+    factor: Tensor  # as the scales
+
+    @classmethod
+    def of(cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool) -> Offsets:
+        grid = fit(weight, fmt, dtype, clip=clip)
+        offset = torch.zeros_like(weight, requires_grad=True)
+        return cls(fmt, weight, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32, requires_grad=True))
+
+    def numbers(self) -> Tensor:
+        """The rounded weight, with gradients for offset and factor."""
+        codes, scales, zeros = self._codes()
+        rounded = codes + (codes.round() - codes).detach()
+        lowest, highest = bounds(self.fmt)
+        return ((rounded.clamp(lowest, highest) - zeros) * scales).view(self.weight.shape)
+
+    def rounded(self) -> Rounded:
+        with torch.no_grad():
+            codes, scales, _ = self._codes()
+            lowest, highest = bounds(self.fmt)
+            grid = Grid(self.fmt, scales[..., 0].to(self.grid.scales.dtype), self.grid.zeros)
+            return Rounded(grid, codes.round().clamp(lowest, highest).to(torch.int8).view(self.weight.shape))
+
+    def step(self, rate: float) -> None:
+        """Against the sign of the gradient."""
+        with torch.no_grad():
+            for value, low, high in ((self.offset, -0.5, 0.5), (self.factor, 1 - REACH, 1 + REACH)):
+                assert value.grad is not None
+                value.sub_(value.grad.sign(), alpha=rate).clamp_(low, high)
+                value.grad = None
+
+    def _codes(self) -> tuple[Tensor, Tensor, Tensor | float]:
+        """(codes before rounding, scales as they are written, zeros), each [out, groups, size or 1]."""
+        scales = self.grid.scales.float() * self.factor
+        written = (scales + (scales.to(self.grid.scales.dtype).float() - scales).detach())[..., None]
+        zeros = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
+        shape = (written.shape[0], written.shape[1], -1) if not self.fmt.whole else (1, 1, -1)
+        return self.weight.view(shape) / written + self.offset.view(shape) + zeros, written, zeros
+
+
+def learn(
+    stream: Stream,
+    index: int,
+    values: Mapping[str, Tensor],
+    formats: Mapping[str, WeightFormat],
+    *,
+    dtype: torch.dtype,
+    clip: bool,
+    num_steps: int,
+    seed: int = 0,
+) -> dict[str, Rounded]:
+    """The products in `formats` (by name in the layer) of layer `index`, which is given by `values` and computes with them and
+    the rest as it is. A result that is no better than rounding to nearest is not taken."""
+    targets = _windows(stream, stream.run(index, values, ObservingOps()))
+    inputs = _windows(stream, stream.states)
+    learned = {name: Offsets.of(values[f"{name}.weight"], fmt, dtype, clip=clip) for name, fmt in formats.items()}
+    start = {name: own.rounded() for name, own in learned.items()}
+    rng = torch.Generator().manual_seed(seed)
+    per_step = max(1, STEP_TOKENS // max(len(x) for x in inputs))
+    spec = stream.spec.layers[index]
+    with torch.enable_grad():
+        for step in range(num_steps):
+            chosen = torch.randperm(len(inputs), generator=rng)[:per_step].tolist()
+            batch = SequenceBatch.of([torch.zeros(len(inputs[i]), dtype=torch.int64) for i in chosen], stream.device)
+            weights = {f"{name}.weight": own.numbers() for name, own in learned.items()}
+            ops = AutogradOps()
+            own_values = {name: value.to(stream.dtype) for name, value in {**values, **weights}.items()}
+            layer = build_layer(spec, own_values, ops, stream.tables)
+            x = torch.cat([inputs[i] for i in chosen]).to(stream.device)
+            pending, residual = run_layer(layer, ops, x, None, batch)
+            out = pending if residual is None else pending + residual
+            loss = (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float()).square().mean()
+            loss.backward()
+            for own in learned.values():
+                own.step((1 - step / num_steps) / num_steps)
+    found = {name: own.rounded() for name, own in learned.items()}
+    before, after = (_error(stream, index, values, made, targets) for made in (start, found))
+    return found if after < before else start
+
+
+def _error(
+    stream: Stream, index: int, values: Mapping[str, Tensor], made: Mapping[str, Rounded], targets: list[Tensor]
+) -> float:
+    """Of the layer's output over all of the text."""
+    weights = {f"{name}.weight": rounded.numbers() for name, rounded in made.items()}
+    found = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps()))
+    return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(found, targets, strict=True))
+
+
+def _windows(stream: Stream, states: list[Tensor]) -> list[Tensor]:
+    return [part for batch, state in zip(stream.batches, states, strict=True) for part in state.split(batch.lengths)]

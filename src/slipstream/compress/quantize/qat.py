@@ -1,0 +1,133 @@
+"""Quantisation-aware training: rounded weights and their scales are trained so that the model says what the original says.
+
+A weight w is used as round(w / s) · s; rounding passes gradients through to w, where it is not cut off at the range's ends, and
+to s as of learned step sizes (LSQ, Esser et al. 2020). Training begins at the weights that were written, so at what rounding
+alone gave. The loss is KL(original‖rounded) of the next token on calibration text; AdamW, without decay; the rate rises, then
+falls to 0 along a cosine. Norms, embeddings and the head stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.compress.calibrate import load_ends, load_layer
+from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
+from slipstream.compress.recipe import QAT
+from slipstream.kernels.autograd import AutogradOps
+from slipstream.model.decoder import PositionTables, build_layer
+from slipstream.model.description import ModelDescription
+from slipstream.model.sequences import SequenceBatch, run_layer
+
+CLIPPED = 1.0
+"""The norm that a step's gradient is cut to."""
+
+
+@dataclass(slots=True)
+class Trained:
+    """A weight on its way. `step` [out, groups] is the logarithm of its scales, so that they stay above 0."""
+
+    grid: Grid
+    weight: Tensor  # float32 [out, in]
+    step: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, grid: Grid) -> Trained:
+        """Starting at `weight`, which is on the grid."""
+        return cls(grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_())
+
+    def numbers(self) -> Tensor:
+        """The rounded weight, with gradients."""
+        scales = self.step.exp()
+        scales = (scales + (scales.to(self.grid.scales.dtype).float() - scales).detach())[..., None]
+        zeros: Tensor | float = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
+        lowest, highest = bounds(self.grid.fmt)
+        exact = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales + zeros).clamp(lowest, highest)
+        rounded: Tensor = (exact + (exact.round() - exact).detach() - zeros) * scales
+        return rounded.flatten(1)
+
+    @torch.no_grad()
+    def rounded(self) -> Rounded:
+        grid = Grid(self.grid.fmt, self.step.exp().to(self.grid.scales.dtype), self.grid.zeros)
+        return Rounded(grid, grid.codes(self.weight.detach().clone()))
+
+
+def train(
+    source: ModelDescription,
+    values: Sequence[Mapping[str, Tensor]],
+    grids: Mapping[str, Grid],
+    windows: Sequence[Sequence[int]],
+    settings: QAT,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Rounded]:
+    """The layers' rounded weights after training, by our names. `values` are each layer's parameters as they were written, by
+    our names, and `grids` those of the rounded ones among them. Products run in `dtype`."""
+    spec = source.spec
+    longest = max(len(w) for w in windows)
+    tables = PositionTables(longest, device)
+    ends = load_ends(source, device=device, dtype=dtype)
+    original = [{n: v.to(dtype) for n, v in load_layer(source, i, device).items()} for i in range(spec.num_layers)]
+    learned = {n: Trained.of(v, grids[n]) for own in values for n, v in own.items() if n in grids}
+
+    def run(index: int, own: Mapping[str, Tensor], h: Tensor, batch: SequenceBatch) -> Tensor:
+        ops = AutogradOps()
+        layer = build_layer(spec.layers[index], {n: v.to(dtype) for n, v in own.items()}, ops, tables)
+        pending, residual = run_layer(layer, ops, h, None, batch)
+        return pending if residual is None else pending + residual
+
+    def student(index: int, h: Tensor, batch: SequenceBatch) -> Tensor:
+        prefix = f"layers.{index}."
+        own = {n.removeprefix(prefix): learned[n].numbers() if n in learned else v for n, v in values[index].items()}
+        return run(index, own, h, batch)
+
+    def loss_of(batch: SequenceBatch) -> Tensor:
+        with torch.no_grad():
+            start = ends.embedded(batch.token_ids, batch.meta)
+            h = start
+            for i in range(spec.num_layers):
+                h = run(i, original[i], h, batch)
+            wanted = ends.logits(ends.finished(h, None)).float().log_softmax(-1)
+        h = start
+        for i in range(spec.num_layers):  # a layer's inner activations are computed again in the backward pass
+            h = checkpoint(student, i, h, batch, use_reentrant=False)
+        found = ends.logits(ends.finished(h, None)).float().log_softmax(-1)
+        return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
+
+    steps = [own.step for own in learned.values()]
+    optimizer = torch.optim.AdamW([*(own.weight for own in learned.values()), *steps], lr=1.0, weight_decay=0.0)
+    rng = torch.Generator().manual_seed(settings.seed)
+    per_step = max(1, settings.step_tokens // longest)
+    order: list[int] = []
+    with torch.enable_grad():
+        for number in range(settings.num_steps):
+            while len(order) < per_step:
+                order += torch.randperm(len(windows), generator=rng).tolist()
+            chosen, order = order[:per_step], order[per_step:]
+            loss = loss_of(SequenceBatch.of([list(windows[i]) for i in chosen], device))
+            if not bool(loss.isfinite()):
+                raise FloatingPointError(f"the loss is {float(loss)} at step {number}; lower learning_rate")
+            loss.backward()
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * rate(number, settings)
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIPPED)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            progress(number + 1, settings.num_steps)
+    return {name: own.rounded() for name, own in learned.items()}
+
+
+def rate(number: int, settings: QAT) -> float:
+    """The share of the learning rate at a step: up in a line, down along a cosine."""
+    rising = max(1, round(settings.warmup * settings.num_steps))
+    if number < rising:
+        return (number + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (number - rising) / max(1, settings.num_steps - rising)))

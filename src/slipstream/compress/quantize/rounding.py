@@ -1,0 +1,195 @@
+"""Weights on a grid: scales with the least squared error, codes to nearest, and codes by GPTQ.
+
+A weight is [out, in]; a *grid* is its scales, and zero points where it is not symmetric, for each row and group. Scales are
+rounded to the type they are written in before any code is chosen, so that what is written is what was meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.compress.calibrate import InputStats
+from slipstream.kernels.quantize import SMALLEST
+from slipstream.model.packing import numbers
+from slipstream.model.scheme import WeightFormat
+
+SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
+"""Shares of the largest magnitude that clipping tries: a little above the end of the range, where its last code is only
+reached from one side, down to half."""
+
+COLUMNS_AT_ONCE = 128
+"""GPTQ updates the columns of so many at once, and those after them in one product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """`scales` [out, groups] in the type they are written in, or [1, 1] for a whole weight; `zeros` int8 [out, groups]."""
+
+    fmt: WeightFormat
+    scales: Tensor
+    zeros: Tensor | None
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """float32 [out, in] to nearest: int8, or float8_e4m3fn."""
+        scales = self.scales.float().expand(len(weight), -1)[..., None]
+        x = weight.unflatten(1, (scales.shape[1], -1)) / scales
+        if self.fmt.kind == "float":
+            floats: Tensor = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+            return floats.flatten(1)
+        if self.zeros is not None:
+            x = x + self.zeros.float()[..., None]
+        lowest, highest = bounds(self.fmt)
+        ints: Tensor = x.round_().clamp_(lowest, highest).to(torch.int8)
+        return ints.flatten(1)
+
+    def column(self, column: Tensor, group: int) -> Tensor:
+        """One column of weights [out] to nearest, as numbers."""
+        lowest, highest = bounds(self.fmt)
+        scale = self.scales[:, group].float()
+        zero = self.zeros[:, group].float() if self.zeros is not None else 0.0
+        return ((column / scale + zero).round().clamp(lowest, highest) - zero) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A weight as it is written."""
+
+    grid: Grid
+    codes: Tensor  # int8 or float8_e4m3fn [out, in]
+
+    @property
+    def fmt(self) -> WeightFormat:
+        return self.grid.fmt
+
+    def numbers(self) -> Tensor:
+        """float32 [out, in]"""
+        return numbers(self.codes, self.grid.scales, self.grid.zeros)
+
+    def to(self, device: torch.device) -> Rounded:
+        zeros = None if self.grid.zeros is None else self.grid.zeros.to(device)
+        return Rounded(Grid(self.fmt, self.grid.scales.to(device), zeros), self.codes.to(device))
+
+
+def bounds(fmt: WeightFormat) -> tuple[int, int]:
+    """The ends of an int's codes; symmetric 8-bit products leave the lowest out."""
+    return fmt.lowest + (fmt.inputs is not None), -fmt.lowest - 1
+
+
+def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, importance: Tensor | None = None) -> Grid:
+    """The grid of a float32 weight [out, in], its scales in `dtype`. With `clip` each scale is the one of `SHRINKS` with the
+    least squared error, inputs weighed by `importance` [in] (their mean squares)."""
+    whole = weight.reshape(1, 1, -1) if fmt.whole else weight.unflatten(1, (fmt.groups(weight.shape[1]), -1))
+    weighed = None
+    if importance is not None and not fmt.whole:
+        weighed = importance.clamp(min=1e-10 * float(importance.max()) + 1e-30).view(whole.shape[1], -1)
+    best: tuple[Tensor, Tensor | None] | None = None
+    least = None
+    for shrink in SHRINKS if clip and fmt.kind == "int" else (1.0,):
+        scales, zeros = _range(whole, fmt, shrink, dtype)
+        if not clip:
+            return Grid(fmt, scales, zeros)
+        grid = Grid(fmt, scales, zeros)
+        rounded = numbers(grid.codes(whole.flatten(1)), scales, zeros).view(whole.shape)
+        error = (rounded - whole).square_()
+        total = (error if weighed is None else error.mul_(weighed)).sum(-1)
+        if best is None or least is None:
+            best, least = (scales, zeros), total
+            continue
+        better = total < least
+        least = torch.where(better, total, least)
+        kept = None if zeros is None or best[1] is None else torch.where(better, zeros, best[1])
+        best = torch.where(better, scales, best[0]), kept
+    assert best is not None
+    return Grid(fmt, *best)
+
+
+def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(scales, zeros) with the extremes of `groups` [rows, groups, size], times `shrink`, on the ends of the range."""
+    if fmt.kind == "float":
+        return (groups.abs().amax(-1).clamp(min=SMALLEST) * (shrink / 448)).to(dtype), None
+    if fmt.symmetric:
+        top = 127.0 if fmt.inputs is not None else ((1 << fmt.bits) - 1) / 2
+        return (groups.abs().amax(-1).clamp(min=SMALLEST) * (shrink / top)).to(dtype), None
+    low, high = (groups.amin(-1).clamp(max=0) * shrink, groups.amax(-1).clamp(min=0) * shrink)
+    scales = ((high - low).clamp(min=SMALLEST) / ((1 << fmt.bits) - 1)).to(dtype)
+    zeros = (fmt.lowest - low / scales.float()).round().clamp(fmt.lowest, -fmt.lowest - 1)
+    return scales, zeros.to(torch.int8)
+
+
+def nearest(
+    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None
+) -> Rounded:
+    """To nearest."""
+    grid = fit(weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square)
+    return Rounded(grid, grid.codes(weight))
+
+
+def gptq(
+    weight: Tensor,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    stats: InputStats,
+    *,
+    damping: float = 0.01,
+    act_order: bool = True,
+    clip: bool = True,
+) -> Rounded:
+    """GPTQ (Frantar et al. 2023): columns are rounded one after another, and each one's error is taken up by those that
+    follow, as the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on
+    grids that were found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn
+    comes."""
+    work = weight.float().clone()
+    hessian = stats.hessian / max(1, stats.num_rows)
+    inner = work.shape[1]
+    dead = hessian.diagonal() == 0
+    importance = stats.mean_square
+    grid = fit(work, fmt, dtype, clip=clip, importance=importance)
+    work[:, dead] = 0
+    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(inner, device=work.device)
+    back = order.argsort()
+    work, hessian = work[:, order], hessian[order][:, order]
+    upper = inverse_factor(hessian, damping, dead[order])
+    size = inner // fmt.groups(inner)
+    group_of = (order // size).tolist()
+    found = torch.empty_like(work)
+    for begin in range(0, inner, COLUMNS_AT_ONCE):
+        end = min(begin + COLUMNS_AT_ONCE, inner)
+        block, errors = work[:, begin:end].clone(), torch.empty_like(work[:, begin:end])
+        for j in range(end - begin):
+            at = begin + j
+            if not act_order and at % size == 0 and at > 0 and fmt.group_size is not None:
+                # Columns of this group beyond the block have had no updates of this block yet.
+                ahead = torch.cat(
+                    (block[:, j:], work[:, end : at + size] - errors[:, :j] @ upper[begin:at, end : at + size]), dim=1
+                )
+                part = fit(ahead[:, :size], fmt, dtype, clip=clip, importance=importance[at : at + size])
+                grid.scales[:, at // size] = part.scales[:, 0]
+                if grid.zeros is not None and part.zeros is not None:
+                    grid.zeros[:, at // size] = part.zeros[:, 0]
+            column = block[:, j]
+            found[:, at] = grid.column(column, 0 if fmt.whole else group_of[at])
+            errors[:, j] = (column - found[:, at]) / upper[at, at]
+            block[:, j:] -= errors[:, j : j + 1] * upper[at, at:end]
+        work[:, end:] -= errors @ upper[begin:end, end:]
+    return Rounded(grid, grid.codes(found[:, back].contiguous()))
+
+
+def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
+    """The upper Cholesky factor of the damped matrix's inverse; damping grows where rounding made it singular."""
+    live = hessian.diagonal()[~dead]
+    mean = float(live.mean()) if len(live) else 1.0
+    for _ in range(8):
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        damped.diagonal()[dead] = mean
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and bool(torch.isfinite(upper).all()):
+                return upper
+        damping *= 10
+    raise FloatingPointError("the second moments of a product's inputs are no positive matrix, however damped")

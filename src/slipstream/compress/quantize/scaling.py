@@ -1,0 +1,157 @@
+"""Moving magnitude between a product's inputs and its weight: inputs are divided by s, columns of the weight multiplied by
+it, and the division is folded into whatever makes the inputs, so that the model computes the same in other numbers.
+
+AWQ (Lin et al. 2024): s = rms(x)^a: weights that meet large inputs are rounded finer. SmoothQuant (Xiao et al. 2023):
+s = max|x|^a / max|w|^(1 − a): what makes inputs hard to round goes to the weights. The exponent is searched product by product
+for the least error of its output, s = 1 (nothing moved) among the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.compress.calibrate import FakeInputs, InputStats
+from slipstream.compress.quantize.rounding import Rounded, fit
+from slipstream.compress.recipe import Quantize
+from slipstream.model.scheme import WeightFormat
+from slipstream.model.sequences import attention_of
+from slipstream.model.spec import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
+
+EXPONENTS = tuple(i / 20 for i in range(1, 21))
+LEAST = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Where the division of a product's inputs goes: into the norm `norm`, or into `rows` of the weight `linear`. `repeats` is
+    how many inputs stand behind one of these: the query heads that read a kv head's values, each `head_dim` long."""
+
+    norm: str | None = None
+    linear: str | None = None
+    rows: slice | None = None
+    repeats: int = 1
+    head_dim: int = 0
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Of values by input [in] the largest among those that stand behind one row, [in / repeats]."""
+        return x if self.repeats == 1 else x.view(-1, self.repeats, self.head_dim).amax(1).flatten()
+
+    def spread(self, s: Tensor) -> Tensor:
+        """The other way."""
+        return s if self.repeats == 1 else s.view(-1, 1, self.head_dim).expand(-1, self.repeats, -1).flatten()
+
+
+def folds(spec: LayerSpec) -> dict[str, Fold]:
+    """The products of a layer whose inputs can be scaled, those first whose fold changes another's weight. A norm that several
+    branches read is left alone, and so is one whose result is the residual too; mixtures of experts keep theirs."""
+    a, m, norms = attention_of(spec), spec.mlp, spec.norms
+    found: dict[str, Fold] = {}
+    if isinstance(m, DenseSpec) and (m.gated or m.activation == "relu"):
+        size = m.intermediate_size
+        found["mlp.down"] = Fold(linear="mlp.up", rows=slice(size, 2 * size) if m.gated else slice(0, size))
+    if a.clip_qkv is None:
+        begin = a.q_size + a.kv_size
+        repeats = a.num_heads // a.num_kv_heads
+        found["attention.out"] = Fold(
+            linear="attention.qkv", rows=slice(begin, begin + a.kv_size), repeats=repeats, head_dim=a.head_dim
+        )
+    if isinstance(spec.block, PostNormBlock):
+        return found
+    parallel = isinstance(spec.block, ParallelBlock)
+    before_mlp, before_attention = ("mlp_norm", "norm") if parallel else ("pre_mlp", "pre_attention")
+    if before_mlp in norms and isinstance(m, DenseSpec):
+        found["mlp.up"] = Fold(norm=before_mlp)
+    if before_attention in norms and (not parallel or "mlp_norm" in norms):
+        found["attention.qkv"] = Fold(norm=before_attention)
+    return found
+
+
+def scale_inputs(
+    parameters: dict[str, Tensor], product: str, fold: Fold, s: Tensor, norms: Mapping[str, NormSpec], dtype: torch.dtype
+) -> Tensor:
+    """Divide the inputs of `product` by s [in / repeats] in `parameters` (a layer's, changed in place). Norms are rounded to
+    `dtype`, the type they are written in; the s [in] that this comes to is what the weight is multiplied by, and returned."""
+    if fold.norm is not None:
+        weight, offset = parameters[f"{fold.norm}.weight"], norms[fold.norm].weight_offset
+        gain = weight + offset
+        written = (gain / s - offset).to(dtype).float()
+        live = (gain != 0) & (written + offset != 0)
+        written = torch.where(live, written, weight)
+        s = torch.where(live, gain / (written + offset), 1.0)
+        parameters[f"{fold.norm}.weight"] = written
+        if (bias := parameters.get(f"{fold.norm}.bias")) is not None:
+            parameters[f"{fold.norm}.bias"] = bias / s
+    else:
+        rows = parameters[f"{fold.linear}.weight"]
+        rows[fold.rows or slice(0)] /= s[:, None]
+        if (bias := parameters.get(f"{fold.linear}.bias")) is not None:
+            bias[fold.rows or slice(0)] /= s
+    spread = fold.spread(s)
+    parameters[f"{product}.weight"] *= spread
+    return spread
+
+
+def search_scale(
+    weight: Tensor, stats: InputStats, fold: Fold, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """(s [in / repeats], the exponent that was the best)."""
+    awq = settings.scaling == "awq"
+    error = _weight_error(weight, stats, fmt, dtype) if awq else _product_error(weight, stats, fmt, dtype)
+    best, least, exponent = torch.ones_like(fold.shared(stats.absmax)), float("inf"), 0.0
+    if settings.alpha == "search" or awq:
+        least = error(fold.spread(best))
+    exponents = (settings.alpha,) if isinstance(settings.alpha, float) and not awq else EXPONENTS
+    for a in exponents:
+        s = _awq(stats, fold, a) if awq else _smooth(weight, stats, fold, a)
+        found = error(fold.spread(s))
+        if found < least:
+            best, least, exponent = s, found, a
+    return best, exponent
+
+
+def _awq(stats: InputStats, fold: Fold, a: float) -> Tensor:
+    s = fold.shared(stats.mean_square).sqrt().clamp(min=LEAST) ** a
+    return s / (s.max() * s.min()).sqrt()
+
+
+def _smooth(weight: Tensor, stats: InputStats, fold: Fold, a: float) -> Tensor:
+    x, w = (fold.shared(t).clamp(min=LEAST) for t in (stats.absmax, weight.abs().amax(0)))
+    return (x**a / w ** (1 - a)).clamp(min=LEAST)
+
+
+def _weight_error(weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype) -> Callable[[Tensor], float]:
+    """The squared error of the output over the calibration text, with the weight rounded: sum of d H dᵀ over rows."""
+
+    def error(s: Tensor) -> float:
+        scaled = weight * s
+        grid = fit(scaled, fmt, dtype, clip=False)
+        d = Rounded(grid, grid.codes(scaled)).numbers() / s - weight
+        return float(((d @ stats.hessian) * d).sum())
+
+    return error
+
+
+def _product_error(weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype) -> Callable[[Tensor], float]:
+    """The same on the sample, with the inputs rounded as well."""
+    assert fmt.inputs is not None
+    exact, form = stats.sample @ weight.T, fmt.inputs
+
+    def error(s: Tensor) -> float:
+        x = stats.sample / s
+        fake = FakeInputs(form, float(x.abs().max()) / (448 if form == "fp8" else 127) if fmt.static_inputs else None)
+        scaled = weight * s
+        grid = fit(scaled, fmt, dtype, clip=False)
+        return float((fake(x) @ Rounded(grid, grid.codes(scaled)).numbers().T - exact).square().sum())
+
+    return error
+
+
+def scaled_products(spec: LayerSpec, settings: Quantize, prefix: str) -> Iterator[tuple[str, Fold]]:
+    """The products of the layer that are rounded and can be scaled, in the order in which to do it."""
+    for product, fold in folds(spec).items():
+        if settings.of(prefix + product) is not None:
+            yield product, fold

@@ -1,0 +1,467 @@
+"""Recipes: what is done to a checkpoint, as data. No torch.
+
+A recipe is a list of steps, in YAML or in Python; each is the step's name alone or with its settings:
+
+    - calibrate: {text: sharegpt, num_windows: 64}
+    - quantize: {bits: 4, group_size: 64, rounding: gptq, ignore: ["layers.0.*"]}
+    - kv_cache: {form: fp8}
+
+or the name of a preset. What is unknown, missing or of another type is refused by its place ("steps[1].quantize.bits") with
+what is allowed there. Products go by our names, "layers.3.mlp.down" (attention.qkv, attention.out, mlp.up, mlp.down,
+experts.up, experts.down, shared.up, shared.down, and "head"), and patterns with * mean several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from slipstream.compress.steps import Distill, PruneSettings, Sparsify
+from slipstream.errors import ConfigError
+from slipstream.evals.text import DEFAULT_TEXT
+from slipstream.model.scheme import InputFormat, WeightFormat
+
+GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrate:
+    """The text that is run through the model, `num_windows` times `context` tokens (`evals.text`)."""
+
+    text: str = DEFAULT_TEXT
+    num_windows: int = 64
+    context: int = 512
+
+    def check(self) -> None:
+        _at_least("num_windows", self.num_windows, 1)
+        _at_least("context", self.context, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Bits chosen product by product (`quantize.mixed`), so that a weight takes `average` bits at most, scales and zero points
+    included, and the divergence that was measured is least."""
+
+    average: float
+    choices: tuple[int, ...] = (2, 3, 4, 6, 8)
+    num_windows: int = 4
+    context: int = 256  # tokens of each window
+
+    @property
+    def nearest(self) -> int:
+        """The choice next to the average."""
+        return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
+
+    def check(self) -> None:
+        for bits in self.choices:
+            _one_of("choices", bits, (2, 3, 4, 5, 6, 7, 8))
+        if len(set(self.choices)) < 2:
+            raise ConfigError("choices needs two numbers of bits or more", field="choices")
+        if not min(self.choices) < self.average:
+            raise ConfigError(f"average={self.average} must be above the fewest bits of choices", field="average")
+        _at_least("num_windows", self.num_windows, 1)
+        _at_least("context", self.context, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize:
+    """Rounds the weights of the layers' products (and of the output head, with `head`).
+
+    `inputs` fp8 or int8: both sides of a product have 8 bits, token by token, or with `static_inputs` by one scale found in
+    calibration. `scaling` moves magnitude between inputs and weights first, `rounding` chooses codes, and `clip` searches each
+    scale for the least squared error. A `group_size` of auto is the largest of 128, 64 and 32 that divides a product's inputs,
+    or a row (channel) for weights that meet 8-bit inputs. `overrides` change format and rounding of the products that a
+    pattern names.
+    """
+
+    bits: int | Budget = 4
+    kind: Literal["int", "float"] = "int"
+    group_size: GroupSize = "auto"
+    symmetric: bool = True
+    inputs: InputFormat | None = None
+    static_inputs: bool = False
+    rounding: Literal["nearest", "gptq", "learned"] = "nearest"
+    scaling: Literal["awq", "smoothquant"] | None = None
+    clip: bool = True
+    head: bool = False
+    ignore: tuple[str, ...] = ()
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a share of its mean
+    act_order: bool = True  # GPTQ: columns of large inputs first
+    true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
+    alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
+    num_steps: int = 200  # learned rounding
+
+    def check(self) -> None:
+        if isinstance(self.bits, Budget):
+            self.bits.check()
+            if self.kind != "int" or self.inputs is not None:
+                raise ConfigError("a budget of bits is for integer weights with inputs in the model's type", field="bits")
+        else:
+            _format(self)
+        if self.static_inputs and self.inputs is None:
+            raise ConfigError("static_inputs needs inputs: fp8 or int8", field="static_inputs")
+        if self.scaling == "smoothquant" and self.inputs is None:
+            raise ConfigError(
+                "smoothquant makes inputs easy to round: it needs inputs: int8 or fp8 (or take awq)", field="scaling"
+            )
+        if self.rounding != "nearest" and self.kind == "float":
+            raise ConfigError(f"rounding={self.rounding!r} is for integer weights; take nearest", field="rounding")
+        if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
+        if not 0 < self.damping < 1:
+            raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
+        _at_least("num_steps", self.num_steps, 1)
+        for pattern, given in self.overrides.items():
+            unknown = given.keys() - OVERRIDABLE
+            if unknown:
+                raise ConfigError(
+                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can",
+                    field=f"overrides.{pattern}",
+                )
+            own = build(Quantize, {**_formats_of(self), **given}, f"overrides.{pattern}")
+            if isinstance(own.bits, Budget):
+                raise ConfigError("bits must be a number here", field=f"overrides.{pattern}.bits")
+
+    def of(self, product: str) -> Quantize | None:
+        """The settings for a product, or None if it is left as it is."""
+        if any(fnmatchcase(product, pattern) for pattern in self.ignore) or (product == "head" and not self.head):
+            return None
+        found = self
+        for pattern, given in self.overrides.items():
+            if fnmatchcase(product, pattern):
+                found = build(Quantize, {**_shallow(found), "overrides": {}, **given}, f"overrides.{pattern}")
+        return found
+
+    def format(self, inner: int, bits: int | None = None) -> WeightFormat:
+        """What is written of a product with so many inputs; `bits` where a budget chose them. ConfigError if groups don't
+        fit."""
+        found = _format(self, bits)
+        if self.group_size == "auto" and self.inputs is None and found.kind == "int":
+            size = next((s for s in GROUP_SIZES if inner % s == 0), None)
+            return dataclasses.replace(found, group_size=size)
+        if found.group_size is not None and inner % found.group_size:
+            raise ConfigError(
+                f"group_size={found.group_size} does not divide the {inner} inputs of a product; take auto, or override it",
+                field="group_size",
+            )
+        return found
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether anything depends on the model's activations."""
+        asked = (self.rounding, *(given.get("rounding", "nearest") for given in self.overrides.values()))
+        static = (self.static_inputs, *(given.get("static_inputs", False) for given in self.overrides.values()))
+        return (
+            any(r != "nearest" for r in asked) or any(static) or self.scaling is not None or isinstance(self.bits, Budget)
+        )
+
+
+GROUP_SIZES = (128, 64, 32)
+OVERRIDABLE = frozenset(("bits", "group_size", "symmetric", "rounding", "clip", "kind", "inputs", "static_inputs"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotate:
+    """A random Hadamard rotation of the residual (QuaRot), folded into the weights before they are rounded: the model computes
+    the same, with fewer outliers. A tied output head becomes a weight of its own."""
+
+    seed: int = 0
+
+    def check(self) -> None:
+        _at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QAT:
+    """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
+    needs the whole model in memory, four times in float32 and the original once."""
+
+    num_steps: int = 200
+    step_tokens: int = 2048
+    learning_rate: float = 2e-5
+    warmup: float = 0.05  # share of the steps in which the rate rises; then it falls to 0 along a cosine
+    seed: int = 0
+
+    def check(self) -> None:
+        _at_least("num_steps", self.num_steps, 1)
+        _at_least("step_tokens", self.step_tokens, 1)
+        _at_least("seed", self.seed, 0)
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"learning_rate={self.learning_rate} must lie between 0 and 1", field="learning_rate")
+        if not 0 <= self.warmup < 1:
+            raise ConfigError(f"warmup={self.warmup} must lie between 0 and 1", field="warmup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCache:
+    """Scales of an 8-bit KV cache, one a layer ("tensor") or kv head ("head")."""
+
+    form: InputFormat = "fp8"
+    per: Literal["tensor", "head"] = "tensor"
+    margin: float = 1.1  # over the largest magnitude that calibration met
+
+    def check(self) -> None:
+        if not 1 <= self.margin <= 4:
+            raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
+
+
+Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache
+
+STEPS: dict[str, type[Step]] = {
+    "calibrate": Calibrate,
+    "prune": PruneSettings,
+    "distill": Distill,
+    "rotate": Rotate,
+    "sparsify": Sparsify,
+    "quantize": Quantize,
+    "qat": QAT,
+    "kv_cache": KVCache,
+}
+
+PRESETS: dict[str, list[Any]] = {
+    "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
+    "fp8-static": [
+        {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
+    ],
+    "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
+    "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
+    "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
+    "2:4": [{"sparsify": {"pattern": "2:4"}}],
+    "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
+    "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
+}
+"""By name; and `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model of that share of the
+parameters."""
+
+_DRAFT = re.compile(r"draft:(\d+)/(\d+)")
+_MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """`name` is the preset's or the file's."""
+
+    steps: tuple[Step, ...]
+    name: str = "custom"
+
+    def one(self, kind: type[Any]) -> Any:
+        """The step of that kind, or None."""
+        return next((s for s in self.steps if isinstance(s, kind)), None)
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """As `parse` takes it, every setting said."""
+        names = {kind: name for name, kind in STEPS.items()}
+        return [{names[type(step)]: _plain(step)} for step in self.steps]
+
+
+def read_recipe(given: str) -> Recipe:
+    """A preset by name, or a YAML file."""
+    if (steps := preset(given)) is not None:
+        return parse(steps, name=given)
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}, w4a16-mixed:3.5bpw, draft:1/3",
+            field="recipe",
+        )
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"recipe {path} can't be read as YAML: {error}", field="recipe") from error
+    return parse(data, name=path.name)
+
+
+def more_bits(recipe: Recipe) -> list[Recipe]:
+    """The same with one bit more, and more, up to 8 (a budget of bits: half a bit more, up to its largest choice)."""
+    quantize: Quantize | None = recipe.one(Quantize)
+    if quantize is None:
+        return []
+
+    def changed(bits: int | Budget, shown: str) -> Recipe:
+        own = dataclasses.replace(quantize, bits=bits)
+        steps = tuple(own if step is quantize else step for step in recipe.steps)
+        return dataclasses.replace(recipe, steps=steps, name=f"{recipe.name} with {shown} bits")
+
+    if isinstance(quantize.bits, int):
+        return [changed(bits, str(bits)) for bits in range(quantize.bits + 1, 9)]
+    budget, found = quantize.bits, []
+    average = budget.average + 0.5
+    while average < max(budget.choices):
+        found.append(changed(dataclasses.replace(budget, average=average), f"{average:g}"))
+        average += 0.5
+    return found
+
+
+def preset(name: str) -> list[Any] | None:
+    if found := _MIXED.fullmatch(name):
+        return [{"quantize": {"bits": {"average": float(found[1])}, "rounding": "gptq"}}]
+    if (found := _DRAFT.fullmatch(name)) and 0 < int(found[1]) < int(found[2]):
+        steps = {"num_steps": 4000, "batch_size": 32, "micro_batch": 8, "learning_rate": 1e-3, "num_windows": 16384}
+        return [{"prune": {"size": int(found[1]) / int(found[2])}}, {"distill": {**steps, "state_weight": 0.1}}]
+    return PRESETS.get(name)
+
+
+def parse(steps: Any, *, name: str = "custom") -> Recipe:
+    """A recipe of plain data. ConfigError names what is wrong and where."""
+    if not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
+        raise ConfigError("a recipe is a list of steps, each a name or a name with settings", field="steps")
+    found: list[Step] = []
+    for i, given in enumerate(steps):
+        where = f"steps[{i}]"
+        if isinstance(given, tuple(STEPS.values())):
+            found.append(_checked(given, where))
+            continue
+        if isinstance(given, str):
+            given = {given: {}}
+        if not isinstance(given, Mapping) or len(given) != 1:
+            raise ConfigError(f"{where} must be a step's name, or one name with its settings", field=where)
+        ((kind, settings),) = given.items()
+        if kind not in STEPS:
+            raise ConfigError(f"{where}: {kind!r} is no step; {', '.join(STEPS)} are", field=where)
+        found.append(build(STEPS[kind], settings or {}, f"{where}.{kind}"))
+    for kind in {type(s) for s in found}:
+        if sum(isinstance(s, kind) for s in found) > 1:
+            raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
+    recipe = Recipe(steps=tuple(found), name=name)
+    quantize: Quantize | None = recipe.one(Quantize)
+    if recipe.one(QAT) is not None and (quantize is None or quantize.inputs is not None or quantize.kind == "float"):
+        raise ConfigError("qat trains integer weights with inputs in the model's type: add such a quantize step", field="qat")
+    fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
+    if recipe.one(Rotate) is not None and not fixed:
+        raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
+    if all(isinstance(s, Calibrate) for s in found):
+        raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
+    return recipe
+
+
+def build(kind: type[Any], settings: Any, where: str) -> Any:
+    """A step of plain data; every setting has its declared type."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{where} must be a table of settings", field=where)
+    hints = get_type_hints(kind)
+    unknown = [k for k in settings if k not in hints]
+    if unknown:
+        raise ConfigError(
+            f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}", field=f"{where}.{unknown[0]}"
+        )
+    values = {k: _value(v, hints[k], f"{where}.{k}") for k, v in settings.items()}
+    lacking = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING
+    ]
+    if lacking:
+        raise ConfigError(f"{where} lacks {lacking[0]!r}", field=f"{where}.{lacking[0]}")
+    return _checked(kind(**values), where)
+
+
+def _checked(step: Any, where: str) -> Any:
+    try:
+        step.check()
+    except ConfigError as error:
+        name = f"{where}.{error.field}"
+        raise ConfigError(f"{name}: {error.message}", field=name) from None
+    return step
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
+        origin = get_origin(option)
+        if option is type(None) and value is None:
+            return None
+        if origin is Literal and value in get_args(option) and not isinstance(value, bool):
+            return value
+        if origin is tuple and isinstance(value, (list, tuple)):
+            return tuple(_value(v, get_args(option)[0], where) for v in value)
+        if origin in (dict, Mapping) and isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            if isinstance(value, (option, Mapping)):
+                return value if isinstance(value, option) else build(option, value, where)
+            continue
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
+            return value
+    raise ConfigError(f"{where} = {value!r} must be {_describe(options)}", field=where)
+
+
+def _describe(options: Sequence[Any]) -> str:
+    words: list[str] = []
+    for option in options:
+        if get_origin(option) is Literal:
+            words += [repr(v) for v in get_args(option)]
+        elif get_origin(option) is tuple:
+            words.append("a list")
+        else:
+            words.append(
+                "null" if option is type(None) else "a table" if not hasattr(option, "__name__") else option.__name__
+            )
+    return " or ".join(words)
+
+
+def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
+    bits = bits if bits is not None else q.bits if isinstance(q.bits, int) else 4
+    if not 2 <= bits <= 8:
+        raise ConfigError(f"bits={bits} must lie between 2 and 8", field="bits")
+    if q.kind == "float" and bits != 8:
+        raise ConfigError("kind: float has bits: 8", field="bits")
+    if q.kind == "float" and not q.symmetric:
+        raise ConfigError("kind: float is symmetric", field="symmetric")
+    if isinstance(q.group_size, int) and q.group_size not in GROUP_SIZES:
+        raise ConfigError(f"group_size={q.group_size} must be 128, 64, 32, auto, channel or tensor", field="group_size")
+    if q.inputs is not None:
+        if (q.inputs == "fp8") != (q.kind == "float"):
+            raise ConfigError(f"inputs: {q.inputs} go with kind: {'float' if q.inputs == 'fp8' else 'int'}", field="inputs")
+        if bits != 8 or not q.symmetric or isinstance(q.group_size, int):
+            raise ConfigError(
+                "weights that meet 8-bit inputs have bits: 8, symmetric: true, and group_size: channel or tensor",
+                field="inputs",
+            )
+    if q.group_size == "tensor" and q.inputs is None:
+        raise ConfigError("group_size: tensor goes with inputs in 8 bits; take channel", field="group_size")
+    return WeightFormat(
+        kind=q.kind,
+        bits=bits,
+        group_size=q.group_size if isinstance(q.group_size, int) else None,
+        symmetric=q.symmetric,
+        whole=q.group_size == "tensor",
+        inputs=q.inputs,
+        static_inputs=q.static_inputs,
+    )
+
+
+def _shallow(q: Quantize) -> dict[str, Any]:
+    return {f.name: getattr(q, f.name) for f in dataclasses.fields(q)}
+
+
+def _formats_of(q: Quantize) -> dict[str, Any]:
+    return {name: value for name, value in _shallow(q).items() if name in OVERRIDABLE}
+
+
+def _plain(step: Any) -> dict[str, Any]:
+    return {
+        f.name: _plain(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
+        for f in dataclasses.fields(step)
+        for v in (getattr(step, f.name),)
+    }
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}", field=name)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}={value} must be at least {least}", field=name)

@@ -1,0 +1,273 @@
+"""The receipt of a compression: what it cost in quality and bought in bytes and speed, measured, as JSON and as one page.
+
+`slipstream-report.json` has at its top `kl` (mean, p99, …), `perplexity` (of the compressed model), `top1_agreement` and the
+rest of `Report.document`; `slipstream-report.html` shows the same offline, without scripts. Both stand in the checkpoint's
+folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.bench.adapters.slipstream import OfflineSlipstream
+from slipstream.bench.facts import facts
+from slipstream.bench.metrics import summarize
+from slipstream.bench.workload import fixed, warmup
+from slipstream.config import EngineArgs
+from slipstream.engine.llm import LLM
+from slipstream.errors import BudgetError
+from slipstream.evals.divergence import KL_EDGES, Divergence, compare
+from slipstream.evals.scorer import Scorer
+from slipstream.evals.tasks import TaskResult, run_tasks
+from slipstream.evals.text import TextSettings, Window, read_windows
+from slipstream.hub import resolve_model
+from slipstream.worker.canary import Canary, write_canary
+
+JSON_NAME = "slipstream-report.json"
+HTML_NAME = "slipstream-report.html"
+
+SPEED_BATCHES = (1, 16)
+SPEED_INPUT, SPEED_OUTPUT, SPEED_RUNS = 64, 64, 3
+
+DEFINITIONS = {
+    "perplexity": "exp of the mean of −ln p over the scored tokens of the text, cut as it says",
+    "kl": "KL(original‖compressed) of the next token's distribution, in nats, over the scored tokens",
+    "top1_agreement": "share of tokens at which both find the same token likeliest",
+    "top5_agreement": "shared part of the two models' five likeliest tokens",
+    "layers.own": "what the layer adds to the original's residual, original and compressed: relative root mean square error",
+    "layers.state": "the residual after the layer, with what came before: relative root mean square error",
+    "tokens_per_s": f"output tokens / wall time of so many requests at once, {SPEED_INPUT} tokens in and {SPEED_OUTPUT} out, "
+    f"the median of {SPEED_RUNS} runs",
+    "stderr": "standard error over windows of text",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two models. `tokens_per_s` is by the number of requests at once; empty if speed was not measured."""
+
+    model: str
+    run_as: Mapping[str, Any]
+    perplexity: float
+    file_bytes: int
+    weights_bytes: int  # in memory
+    tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`recipe`: what was done, in JSON's types. `tried`: attempts that cost more than `max_kl`, and their mean KL. `tasks`:
+    what both get on each task. `canary`: the compressed model's."""
+
+    original: Side
+    compressed: Side
+    text: TextSettings
+    divergence: Divergence
+    recipe: Any = None
+    max_kl: float | None = None
+    tried: tuple[tuple[str, float], ...] = ()
+    tasks: tuple[tuple[TaskResult, TaskResult], ...] = ()
+    canary: Canary | None = None
+    facts: Mapping[str, Any] = field(default_factory=facts)
+
+    @property
+    def within_max_kl(self) -> bool | None:
+        """None without a budget. A KL that is no number is over it."""
+        return None if self.max_kl is None else self.divergence.kl.mean <= self.max_kl
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What the JSON file holds."""
+        d = self.divergence
+        return {
+            "format": 1,
+            **self.facts,
+            "recipe": self.recipe,
+            "kl": {**dataclasses.asdict(d.kl), "edges": list(KL_EDGES)},
+            "perplexity": d.perplexity_b,
+            "perplexity_original": d.perplexity_a,
+            "perplexity_ratio": d.perplexity_ratio,
+            "perplexity_ratio_stderr": d.perplexity_ratio_stderr,
+            "top1_agreement": d.top1_agreement,
+            "top5_agreement": d.top5_agreement,
+            "text": {**dataclasses.asdict(self.text), "num_tokens": d.num_tokens, "windows_scored": d.num_windows},
+            "original": dataclasses.asdict(self.original),
+            "compressed": dataclasses.asdict(self.compressed),
+            "tasks": [
+                {
+                    "name": a.name,
+                    "metric": a.metric,
+                    "num_questions": a.num_questions,
+                    "original": a.value,
+                    "original_stderr": a.stderr,
+                    "compressed": b.value,
+                    "compressed_stderr": b.stderr,
+                }
+                for a, b in self.tasks
+            ],
+            "max_kl": self.max_kl,
+            "within_max_kl": self.within_max_kl,
+            "tried": [{"what": what, "kl_mean": kl} for what, kl in self.tried],
+            "layers": [dataclasses.asdict(layer) for layer in d.layers],
+            "why_no_layers": d.why_no_layers,
+            "worst": [dataclasses.asdict(w) for w in d.worst],
+            "definitions": DEFINITIONS,
+        }
+
+    def check(self) -> None:
+        """BudgetError if it costs more than was allowed."""
+        if self.within_max_kl is False:
+            raise BudgetError(
+                f"the mean KL of {self.divergence.kl.mean:.4g} nats is above max_kl={self.max_kl:g}; take more bits or a "
+                "better method, leave the layers out that add most of it, or raise the limit",
+                field="max_kl",
+            )
+
+
+def measure(
+    original: EngineArgs,
+    compressed: EngineArgs,
+    *,
+    text: TextSettings | None = None,
+    speed: bool = True,
+    name: str | None = None,
+    num_worst: int = 5,
+    layers: bool = True,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    **more: Any,
+) -> Report:
+    """Both models on the text, and how fast each generates. `name` is what the report calls the compressed model, if not by its
+    path. `tasks` are names for `evals.tasks.run_tasks`, on the first `limit` questions of each. `more` are the report's own
+    fields: recipe, max_kl, tried. `progress` is told the phase and how far it is."""
+    text = text or TextSettings()
+    progress("loading", 0, 2)
+    a = Scorer.load(original, context=text.context)
+    progress("loading", 1, 2)
+    if compressed.dtype == "auto":
+        compressed = dataclasses.replace(compressed, dtype=a.settings["dtype"])
+    b = Scorer.load(compressed, context=text.context)
+    windows = read_windows(text, a.tokenizer, download_dir=original.download_dir)
+    divergence = compare(
+        a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
+    )
+    canary = b.canary(max((w.token_ids for w in windows), key=len))
+    sides = [_side(a, original, divergence.perplexity_a), _side(b, compressed, divergence.perplexity_b, name)]
+    del a, b
+    # What "auto" meant, so that both are run as they were compared.
+    settled = [
+        dataclasses.replace(args, dtype=str(side.run_as["dtype"]))
+        for args, side in zip((original, compressed), sides, strict=True)
+    ]
+    if speed:
+        for i, args in enumerate(settled):
+            progress("speed", i, 2)
+            sides[i] = dataclasses.replace(sides[i], tokens_per_s=tokens_per_s(args))
+    results: list[list[TaskResult]] = []
+    for i, args in enumerate(settled if tasks else ()):
+        progress("tasks", i, 2)
+        gc.collect()
+        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
+            results.append(run_tasks(llm, tasks, limit=limit))
+    progress("done", 2, 2)
+    return Report(
+        original=sides[0],
+        compressed=sides[1],
+        text=text,
+        divergence=divergence,
+        tasks=tuple(zip(*results, strict=True)),
+        canary=canary,
+        **more,
+    )
+
+
+def back_off(
+    attempts: Iterable[tuple[str, T]], cost: Callable[[T], float], max_kl: float
+) -> tuple[T, tuple[tuple[str, float], ...]]:
+    """The first of `attempts` (what it is, and the attempt), the cheapest first, whose `cost`, the mean KL, is within `max_kl`;
+    and those before it with theirs. BudgetError if none is."""
+    tried: list[tuple[str, float]] = []
+    for what, attempt in attempts:
+        kl = cost(attempt)
+        if kl <= max_kl:
+            return attempt, tuple(tried)
+        tried.append((what, kl))
+    told = ", ".join(f"{what}: {kl:.4g}" for what, kl in tried) or "nothing was tried"
+    raise BudgetError(f"no attempt keeps to max_kl={max_kl:g} nats ({told}); raise the limit", field="max_kl")
+
+
+def mean_kl(original: Scorer, compressed: EngineArgs, windows: list[Window]) -> float:
+    """The cost of one attempt, for `back_off`: no layers, no worst prompts, no speed."""
+    b = Scorer.load(compressed, context=original.context)
+    return compare(original, b, windows, num_worst=0, layers=False).kl.mean
+
+
+def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
+    """`write_report` into the compressed checkpoint's folder, with the canary that tells at each start whether it still gives
+    what was measured."""
+    if report.canary is not None:
+        write_canary(report.canary, checkpoint)
+    return write_report(report, checkpoint)
+
+
+def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
+    """The JSON file and the page, each whole or not at all; where they are."""
+    from slipstream.compress.page import render
+
+    files = {
+        folder / JSON_NAME: json.dumps(report.document, ensure_ascii=False, indent=2, default=str) + "\n",
+        folder / HTML_NAME: render(report.document),
+    }
+    for path, content in files.items():
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, path)
+    return folder / JSON_NAME, folder / HTML_NAME
+
+
+def tokens_per_s(args: EngineArgs, batches: tuple[int, ...] = SPEED_BATCHES) -> dict[str, float]:
+    """Output tokens a second of so many requests at once, by their number (a string, as JSON's keys are)."""
+    gc.collect()  # what was loaded before
+    length = SPEED_INPUT + SPEED_OUTPUT
+    args = dataclasses.replace(
+        args, max_model_len=length, max_num_seqs=max(batches), skip_tokenizer_init=True, enable_prefix_caching=False
+    )
+    engine = OfflineSlipstream(args)
+    try:
+        found = {}
+        for batch in batches:
+            vocab_size = engine.llm.core.description.spec.vocab_size
+            work = fixed(batch, SPEED_INPUT, SPEED_OUTPUT, vocab_size=vocab_size)
+            engine.run(warmup(work, batch))
+            rates = sorted(summarize(engine.run(work.requests)).output_throughput for _ in range(SPEED_RUNS))
+            found[str(batch)] = rates[SPEED_RUNS // 2]
+        return found
+    finally:
+        engine.close()
+
+
+def _side(scorer: Scorer, args: EngineArgs, perplexity: float, name: str | None = None) -> Side:
+    path = resolve_model(args.model, download_dir=args.download_dir)
+    return Side(
+        model=name or args.model,
+        run_as=scorer.settings,
+        perplexity=perplexity,
+        file_bytes=model_bytes(path),
+        weights_bytes=scorer.weights_bytes,
+    )
+
+
+def model_bytes(path: Path) -> int:
+    """Bytes on disk of a GGUF file, or of a folder's weights (what else is there is small, and not all of it the model's)."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")] or [*path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)

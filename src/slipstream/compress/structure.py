@@ -1,0 +1,349 @@
+"""What of a model can be taken out so that a smaller, ordinary model is left: from the `ModelSpec`, for every family alike.
+
+*Units* are what goes or stays as a whole: a kv group of a layer (with the query heads that read it), a channel of an MLP, a
+dimension of the residual. Each axis of each parameter belongs to one kind of unit, or to none; removing units is selecting
+rows of those axes, and an importance of units is a sum over them. Experts stand one below the other in a parameter, so they
+are taken apart first (`pieces`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import UnsupportedModelError
+from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.sequences import attention_of
+from slipstream.model.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    LongRopeScaling,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+    SharedExpertSpec,
+)
+
+Kind: TypeAlias = Literal["hidden", "heads", "channels", "shared"]
+
+
+class Units(NamedTuple):
+    """Which units: of a layer, and of an expert of it. `channels` are an MLP's or an expert's, `shared` the shared expert's."""
+
+    kind: Kind
+    layer: int = -1
+    expert: int = -1
+
+
+Axis: TypeAlias = tuple[Units, Tensor] | None
+"""Whose units an axis is made of, and the unit of each of its rows (−1: of none, it always stays)."""
+
+HIDDEN = Units("hidden")
+
+
+def num_units(spec: ModelSpec) -> dict[Units, int]:
+    """All units there are."""
+    found = {HIDDEN: spec.hidden_size}
+    for i, layer in enumerate(spec.layers):
+        found[Units("heads", i)] = num_groups(attention_of(layer))
+        m = layer.mlp
+        if isinstance(m, DenseSpec):
+            found[Units("channels", i)] = m.intermediate_size
+        else:
+            found.update({Units("channels", i, e): m.expert.intermediate_size for e in range(m.num_experts)})
+            if m.shared is not None:
+                found[Units("shared", i)] = m.shared.mlp.intermediate_size
+    return found
+
+
+def num_groups(a: AttentionSpec) -> int:
+    """kv heads, each with its query heads; where all query heads share the only one, query heads."""
+    return a.num_kv_heads if a.num_kv_heads > 1 else a.num_heads
+
+
+def pieces(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters, views of each expert's apart: `name#expert`."""
+    found: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        count = _num_experts(spec, name)
+        found.update({name: value} if count is None else {f"{name}#{e}": part for e, part in enumerate(value.chunk(count))})
+    return found
+
+
+def joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back from `pieces`."""
+    found: dict[str, list[Tensor]] = {}
+    for name, value in parts.items():
+        found.setdefault(name.partition("#")[0], []).append(value)
+    return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in found.items()}
+
+
+def _num_experts(spec: ModelSpec, name: str) -> int | None:
+    _, _, rest = name.partition("layers.")
+    index, _, stem = rest.partition(".")
+    if not stem.startswith("experts."):
+        return None
+    mlp = spec.layers[int(index)].mlp
+    assert isinstance(mlp, MoESpec)
+    return mlp.num_experts
+
+
+def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
+    """Of a piece: its rows (all there is of a vector) and its columns."""
+    name, _, expert = name.partition("#")
+    stem, _, kind = name.rpartition(".")
+    hidden: Axis = (HIDDEN, torch.arange(spec.hidden_size))
+    if not stem.startswith("layers."):
+        inner = hidden if spec.embed_size is None else None  # embeddings of a width of their own
+        return {
+            "embed": (None, inner),
+            "head": (None, inner if kind == "weight" else None),
+            "embed_in": (hidden, None),
+            "embed_out": (None, hidden),
+            "positions": (None, hidden),
+            "embed_norm": (hidden, None),
+            "final_norm": (hidden, None),
+        }[stem]
+    _, index, stem = stem.split(".", 2)
+    i = int(index)
+    layer = spec.layers[i]
+    if stem.startswith("attention."):
+        return _attention_axes(attention_of(layer), Units("heads", i), stem, kind, hidden)
+    if stem in layer.norms:
+        return hidden, None
+    if stem in ("router", "shared_weight", "correction"):
+        return None, hidden if kind == "weight" and stem != "correction" else None
+    which = Units("shared", i) if stem.startswith("shared.") else Units("channels", i, int(expert) if expert else -1)
+    mlp = _mlp(layer, which)
+    rows = torch.arange(mlp.intermediate_size)
+    if stem.endswith(".up"):
+        return (which, rows.repeat(2) if mlp.gated else rows), hidden if kind == "weight" else None
+    return hidden, (which, rows) if kind == "weight" else None
+
+
+def _attention_axes(a: AttentionSpec, units: Units, stem: str, kind: str, hidden: Axis) -> tuple[Axis, Axis]:
+    single = a.num_kv_heads == 1
+    groups = torch.arange(a.num_heads) // (1 if single else a.num_heads // a.num_kv_heads)
+    q = groups.repeat_interleave(a.head_dim)
+    kv = torch.full((a.head_dim,), -1) if single else torch.arange(a.num_kv_heads).repeat_interleave(a.head_dim)
+    match stem:
+        case "attention.qkv":
+            return (units, torch.cat((q, kv, kv))), hidden if kind == "weight" else None
+        case "attention.out":
+            return hidden, (units, q) if kind == "weight" else None
+        case "attention.sinks":
+            return (units, groups), None
+    if a.qk_norm is None or a.qk_norm.over == "head":
+        return None, None
+    of_q = stem == "attention.q_norm"
+    if a.qk_norm.over == "row":
+        return (units, q if of_q else kv), None
+    return (units, groups if of_q else kv[:: a.head_dim]), None  # a row for each head
+
+
+def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
+    if isinstance(layer.mlp, DenseSpec):
+        return layer.mlp
+    if units.kind == "shared":
+        assert layer.mlp.shared is not None
+        return layer.mlp.shared.mlp
+    return layer.mlp.expert
+
+
+# --- Taking out -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What stays: the layers, and the units (ascending) of each kind that loses any; by their places in the original."""
+
+    layers: tuple[int, ...]
+    units: Mapping[Units, Tensor]
+
+    def count(self, units: Units, whole: int) -> int:
+        return len(self.units[units]) if units in self.units else whole
+
+
+def cut_spec(spec: ModelSpec, kept: Kept) -> ModelSpec:
+    """The spec of what is left. UnsupportedModelError if that would not be the same kind of model."""
+    hidden = kept.count(HIDDEN, spec.hidden_size)
+
+    def norm(n: NormSpec | None) -> NormSpec | None:
+        return None if n is None else dataclasses.replace(n, size=hidden)
+
+    def layer(i: int) -> LayerSpec:
+        whole = spec.layers[i]
+        block = dataclasses.replace(whole.block, **{name: norm(n) for name, n in whole.norms.items()})  # type: ignore[arg-type]
+        attention, mlp = _cut_attention(attention_of(whole), i, kept), _cut_mlp(whole, i, kept)
+        return dataclasses.replace(whole, attention=attention, mlp=mlp, block=block)
+
+    return dataclasses.replace(
+        spec,
+        hidden_size=hidden,
+        layers=tuple(layer(i) for i in kept.layers),
+        final_norm=norm(spec.final_norm),
+        embed_norm=norm(spec.embed_norm),
+    )
+
+
+def _cut_attention(a: AttentionSpec, i: int, kept: Kept) -> AttentionSpec:
+    groups = num_groups(a)
+    count = kept.count(Units("heads", i), groups)
+    if count == groups:
+        return a
+    if isinstance(a.position, AlibiSpec):
+        raise UnsupportedModelError(
+            "heads: ALiBi's slopes follow from the number of heads, so the others would change; prune channels, layers or the "
+            "hidden width",
+            field="heads",
+        )
+    if a.num_kv_heads == 1:
+        return dataclasses.replace(a, num_heads=count)
+    return dataclasses.replace(a, num_kv_heads=count, num_heads=count * (a.num_heads // a.num_kv_heads))
+
+
+def _cut_mlp(layer: LayerSpec, i: int, kept: Kept) -> DenseSpec | MoESpec:
+    m = layer.mlp
+    if isinstance(m, DenseSpec):
+        return dataclasses.replace(m, intermediate_size=kept.count(Units("channels", i), m.intermediate_size))
+    sizes = {kept.count(Units("channels", i, e), m.expert.intermediate_size) for e in range(m.num_experts)}
+    assert len(sizes) == 1, "experts of one layer have one size"
+    shared = m.shared
+    if shared is not None:
+        size = kept.count(Units("shared", i), shared.mlp.intermediate_size)
+        shared = SharedExpertSpec(mlp=dataclasses.replace(shared.mlp, intermediate_size=size), weighed=shared.weighed)
+    return dataclasses.replace(m, expert=dataclasses.replace(m.expert, intermediate_size=sizes.pop()), shared=shared)
+
+
+def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+    """The parameters of `cut_spec(spec, kept)`: copies."""
+    found: dict[str, Tensor] = {}
+    number = {old: new for new, old in enumerate(kept.layers)}
+    for name, value in pieces(spec, parameters).items():
+        target = name
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            if int(index) not in number:
+                continue
+            target = f"layers.{number[int(index)]}.{rest}"
+        for dim, axis in enumerate(axes(spec, name)):
+            if axis is not None and axis[0] in kept.units:
+                value = value.index_select(dim, rows_of(axis, kept).to(value.device))
+        found[target] = value.clone()
+    return joined(found)
+
+
+def rows_of(axis: Axis, kept: Kept) -> Tensor:
+    """The rows of an axis that stay, of units that lose some."""
+    assert axis is not None
+    units, unit_of = axis
+    stays = (unit_of < 0) | torch.isin(unit_of, kept.units[units])
+    return stays.nonzero()[:, 0]
+
+
+# --- The config -------------------------------------------------------------------------------------------------------
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "n_embed", "word_embed_proj_dim"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "channels": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "expert": ("moe_intermediate_size", "intermediate_size"),
+    "shared": ("shared_expert_intermediate_size",),
+}
+"""What configs call these sizes. Which of them one means, its family's reader knows: it takes no other."""
+
+HEADS_SHARE_WIDTH = frozenset(
+    ("gpt2", "gpt_bigcode", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon", "RefinedWeb", "RefinedWebModel")
+)
+"""Model types whose head_dim is always hidden size / heads: they lose heads only along with the width."""
+
+
+def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: Kept) -> dict[str, Any]:
+    """The config that reads as `wanted` (but for `embed_scale`, which may follow from the width). UnsupportedModelError if
+    the family's configs can't say that."""
+    reader = _Taking(config)
+    family.read(reader)
+    found = dict(config)
+
+    def put(meaning: str, value: int) -> None:
+        keys = [key for key in KEYS[meaning] if key in reader.taken]
+        if meaning == "expert":
+            keys = keys[:1]
+        known = [key for key in keys if found.get(key) is not None]
+        for key in known or keys[:1]:
+            if key == "word_embed_proj_dim" and wanted.embed_size is not None:
+                continue
+            found[key] = value
+
+    first = wanted.layers[0]
+    put("hidden", wanted.hidden_size)
+    put("layers", wanted.num_layers)
+    put("heads", first.attention.num_heads)
+    put("kv_heads", first.attention.num_kv_heads)
+    for layer in wanted.layers:
+        if isinstance(layer.mlp, DenseSpec):
+            put("channels", layer.mlp.intermediate_size)
+        else:
+            put("expert", layer.mlp.expert.intermediate_size)
+            if layer.mlp.shared is not None:
+                put("shared", layer.mlp.shared.mlp.intermediate_size)
+    a = first.attention
+    if family.model_type not in HEADS_SHARE_WIDTH and ("head_dim" in config or a.q_size != wanted.hidden_size):
+        found["head_dim"] = a.head_dim
+    windows = [attention_of(layer).window for layer in wanted.layers]
+    if "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):
+        found["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
+        found["mlp_only_layers"] = [i for i, layer in enumerate(wanted.layers) if isinstance(layer.mlp, DenseSpec)]
+        found["decoder_sparse_step"] = 1
+    differs = _unsaid(family, found, wanted)
+    if differs is not None:
+        raise UnsupportedModelError(
+            f"a {family.model_type} config has no words for what would be left ({differs}): prune other parts, or these in "
+            "other proportions",
+            field="prune",
+        )
+    return found
+
+
+def _unsaid(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
+    """In what the config reads otherwise than `wanted`; None: in nothing."""
+    a = wanted.layers[0].attention
+    if a.q_size != wanted.hidden_size and isinstance(a.position, RopeSpec) and isinstance(a.position.scaling, LongRopeScaling):
+        return "LongRoPE's factors, of which transformers wants as many as hidden size / heads / 2"
+    try:
+        read = family.read(ConfigReader(config))
+    except UnsupportedModelError as error:
+        return error.message
+    if dataclasses.replace(read, embed_scale=wanted.embed_scale) == wanted:
+        return None
+    return ", ".join(dict.fromkeys(_differences(wanted, read)))
+
+
+class _Taking(ConfigReader):
+    """Remembers which keys a family's reader asks for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.taken = self._read
+
+
+def _differences(a: Any, b: Any, name: str = "") -> Iterable[str]:
+    """Where two specs part, by field."""
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        for field in dataclasses.fields(a):
+            yield from _differences(getattr(a, field.name), getattr(b, field.name), field.name)
+    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        for x, y in zip(a, b, strict=True):
+            yield from _differences(x, y, name)
+    elif a != b:
+        yield f"{name} {a}, not {b}" if isinstance(a, (int, float)) and isinstance(b, (int, float)) else name

@@ -1,0 +1,136 @@
+"""A model as it would run (op set, scheme, form of the cache), one sequence at a time, for its logits rather than its tokens.
+
+Everything that is measured on text goes through here: a sequence's tokens are fed in steps, through the same decoder and the
+same paged cache that the engine uses, and logits are made for a few rows at a time, so that a large vocabulary times a long
+text is never in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineArgs
+from slipstream.engine.engine_core import load_runner
+from slipstream.engine.processor import load_tokenizer
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import ConfigError, EngineError
+from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.model.decoder import Decoder
+from slipstream.model.spec import ModelSpec
+from slipstream.worker.canary import Canary, make_canary
+
+STEP_TOKENS = 2048
+"""The most tokens of a sequence that go through the model at once."""
+
+LOGITS_BYTES = 64 * 2**20
+"""Float32 logits that are held at once."""
+
+
+class Scorer:
+    """`kv` holds `context` tokens after block 0. `settings` say what runs, for a report. Not thread-safe."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: Sequence[LayerKV],
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        context: int,
+        settings: Mapping[str, Any] | None = None,
+        weights_bytes: int = 0,
+    ) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.tokenizer = tokenizer
+        self.name = name
+        self.context = context
+        self.settings = dict(settings or {})
+        self.weights_bytes = weights_bytes
+
+    @classmethod
+    def load(cls, args: EngineArgs, *, context: int) -> Scorer:
+        """The model that `args` describe, with room for `context` tokens. What sizes an engine (sequences, budgets, memory
+        share) has no effect here and is not looked at."""
+        description, runner, _ = load_runner(
+            dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
+        )
+        config = runner.config
+        tokenizer = load_tokenizer(args, description.path)
+        if tokenizer is None:
+            raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
+        return cls(
+            runner.model.decoder,
+            runner.make_cache(config.max_blocks_per_seq + 1),
+            tokenizer,
+            name=args.model,
+            context=context,
+            settings={
+                "dtype": config.model.dtype,
+                "quantization": config.model.quantization,
+                "kv_cache_dtype": config.cache.dtype,
+                "kernels": runner.ops.describe(),
+                "device": config.device.facts.name,
+            },
+            weights_bytes=runner.model.weights_bytes,
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    def hidden(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
+        """[T, E] for the tokens at positions start … of a sequence, of which the ones before `start` were given last."""
+        if start + len(token_ids) > self.context:
+            raise ConfigError(
+                f"{start + len(token_ids)} tokens are more than the context of {self.context}; lower context", field="context"
+            )
+        return torch.cat(
+            [
+                self.decoder.forward(self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num))
+                for i in range(0, len(token_ids), STEP_TOKENS)
+                for num in [min(STEP_TOKENS, len(token_ids) - i)]
+            ]
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, E] → float32 [N, V]. EngineError if they are no numbers: then nothing that follows from them is."""
+        logits = self.decoder.logits(hidden).float()
+        if not torch.isfinite(logits.logsumexp(-1)).all():
+            raise EngineError(f"{self.name} computes something that is no number (NaN or infinity): it can't be measured")
+        return logits
+
+    def rows(self, num_rows: int) -> Iterator[slice]:
+        """`num_rows` in pieces whose logits take LOGITS_BYTES at most."""
+        size = max(1, LOGITS_BYTES // (4 * self.spec.vocab_size))
+        for i in range(0, num_rows, size):
+            yield slice(i, min(i + size, num_rows))
+
+    @torch.inference_mode()
+    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The likeliest next tokens, up to the end token or the end of the context."""
+        found: list[int] = []
+        hidden = self.hidden(token_ids)[-1:]
+        for position in range(len(token_ids), min(len(token_ids) + num_tokens, self.context)):
+            token = int(self.logits(hidden).argmax())
+            if token in self.tokenizer.eos_token_ids:
+                break
+            found.append(token)
+            hidden = self.hidden([token], start=position)
+        return found
+
+    def canary(self, token_ids: Sequence[int], **more: Any) -> Canary:
+        """What a later start of this checkpoint has to give again on the first of `token_ids`."""
+        return make_canary(self.decoder, self.kv, token_ids, made_with=self.settings, **more)
+
+    def tensor(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int32, device=self.decoder.device)
+
+    def step(self, start: int, num_tokens: int) -> AttentionMetadata:
+        """The metadata of positions start … start + num_tokens − 1."""
+        return AttentionMetadata.alone(start, num_tokens, block_size=self.kv[0].block_size, device=self.decoder.device)

@@ -1,0 +1,178 @@
+"""Tasks with right answers: multiple choice from a local file, and those of lm-eval where its package and data are at hand.
+
+A file of questions has a JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
+what follows the prompt and a space, by its log-probability a byte (lm-eval's acc_norm): a long answer is not held against
+itself. Any other name is a task of lm-eval (`pip install 'slipstream[eval]'`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.llm import LLM
+from slipstream.errors import ConfigError
+from slipstream.types import SamplingParams
+
+PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
+"""Which of a task's metrics is reported, the first that it has; else its first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """Of a continuation: ln p of all its tokens, and whether each is the likeliest where it stands."""
+
+    logprob: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """`stderr` None: the task does not say."""
+
+    name: str
+    metric: str
+    value: float
+    stderr: float | None
+    num_questions: int
+
+
+def run_tasks(llm: LLM, names: Sequence[str], *, limit: int | None = None, num_fewshot: int | None = None) -> list[TaskResult]:
+    """Each of `names`, a .jsonl file or a task of lm-eval, on its first `limit` questions. `num_fewshot` examples before a
+    question are lm-eval's to give: ConfigError with files alone."""
+    files = [name for name in names if name.endswith(".jsonl")]
+    if num_fewshot is not None and len(files) == len(names):
+        raise ConfigError("num_fewshot is for lm-eval's tasks; write the examples into the file's prompts", field="num_fewshot")
+    found = {name: multiple_choice(llm, read_questions(Path(name))[:limit], name=Path(name).stem) for name in files}
+    if others := [name for name in names if name not in found]:
+        found |= run_lm_eval(llm, others, limit=limit, num_fewshot=num_fewshot)
+    return [found[name] for name in names]
+
+
+def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "choices") -> TaskResult:
+    """The share of questions whose answer is the likeliest choice."""
+    tokenizer = llm.get_tokenizer()
+    pairs = []
+    for question in questions:
+        num_prompt = len(tokenizer.encode(question.prompt))
+        for choice in question.choices:
+            whole = tokenizer.encode(f"{question.prompt} {choice}")
+            pairs.append((whole[:num_prompt], whole[num_prompt:]))
+    scores = iter(loglikelihoods(llm, pairs))
+    right = 0
+    for question in questions:
+        rates = [next(scores).logprob / len(choice.encode()) for choice in question.choices]
+        right += rates.index(max(rates)) == question.answer
+    share = right / len(questions)
+    stderr = math.sqrt(share * (1 - share) / len(questions))
+    return TaskResult(name=name, metric="acc_norm", value=share, stderr=stderr, num_questions=len(questions))
+
+
+def loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+    """Of each (context, continuation), in tokens. What does not fit is cut off the context's beginning; ConfigError if the
+    continuation alone does not fit or is empty, or if nothing stands before it."""
+    room = llm.config.model.max_model_len - 1  # the engine always has one more token to say
+    prompts = []
+    for i, (context, continuation) in enumerate(pairs):
+        if not context or not continuation:
+            raise ConfigError(f"pair {i}: a continuation of {len(continuation)} tokens after {len(context)}", field="pairs")
+        if len(continuation) >= room:
+            raise ConfigError(
+                f"pair {i}: {len(continuation)} tokens are too many to score in a context of {room + 1}; raise max_model_len",
+                field="max_model_len",
+            )
+        prompts.append(list((*context, *continuation)[-room:]))
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
+    found = []
+    for answer, (_, continuation) in zip(answers, pairs, strict=True):
+        scored = [p.chosen for p in (answer.prompt_logprobs or [])[-len(continuation) :] if p is not None]
+        assert len(scored) == len(continuation)
+        found.append(Likelihood(logprob=sum(p.logprob for p in scored), is_greedy=all(p.rank == 1 for p in scored)))
+    return found
+
+
+def read_questions(path: Path) -> list[Question]:
+    """ConfigError names the line that is wrong."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the questions in {path} can't be read: {error}", field="tasks") from error
+    found = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"{path} holds no questions", field="tasks")
+    return found
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON: {error}", field="tasks") from error
+    match row:
+        case {"prompt": str(prompt), "choices": list(choices), "answer": int(answer)} if (
+            prompt and len(choices) > 1 and all(isinstance(c, str) and c for c in choices) and 0 <= answer < len(choices)
+        ):
+            return Question(prompt=prompt, choices=tuple(choices), answer=answer)
+    raise ConfigError(
+        f'{where}: {{"prompt": TEXT, "choices": [TEXT, TEXT, …], "answer": INDEX}} was expected, with an index of a choice',
+        field="tasks",
+    )
+
+
+def run_lm_eval(
+    llm: LLM, tasks: Sequence[str | dict[str, Any]], *, limit: int | None = None, num_fewshot: int | None = None
+) -> dict[str, TaskResult]:
+    """Tasks of lm-eval, by name (or as its configs), with the model behind `LLM`. A group of tasks is given as lm-eval sums it
+    up. ConfigError without the package, or for a name that it does not know."""
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        from slipstream.evals.lm_eval_adapter import SlipstreamLM
+    except ImportError as error:
+        raise ConfigError(f"lm-eval's tasks need it: pip install 'slipstream[eval]' ({error})", field="tasks") from error
+    manager = TaskManager()
+    unknown = [t for t in tasks if isinstance(t, str) and t not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(f"lm-eval knows no task {', '.join(unknown)}; `lm-eval ls tasks` lists them", field="tasks")
+    result = lm_eval.simple_evaluate(
+        model=SlipstreamLM(llm),
+        tasks=list(tasks),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    names = [t if isinstance(t, str) else t["task"] for t in tasks]
+    return {name: _result(name, result) for name in names}
+
+
+def _result(name: str, result: dict[str, Any]) -> TaskResult:
+    values = {**result["results"], **result.get("groups", {})}[name]
+    metrics = {k: v for k, v in values.items() if isinstance(v, (int, float)) and "," in k and "_stderr," not in k}
+    if not metrics:
+        raise ConfigError(f"lm-eval gives no number for {name}: {sorted(values)}", field="tasks")
+    key = next((k for wanted in PREFERRED for k in metrics if k.split(",")[0] == wanted), next(iter(metrics)))
+    metric, _, kind = key.partition(",")
+    stderr = values.get(f"{metric}_stderr,{kind}")
+    counts = result.get("n-samples", {}).get(name, {})
+    return TaskResult(
+        name=name,
+        metric=metric,
+        value=float(metrics[key]),
+        stderr=float(stderr) if isinstance(stderr, (int, float)) else None,
+        num_questions=int(counts.get("effective", 0)),
+    )

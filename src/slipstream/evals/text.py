@@ -1,0 +1,266 @@
+"""Text to calibrate with and text to measure on: read, split so that the two never meet, cut into windows of tokens.
+
+A source is
+    sharegpt                  the default, real conversations out of a package on the package index
+    FILE.txt, FILE.md, …      plain text in UTF-8
+    FILE.jsonl, FILE.json     an object a line, or an array of objects
+    hf:ORG/NAME[:CONFIG[:SPLIT]]   a Hugging Face data set, with the package `datasets`; the split is "train" unless said
+An object has `text`, or `messages` ([{role, content}]), or `conversations` ([{from, value}]), or `prompt` with `completion`
+or `response`; any other is refused with the names it has.
+
+The split is by the hash of how a document opens (its first turn, or its first 256 characters), not by its place: the same
+conversation met twice, or in another order or file, is on the same side. Half of the documents calibrate, half evaluate.
+Plain text is cut into sections of some `SECTION` characters for that; unsplit ("all"), a file is one document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from slipstream.errors import ConfigError
+from slipstream.hub import read_objects, resolve_dataset
+
+if TYPE_CHECKING:
+    from slipstream.engine.tokenizer import Tokenizer
+
+Part: TypeAlias = Literal["calibration", "evaluation", "all"]
+
+DEFAULT_TEXT = "sharegpt"
+SECTION = 4096
+"""Characters of plain text that go to one side, at least: up to the next empty line."""
+
+OPENING = 256
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A text, or a conversation as (role, content) with the roles system, user and assistant."""
+
+    text: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def part(self) -> Part:
+        """On which side of the split it is."""
+        opening = self.turns[0][1] if self.turns else self.text[:OPENING]
+        return "evaluation" if hashlib.sha256(opening.encode("utf-8", "replace")).digest()[0] % 2 else "calibration"
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        """A conversation as the model's chat template puts it, or without one as paragraphs that begin with the role."""
+        if not self.turns:
+            return self.text
+        if tokenizer.chat_template is None:
+            return "\n\n".join(f"{role.capitalize()}: {content}" for role, content in self.turns)
+        messages = [{"role": role, "content": content} for role, content in self.turns]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A stretch of one document. The first `num_context` tokens (at least 1) are read only; each one after them is scored, by
+    what is predicted from all that stands before it in the window."""
+
+    token_ids: tuple[int, ...]
+    num_context: int
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.token_ids) - self.num_context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """Which text, how it is cut, and how much of it: all that has to be stated beside a perplexity. `num_windows` None: the
+    whole source."""
+
+    source: str = DEFAULT_TEXT
+    part: Part = "evaluation"
+    context: int = 512
+    stride: int = 512
+    num_windows: int | None = 32
+
+    def __post_init__(self) -> None:
+        if self.part not in get_args(Part):
+            raise ConfigError(f"part={self.part!r} is not one of {', '.join(get_args(Part))}", field="part")
+        if self.context < 2:
+            raise ConfigError(f"context={self.context}: a window needs two tokens at least", field="context")
+        if not 1 <= self.stride <= self.context:
+            raise ConfigError(
+                f"stride={self.stride} must lie between 1 and context={self.context}, or tokens would go unscored",
+                field="stride",
+            )
+        if self.num_windows is not None and self.num_windows < 1:
+            raise ConfigError(f"num_windows={self.num_windows} must be above 0", field="num_windows")
+
+
+def read_windows(settings: TextSettings, tokenizer: Tokenizer, *, download_dir: str | None = None) -> list[Window]:
+    """The windows to score. ConfigError if the text gives none."""
+    documents = read_documents(settings.source, settings.part, download_dir=download_dir)
+    found = list(islice(cut(documents, tokenizer, context=settings.context, stride=settings.stride), settings.num_windows))
+    if not found:
+        raise ConfigError(f"{_which(settings.source, settings.part)} holds no text to score", field="text")
+    return found
+
+
+def calibration_windows(
+    source: str = DEFAULT_TEXT,
+    *,
+    tokenizer: Tokenizer,
+    num_windows: int = 128,
+    context: int = 512,
+    download_dir: str | None = None,
+) -> list[tuple[int, ...]]:
+    """`num_windows` token sequences of exactly `context` tokens, no two overlapping, from documents that never evaluate;
+    short documents are left out. ConfigError if the source has fewer."""
+    documents = read_documents(source, "calibration", download_dir=download_dir)
+    whole = (w.token_ids for w in cut(documents, tokenizer, context=context, stride=context) if len(w.token_ids) == context)
+    found = list(islice(whole, num_windows))
+    if len(found) < num_windows:
+        raise ConfigError(
+            f"{_which(source, 'calibration')} gives {len(found)} windows of {context} tokens, not {num_windows}; ask for "
+            "fewer or shorter ones, or give more text",
+            field="text",
+        )
+    return found
+
+
+def cut(documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, stride: int) -> Iterator[Window]:
+    """Windows of at most `context` tokens, each `stride` after the one before and never over a document's end. Every token of
+    a document is scored once, but the first and, without an overlap (stride = context), the first of each window."""
+    for document in documents:
+        ids = tokenizer.encode(document.render(tokenizer))
+        scored = 0  # up to here
+        for begin in range(0, len(ids), stride):
+            end = min(begin + context, len(ids))
+            num_context = max(1, scored - begin)
+            if end - begin > num_context:
+                yield Window(token_ids=tuple(ids[begin:end]), num_context=num_context)
+            scored = end
+            if end == len(ids):
+                break
+
+
+# --- Sources ----------------------------------------------------------------------------------------------------------
+
+
+def read_documents(source: str, part: Part, *, download_dir: str | None = None) -> Iterator[Document]:
+    """The documents of one side of the source, in its order, as they are needed. ConfigError or DownloadError if it can't be
+    read."""
+    if source == DEFAULT_TEXT:
+        found = _sharegpt(resolve_dataset(source, download_dir=download_dir))
+    elif source.startswith("hf:"):
+        found = _documents(_hub_rows(source), source)
+    else:
+        found = _file(Path(source).expanduser(), part)
+    return (d for d in found if part in ("all", d.part))
+
+
+def _which(source: str, part: Part) -> str:
+    return source if part == "all" else f"the {part} part of {source}"
+
+
+def _sharegpt(path: Path) -> Iterator[Document]:
+    """Only what is a conversation's first piece (its id ends in _0): the later pieces of one that was cut up would land on
+    either side. The file is cut off at its end."""
+    for row in read_objects(path, cut_off=True):
+        if str(row.get("id")).endswith("_0") and (turns := _turns(row.get("conversations") or [])):
+            yield Document(turns=turns)
+
+
+def _file(path: Path, part: Part) -> Iterator[Document]:
+    if not path.is_file():
+        raise ConfigError(
+            f"text {str(path)!r} is no file; give a text or .jsonl file, {DEFAULT_TEXT!r}, or hf:ORG/NAME", field="text"
+        )
+    if path.suffix == ".jsonl":
+        return _documents(_lines(path), str(path))
+    if path.suffix == ".json":
+        return _documents(read_objects(path, cut_off=False), str(path))
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text {str(path)!r} can't be read as UTF-8: {error}", field="text") from error
+    if part == "all":
+        return iter([Document(text=text)] if text else [])
+    return (Document(text=section) for section in sections(text))
+
+
+def sections(text: str) -> Iterator[str]:
+    """`text` in pieces that end at an empty line, each as short as that allows above `SECTION` characters."""
+    begin = 0
+    while begin < len(text):
+        gap = text.find("\n\n", begin + SECTION)
+        end = len(text) if gap < 0 else gap + 2
+        yield text[begin:end]
+        begin = end
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(f"{path}, line {number} is no JSON: {error}", field="text") from error
+
+
+def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
+    name, *more = source.removeprefix("hf:").split(":")
+    if len(more) > 2 or not name:
+        raise ConfigError(f"text {source!r} is not hf:ORG/NAME[:CONFIG[:SPLIT]]", field="text")
+    config, split = (*more, "", "")[:2]
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"text {source!r} needs the package datasets: pip install 'slipstream[eval]'", field="text"
+        ) from error
+    return iter(load_dataset(name, config or None, split=split or "train", streaming=True))
+
+
+def _documents(rows: Iterable[Any], source: str) -> Iterator[Document]:
+    for number, row in enumerate(rows):
+        document = _document(row) if isinstance(row, Mapping) else None
+        if document is None:
+            has = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
+            raise ConfigError(
+                f"{source}, entry {number}: has {has}; one of text, messages, conversations, or prompt with completion or "
+                "response was expected",
+                field="text",
+            )
+        if document.text or document.turns:
+            yield document
+
+
+def _document(row: Mapping[str, Any]) -> Document | None:
+    if isinstance(row.get("text"), str):
+        return Document(text=row["text"])
+    for name in ("messages", "conversations"):
+        if isinstance(row.get(name), Sequence):
+            return Document(turns=_turns(row[name]))
+    answer = row.get("completion", row.get("response"))
+    if isinstance(row.get("prompt"), str) and isinstance(answer, str):
+        return Document(turns=(("user", row["prompt"]), ("assistant", answer)))
+    return None
+
+
+def _turns(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """As far as chat templates take it: a system turn perhaps, then user and assistant in turn, nothing empty. Empty if there
+    is no question and answer."""
+    turns: list[tuple[str, str]] = []
+    for turn in given:
+        role, content = ROLES.get(str(turn.get("role", turn.get("from")))), turn.get("content", turn.get("value"))
+        last = turns[-1][0] if turns else None
+        wanted = ("system", "user") if last is None else ("user",) if last in ("system", "assistant") else ("assistant",)
+        if role is None or role not in wanted or not isinstance(content, str) or not content.strip():
+            break
+        turns.append((role, content))
+    return tuple(turns) if any(role == "assistant" for role, _ in turns) else ()

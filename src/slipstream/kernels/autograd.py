@@ -1,0 +1,121 @@
+"""The op set to train with: plain torch that autograd differentiates, over whole sequences.
+
+What it computes is `reference.py`'s, with products in the type of their operands (under autocast: its type). It needs a
+*flat* cache: one block a sequence, as long as the longest of the step, new for each layer and each pass (`model.sequences`
+makes them), so that a cache is nothing but this pass's keys and values as attention wants them. Steps that read an earlier
+step's cache belong to the other op sets, and so do rounded weights: training sees dense ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.errors import ConfigError
+from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear
+from slipstream.kernels.reference import ReferenceOps, attend
+from slipstream.model.scheme import Scheme
+
+
+class AutogradOps(ReferenceOps):
+    """`ReferenceOps` with the products, the attention and nothing else made fit for training."""
+
+    name = "autograd"
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+        if scheme is not None:
+            raise ConfigError(f"{scheme.name} weights have no gradient; train the dense ones", field="quantization")
+        return Linear(weight=weight, bias=bias)
+
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, w.weight, w.bias)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        if distance_bias is not None or not causal:
+            raise ConfigError("the autograd op set runs decoder-only models; encoders and T5 can't be trained", field="kernels")
+        length = kv.block_size
+        if meta.block_table.shape[1] != 1 or length != meta.max_seq_len or meta.max_query_len != meta.max_seq_len:
+            raise ConfigError("the autograd op set runs whole sequences over a flat cache (model.sequences)", field="kernels")
+        if softcap is not None or sinks is not None:
+            return _each(q, kv, meta, scale, window, softcap, alibi_slopes, sinks)
+        group = q.shape[1] // kv.k.shape[1]
+        k, v = (t.to(q.dtype).repeat_interleave(group, dim=1) for t in (kv.k, kv.v))
+        rows = meta.slot_mapping // length, meta.slot_mapping % length
+        padded = q.new_zeros(len(k), length, *q.shape[1:])  # [S, L, H, D]; rows beyond a sequence's end see what they like
+        padded[rows] = q
+        mask = _mask(length, window, alibi_slopes, q)
+        seen = F.scaled_dot_product_attention(padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=scale)
+        return seen.transpose(1, 2)[rows]
+
+
+class WatchedOps(AutogradOps):
+    """`watch(weight, x)` is told the input [T, E] of every product, and what every norm norms, by the weight's identity (an
+    expert's is a view of all experts')."""
+
+    def __init__(self, watch: Callable[[Tensor, Tensor], None]) -> None:
+        self.watch = watch
+
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        self.watch(w.weight, x)
+        return super().linear(x, w)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Activations, Tensor]:
+        normed, total = super().rms_norm(x, weight, *args, **options)
+        self.watch(weight, total)
+        return normed, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Activations, Tensor]:
+        normed, total = super().layer_norm(x, weight, *args, **options)
+        self.watch(weight, total)
+        return normed, total
+
+
+def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> Tensor | None:
+    """What a token sees, [1 or H, L, L]; None: itself and all before it."""
+    if slopes is None and (window is None or window >= length):
+        return None
+    at = torch.arange(length, device=q.device)
+    distance = at[:, None] - at[None, :]
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    if slopes is None:
+        return seen[None]
+    return (-slopes.float()[:, None, None] * distance).masked_fill(~seen, -torch.inf).to(q.dtype)
+
+
+def _each(
+    q: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Sequence by sequence: scores with a cap, or sinks, have no fused attention."""
+    found = [
+        attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], scale, window, softcap, alibi_slopes, sinks)
+        for i, part in enumerate(q.split(meta.seq_lens.tolist()))
+    ]
+    return torch.cat(found)

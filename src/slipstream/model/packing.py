@@ -1,0 +1,78 @@
+"""Codes of 2 to 8 bits in words of 32, as compressed-tensors' "pack-quantized" has them, and the numbers that they stand for.
+
+The codes of a row stand one after another from the low bits of its first word up, without gaps: 32 codes are `bits` words, and
+one of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits − 1) added, so that it is never negative.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.model.scheme import WeightFormat
+
+ROWS_AT_ONCE = 1024
+"""Rows of codes that are packed or unpacked together: their int64 temporaries are 8 bytes a code."""
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes −2^(bits − 1) … 2^(bits − 1) − 1 of any integer type [rows, n] → int32 [rows, ceil(n · bits / 32)]"""
+    if len(codes) > ROWS_AT_ONCE:
+        return torch.cat([pack_words(rows, bits) for rows in codes.split(ROWS_AT_ONCE)])
+    num_words = -(-codes.shape[1] * bits // 32)
+    padded = torch.nn.functional.pad(codes.long() + (1 << bits - 1), (0, -codes.shape[1] % 32))
+    groups = padded.unflatten(1, (-1, 32))
+    words = torch.zeros(*groups.shape[:2], bits + 1, dtype=torch.int64, device=codes.device)
+    for i in range(32):
+        word, shift = divmod(i * bits, 32)
+        value = groups[..., i] << shift
+        words[..., word] |= value & 0xFFFFFFFF
+        words[..., word + 1] |= value >> 32
+    flat: Tensor = words[..., :bits].flatten(1)[:, :num_words]
+    return torch.where(flat >= 2**31, flat - 2**32, flat).to(torch.int32).contiguous()
+
+
+def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
+    """`pack_words` back: int32 [rows, words] → int8 [rows, num_codes]"""
+    if len(words) > ROWS_AT_ONCE:
+        return torch.cat([unpack_words(rows, bits, num_codes) for rows in words.split(ROWS_AT_ONCE)])
+    wide = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, -words.shape[1] % bits)).unflatten(1, (-1, bits))
+    wide = torch.nn.functional.pad(wide, (0, 1))
+    found = []
+    for i in range(32):
+        word, shift = divmod(i * bits, 32)
+        both = wide[..., word] >> shift
+        if shift + bits > 32:
+            both |= wide[..., word + 1] << (32 - shift)
+        found.append(both & ((1 << bits) - 1))
+    codes: Tensor = torch.stack(found, dim=-1).flatten(1)[:, :num_codes]
+    return (codes - (1 << bits - 1)).to(torch.int8)
+
+
+def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Codes [rows, inner], scales and zeros [rows, groups] (or scales of one number) → float32 [rows, inner]."""
+    if scales.numel() == 1:
+        return codes.float() * scales.float()
+    groups: Tensor = codes.float().unflatten(1, (scales.shape[1], -1))
+    if zeros is not None:
+        groups = groups - zeros.float()[..., None]
+    products: Tensor = groups * scales.float()[..., None]
+    return products.flatten(1)
+
+
+def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
+    """What stands in a checkpoint in place of a module's `weight`, that its numbers need."""
+    codes = "weight_packed" if fmt.packed else "weight"
+    return (codes, "weight_scale") if fmt.symmetric else (codes, "weight_scale", "weight_zero_point")
+
+
+def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[int, int]:
+    match part:
+        case "weight_packed":
+            return rows, -(-inner * fmt.bits // 32)
+        case "weight":
+            return rows, inner
+        case "weight_scale":
+            return rows, fmt.groups(inner)
+        case _:
+            return -(-rows * fmt.bits // 32), fmt.groups(inner)  # zero points share words down the rows

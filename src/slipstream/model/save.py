@@ -1,0 +1,147 @@
+"""Writing checkpoints: the way of `weights.py` backwards, into a folder that appears whole or not at all.
+
+A checkpoint is safetensors under the family's own names, with the config and the tokenizer of the model that it was made of,
+so that whatever could load that one loads this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.model.description import ModelDescription
+from slipstream.model.families.base import Family
+from slipstream.model.parameters import Placement, Transpose, Ungroup, Untwine
+from slipstream.model.spec import AttentionSpec, ModelSpec, MoESpec
+from slipstream.model.weights import place
+
+SHARD_BYTES = 5_000_000_000
+KEPT_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json", "LICENSE"),
+)
+"""Of a folder, what goes along unchanged."""
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into, which becomes `out` when all went well and vanishes when not. ConfigError if `out`
+    is there already and holds anything."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        for file in (f for f in folder.rglob("*") if f.is_file()):
+            file.chmod(0o644)  # safetensors writes for the owner alone
+        os.replace(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def stored_tensors(family: Family, spec: ModelSpec, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, tensor) of those of the model's `parameters` that are given, under the names that transformers
+    writes, cut and turned as the family stores them."""
+    prefix = family.prefixes[-1]  # the bare names stand first, for the writers that leave it out
+    for name, placement in family.names(spec).items():
+        if placement.target in parameters:
+            above = "" if placement.target.startswith("head.") else prefix
+            yield above + name, stored(parameters[placement.target], placement).contiguous()
+
+
+def stored(parameter: Tensor, placement: Placement) -> Tensor:
+    """The checkpoint tensor that fills `placement`."""
+    part = place(parameter, placement)
+    match placement.transform:
+        case None:
+            return part
+        case Transpose():
+            return part.mT
+        case Ungroup(num_kv_heads=k, group=group):
+            heads = part.unflatten(0, (k * (group + 2), -1))
+            q, keys, values = heads.split((k * group, k, k))
+            return torch.cat((q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1).flatten(0, 2)
+        case Untwine(transposed=True):
+            return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
+        case Untwine():
+            return torch.stack(part.chunk(2, dim=1), dim=2).flatten(1, 2)
+        case other:
+            raise UnsupportedModelError(f"{type(other).__name__} is how GGUF files store weights, which aren't written")
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """model.safetensors, or shards and their index when there is more than `shard_bytes`. One shard is in memory at a time."""
+    from safetensors.torch import save_file
+
+    held: dict[str, Tensor] = {}
+    files: list[tuple[Path, list[str]]] = []
+    size = total = 0
+
+    def write() -> None:
+        path = folder / f"part-{len(files)}.safetensors"
+        save_file(held, path, metadata={"format": "pt"})
+        files.append((path, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if held and size + num_bytes > shard_bytes:
+            write()
+            size = 0
+        # A view would drag its whole storage along, and two of one storage are refused.
+        held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        size, total = size + num_bytes, total + num_bytes
+    write()
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for i, (path, names) in enumerate(files):
+        target = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / target)
+        where.update(dict.fromkeys(names, target))
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def copy_surroundings(folder: Path, source: ModelDescription) -> None:
+    """Tokenizer and generation config of a Hugging Face folder. What a GGUF file holds of them is the engine's to write
+    (`Tokenizer.save`)."""
+    if source.format == "safetensors":
+        for name in KEPT_FILES:
+            if (source.path / name).is_file():
+                shutil.copy(source.path / name, folder / name)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_writable(source: ModelDescription) -> None:
+    """UnsupportedModelError if no checkpoint of this kind of model is written."""
+    if source.family.nested_config is not None:
+        raise UnsupportedModelError(
+            f"{source.name} holds a language model inside another one ({source.family.nested_config}); write the language "
+            "model alone to a folder first",
+            field="model_type",
+        )
+    for layer in source.spec.layers:
+        if not isinstance(layer.attention, AttentionSpec) or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias):
+            raise UnsupportedModelError(
+                f"{source.name} has latent attention or experts with biases; such models can't be compressed yet",
+                field="model_type",
+            )
+    if source.quantization is not None:
+        raise CheckpointError(f"{source.name} is quantised already; start from dense weights", field="model")

@@ -1,0 +1,175 @@
+"""Whole sequences through a model, without a KV cache to keep: what training, calibration and importances run.
+
+A `SequenceBatch` holds sequences of any lengths one after another; a layer's cache is *flat*, one block a sequence, made
+new for each layer and dropped with it. `WholeModel` is the decoder as a torch module: its parameters go by the names of
+`model.parameters`, its blocks can be sharded one by one, and recomputed in the backward pass instead of kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.kernels.autograd import AutogradOps
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, OpSet
+from slipstream.model.decoder import Decoder, Layer, PositionTables, build_layer
+from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceBatch:
+    """T tokens of S sequences, one after another."""
+
+    token_ids: Tensor  # int64 [T]
+    lengths: tuple[int, ...]  # of the S sequences; at least 1 each
+    meta: AttentionMetadata
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int] | Tensor], device: torch.device) -> SequenceBatch:
+        """Of token ids, none of the sequences empty."""
+        lengths = tuple(len(s) for s in sequences)
+        if not lengths or min(lengths) < 1:
+            raise ConfigError("a batch needs sequences, of one token or more each", field="sequences")
+        longest = max(lengths)
+        token_ids = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences])
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        slots = positions + torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) * longest
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        meta = AttentionMetadata(
+            query_start_loc=starts.int().to(device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            block_table=torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None],
+            positions=positions.to(device),
+            slot_mapping=slots.to(device),
+            num_decodes=0,
+            max_query_len=longest,
+            max_seq_len=longest,
+        )
+        return cls(token_ids=token_ids.to(device), lengths=lengths, meta=meta)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def starts(self) -> Tensor:
+        """bool [T]: the first token of each sequence, which nothing predicts."""
+        return self.meta.positions == 0
+
+    def flat_cache(self, spec: AttentionSpec, dtype: torch.dtype) -> LayerKV:
+        """For one layer and one pass. Block 0 is a sequence's here: there is no padding to send to a null block."""
+        shape = (len(self.lengths), spec.num_kv_heads, self.meta.max_seq_len, spec.head_dim)
+        return LayerKV(*(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2)))
+
+
+def attention_of(layer: LayerSpec) -> AttentionSpec:
+    """The layer's attention, of the kind that this and what changes checkpoints are written for."""
+    if not isinstance(layer.attention, AttentionSpec):
+        raise UnsupportedModelError("latent attention can't be trained or compressed yet", field="kv_lora_rank")
+    return layer.attention
+
+
+def run_layer(
+    layer: Layer, ops: OpSet, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
+) -> tuple[Tensor, Tensor | None]:
+    """`Layer` over whole sequences: (what to add next, the residual)."""
+    kind = pending.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
+    return layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)
+
+
+class Block(nn.Module):
+    """A layer whose parameters are this module's, by the names of `model.parameters` less their `layers.N.`."""
+
+    def __init__(self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables) -> None:
+        super().__init__()
+        self.spec, self.ops, self.tables = spec, ops, tables
+        register(self, parameters)
+
+    def forward(self, pending: Tensor, residual: Tensor | None, batch: SequenceBatch) -> tuple[Tensor, Tensor | None]:
+        # Built anew each time: where parameters are sharded, those of this pass are other tensors than the last one's.
+        layer = build_layer(self.spec, dict[str, Tensor](self.named_parameters()), self.ops, self.tables)
+        return run_layer(layer, self.ops, pending, residual, batch)
+
+
+class WholeModel(nn.Module):
+    """The decoder over whole sequences, under autograd.
+
+    `parameters` become this module's (those that require gradients stay so), by their names; the first axis of what goes in
+    and comes out is T, the tokens of all sequences. With `recompute`, a block's inner activations are computed again in the
+    backward pass. Sequences may be `max_len` long. `ops` are `AutogradOps`, or such that do more (watch, fake quantisation).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Mapping[str, Tensor],
+        *,
+        max_len: int,
+        recompute: bool = False,
+        ops: AutogradOps | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.max_len, self.recompute = spec, max_len, recompute
+        self.ops = AutogradOps() if ops is None else ops
+        tables = PositionTables(max_len, parameters["embed.weight"].device)
+        self.layers = nn.ModuleList()
+        for i, layer in enumerate(spec.layers):
+            prefix = f"layers.{i}."
+            own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+            self.layers.append(Block(layer, own, self.ops, tables))
+        register(self, {name: value for name, value in parameters.items() if not name.startswith("layers.")})
+
+    def ends(self) -> Decoder:
+        """What comes before and after the layers, of this module's parameters as they are now."""
+        own: dict[str, Tensor] = {name: value for name, value in self.named_parameters() if not name.startswith("layers.")}
+        return Decoder(self.spec, own, self.ops, max_model_len=1, layers=())
+
+    def hidden(self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None) -> Tensor:
+        """[T, E] after the final norm. `each` is told the residual before layer i, and after the last with i = the number of
+        layers."""
+        ends = self.ends()
+        h, residual = ends.embedded(batch.token_ids, batch.meta), None
+        for i, block in enumerate(self.layers):
+            if each is not None:
+                each(i, h if residual is None else h + residual)
+            if self.recompute and torch.is_grad_enabled():
+                h, residual = checkpoint(block, h, residual, batch, use_reentrant=False)
+            else:
+                h, residual = block(h, residual, batch)
+        if each is not None:
+            each(len(self.layers), h if residual is None else h + residual)
+        return ends.finished(h, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, E] → [N, V]"""
+        return self.ends().logits(hidden)
+
+    def forward(
+        self,
+        batch: SequenceBatch,
+        read: Callable[[Tensor], Any] | None = None,
+        each: Callable[[int, Tensor], None] | None = None,
+    ) -> Any:
+        """Logits [T, V], or `read` of the final hidden states, inside this module's call: where parameters are sharded they are
+        whole there, and tensors that need gradients must leave as themselves or in a tuple. `each` as in `hidden`."""
+        hidden = self.hidden(batch, each)
+        return self.logits(hidden) if read is None else read(hidden)
+
+
+def register(module: nn.Module, parameters: dict[str, Tensor]) -> None:
+    """Make `parameters` the module's, in modules below it for each dot of a name. Those that are no `nn.Parameter` are wrapped
+    without copying."""
+    for name, value in parameters.items():
+        *path, last = name.split(".")
+        at = module
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        at.register_parameter(last, value if isinstance(value, nn.Parameter) else nn.Parameter(value))

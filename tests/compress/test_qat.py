@@ -1,0 +1,66 @@
+"""Training of what was rounded: it begins at what was written, lowers the divergence, and writes what it learned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.compress.quantize.qat import Trained, rate
+from slipstream.compress.quantize.rounding import nearest
+from slipstream.compress.recipe import QAT, parse
+from slipstream.compress.run import compress
+from slipstream.errors import ConfigError
+from slipstream.model.description import read_spec
+from slipstream.model.scheme import WeightFormat
+from tests import tiny_models
+from tests.compress.test_quantize import SIZES, WINDOWS
+from tests.model.harness import load, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_training_begins_at_what_was_written(symmetric):
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    made = nearest(weight, WeightFormat(bits=3, group_size=32, symmetric=symmetric), torch.bfloat16, clip=True)
+    own = Trained.of(made.numbers(), made.grid)
+    torch.testing.assert_close(own.numbers(), made.numbers())
+    assert torch.equal(own.rounded().codes, made.codes)
+    own.numbers().square().sum().backward()
+    assert own.weight.grad.abs().sum() > 0
+    assert own.step.grad.abs().sum() == 0  # on the grid, nothing cut off: a step too long is as wrong as one too short
+    with torch.no_grad():
+        own.weight += 0.3
+        own.step += 0.2
+    torch.testing.assert_close(own.numbers(), own.rounded().numbers())
+    own.numbers().square().sum().backward()
+    assert own.step.grad.abs().sum() > 0
+
+
+def test_the_rate_rises_and_falls():
+    rates = [rate(i, QAT(num_steps=40, warmup=0.1)) for i in range(40)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
+    """On the text that was trained on, of a tiny random model with 3 bits."""
+    tiny_models.build(tmp_path / "model", family, **(SIZES if family == "llama" else {}))
+    source = read_spec(tmp_path / "model")
+    exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)
+    kl = {}
+    for name, more in (("plain", []), ("trained", [{"qat": {"num_steps": 40, "step_tokens": 48, "learning_rate": 3e-3}}])):
+        recipe = parse([{"quantize": {"bits": 3, "group_size": 32, "rounding": "gptq"}}, *more])
+        compress(source, recipe, tmp_path / name, windows=WINDOWS[:2], device=CPU, dtype=torch.float32)
+        found = run(load(tmp_path / name), WINDOWS[0]).log_softmax(-1)
+        kl[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
+    assert kl["trained"] < 0.65 * kl["plain"]
+
+
+def test_what_it_can_not_train_is_refused():
+    for steps in (["qat", "kv_cache"], [{"quantize": {"bits": 8, "inputs": "int8"}}, "qat"]):
+        with pytest.raises(ConfigError) as caught:
+            parse(steps)
+        assert caught.value.field == "qat"

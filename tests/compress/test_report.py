@@ -1,0 +1,181 @@
+"""The receipt: its keys, the page, the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+
+import pytest
+
+from slipstream.compress import page
+from slipstream.compress.report import (
+    Report,
+    Side,
+    back_off,
+    measure,
+    model_bytes,
+    tokens_per_s,
+    write_receipt,
+    write_report,
+)
+from slipstream.config import EngineArgs
+from slipstream.errors import BudgetError
+from slipstream.evals.text import TextSettings
+from slipstream.worker.canary import read_canary
+
+TEXT = "hello the world, in the other hour the hello is here and the wind is there. " * 3
+
+
+@pytest.fixture(scope="module")
+def report(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text(TEXT)
+    question = {"prompt": "hello", "choices": ["the", "in"], "answer": 0}
+    (folder / "colours.jsonl").write_text(json.dumps(question) + "\n")
+    text = TextSettings(source=str(folder / "text.txt"), part="all", context=48, stride=48, num_windows=3)
+    args = EngineArgs(model=str(tiny_model), device="cpu", num_threads=1, dtype="float32")
+    return measure(
+        args,
+        dataclasses.replace(args, kv_cache_dtype="int8"),
+        text=text,
+        speed=False,
+        name="<script>alert(1)</script>",
+        recipe={"steps": [{"method": "cache </pre><script>"}]},
+        max_kl=1.0,
+        tried=(("three bits", 2.5),),
+        tasks=[str(folder / "colours.jsonl")],
+    )
+
+
+def test_the_keys_that_the_design_promises(report, tmp_path):
+    json_file, html_file = write_report(report, tmp_path)
+    assert json_file.name == "slipstream-report.json"
+    found = json.loads(json_file.read_text())
+    assert found["kl"]["mean"] == report.divergence.kl.mean > 0
+    assert found["kl"]["p99"] >= found["kl"]["mean"]
+    assert found["perplexity"] == found["compressed"]["perplexity"] != found["perplexity_original"]
+    assert 0 < found["top1_agreement"] <= 1
+    assert found["original"]["file_bytes"] == found["compressed"]["file_bytes"] > 0
+    assert found["compressed"]["run_as"]["kv_cache_dtype"] == "int8"
+    assert found["text"]["num_tokens"] > 0
+    assert found["within_max_kl"] is True
+    assert found["tried"] == [{"what": "three bits", "kl_mean": 2.5}]
+    (task,) = found["tasks"]
+    assert (task["name"], task["num_questions"]) == ("colours", 1)
+    assert {task["original"], task["compressed"]} <= {0.0, 1.0}
+    assert found["recipe"] == report.recipe
+    assert found["versions"]["slipstream"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [html_file.name, json_file.name]
+
+
+def test_a_receipt_brings_the_canary(report, tmp_path):
+    write_receipt(report, tmp_path)
+    assert read_canary(tmp_path, 288) == report.canary
+    assert report.canary.made_with["kv_cache_dtype"] == "int8"
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.urls = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.urls += [value for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_offline_and_escapes(report):
+    text = page.render(report.document)
+    found = Page(text)
+    assert found.open == []
+    assert found.urls == []
+    assert "script" not in found.tags
+    assert "&lt;script&gt;alert(1)" in text
+    assert found.tags.count("svg") == 3  # spread, layers, sizes; no speed
+    assert "three bits" in text
+    assert "colours, acc_norm, 1 questions" in text
+    assert "Within" in text
+    over = dataclasses.replace(report, max_kl=1e-12)
+    assert "Over the budget" in page.render(over.document)
+
+
+def test_the_page_with_speeds_and_without_layers(report):
+    sides = {
+        name: dataclasses.replace(getattr(report, name), tokens_per_s={"1": rate, "16": 8 * rate})
+        for name, rate in (("original", 50.0), ("compressed", 75.0))
+    }
+    divergence = dataclasses.replace(report.divergence, layers=(), why_no_layers="because", worst=())
+    found = page.render(dataclasses.replace(report, divergence=divergence, **sides).document)
+    assert "1.50 ×" in found
+    assert "because" in found
+    assert "Where they part most" not in found
+    assert Page(found).open == []
+
+
+def test_numbers_for_people():
+    assert page.number(0.0) == "0"
+    assert page.number(12.3456) == "12.35"
+    assert page.number(0.00123456) == "0.001235"
+    assert page.number(123456.7) == "123,457"
+    assert page.number(1e-7) == "1.00e-07"
+    assert page.size(1023) == "1,023 B"
+    assert page.size(3 * 2**20) == "3.00 MiB"
+
+
+def test_a_budget_is_checked(report):
+    report.check()
+    with pytest.raises(BudgetError, match="more bits"):
+        dataclasses.replace(report, max_kl=1e-12).check()
+    nothing = dataclasses.replace(report, max_kl=None)
+    nothing.check()
+    assert nothing.within_max_kl is None
+    kl = dataclasses.replace(report.divergence.kl, mean=float("nan"))
+    broken = dataclasses.replace(report, divergence=dataclasses.replace(report.divergence, kl=kl))
+    assert broken.within_max_kl is False
+
+
+def test_backing_off_takes_the_first_that_keeps_to_the_budget():
+    measured = []
+
+    def cost(kl):
+        measured.append(kl)
+        return kl
+
+    attempts = [("3 bits", 0.5), ("4 bits", 0.1), ("8 bits", 0.01)]
+    assert back_off(attempts, cost, 0.2) == (0.1, (("3 bits", 0.5),))
+    assert measured == [0.5, 0.1]  # and no more is tried
+    with pytest.raises(BudgetError, match=r"3 bits: 0\.5, 4 bits: 0\.1, 8 bits: 0\.01"):
+        back_off(attempts, cost, 0.001)
+    with pytest.raises(BudgetError, match="nothing"):
+        back_off([], cost, 1.0)
+
+
+def test_speed_is_of_so_many_at_once(tiny_model):
+    args = EngineArgs(model=str(tiny_model), device="cpu", num_threads=1, dtype="float32")
+    found = tokens_per_s(args, (1, 2))
+    assert found.keys() == {"1", "2"}
+    assert all(rate > 0 for rate in found.values())
+
+
+def test_bytes_are_of_the_weights(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"1234")
+    (tmp_path / "b.safetensors").write_bytes(b"123")
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    assert model_bytes(tmp_path) == 7
+    assert model_bytes(tmp_path / "a.safetensors") == 4
+
+
+def test_every_field_is_in_the_document(report):
+    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "facts", "canary"}
+    assert names <= report.document.keys()
+    assert {f.name for f in dataclasses.fields(Side)} == report.document["original"].keys()

@@ -1,0 +1,99 @@
+"""Checkpoints written: every tensor of every family as transformers wrote it, in folders that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import ConfigError
+from slipstream.hub import list_cached, resolve_model
+from slipstream.model.description import huggingface_config, read_spec
+from slipstream.model.save import copy_surroundings, new_folder, stored_tensors, write_config, write_tensors
+from slipstream.model.weights import load_parameters
+from tests import tiny_models
+from tests.model.test_families import CASES, TOKENS
+
+CPU = torch.device("cpu")
+
+
+def save(source, out, **options):
+    description = read_spec(source)
+    values = load_parameters(description, dtype=torch.float32, device=CPU)
+    with new_folder(out) as folder:
+        write_tensors(folder, stored_tensors(description.family, description.spec, values), **options)
+        write_config(folder, huggingface_config(description))
+        copy_surroundings(folder, description)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_is_written_again(name, tmp_path):
+    family, overrides = CASES[name]
+    theirs = tiny_models.build(tmp_path / "model", family, **overrides)
+    save(tmp_path / "model", tmp_path / "again")
+    before, after = (load_file(tmp_path / which / "model.safetensors") for which in ("model", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([TOKENS])).logits
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+        torch.testing.assert_close(again(torch.tensor([TOKENS])).logits, expected)
+
+
+def test_shards_have_an_index(tmp_path):
+    tiny_models.build_with_tokenizer(tmp_path / "model")
+    save(tmp_path / "model", tmp_path / "again", shard_bytes=40_000)
+    shards = sorted((tmp_path / "again").glob("*.safetensors"))
+    assert len(shards) > 2
+    assert all(f.stat().st_size < 60_000 for f in shards)
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in whole.values())
+    for file in shards:
+        for name, tensor in load_file(file).items():
+            assert index["weight_map"][name] == file.name
+            assert torch.equal(tensor, whole.pop(name))
+    assert not whole
+    before, after = (Tokenizer.from_pretrained(tmp_path / which) for which in ("model", "again"))
+    assert before.encode("hello") == after.encode("hello")
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path):
+    out = tmp_path / "new"
+
+    def interrupted():
+        with new_folder(out) as folder:
+            (folder / "half").write_text("a")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    out.mkdir()
+    with new_folder(out) as folder:
+        (folder / "whole").write_text("a")
+    with pytest.raises(ConfigError, match="there already"), new_folder(out):
+        pass
+    assert [f.name for f in out.iterdir()] == ["whole"]
+
+
+@pytest.mark.model
+@pytest.mark.skipif("smollm2" not in list_cached(), reason="needs the default model: slipstream pull smollm2")
+def test_a_gguf_files_config_and_tokenizer_load_in_transformers(tmp_path):
+    path = resolve_model("smollm2")
+    description = read_spec(path)
+    write_config(tmp_path, huggingface_config(description))
+    ours = Tokenizer.from_pretrained(path)
+    ours.save(tmp_path)
+    assert read_spec(tmp_path).spec == description.spec
+    assert read_spec(tmp_path).eos_token_ids == ours.eos_token_ids
+    theirs, again = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "What is 1234 × 5?\n\tДа 🙂"}]
+    text = ours.apply_chat_template(messages)
+    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
+    assert ours.encode(text) == again.encode(text) == theirs.encode(text)
+    assert again.eos_token_ids == ours.eos_token_ids
