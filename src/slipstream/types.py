@@ -296,9 +296,14 @@ class RequestOutput:
     times: RequestTimes | None = None
 
 
+ExpertTokens: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""For each layer that has experts its index, and how many tokens each of them was chosen for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """The engine's state at a moment, and totals since it started. Token counts; `_s` are seconds."""
+    """The engine's state at a moment, and totals since it started. Token counts; `_s` are seconds. `expert_load` is there if it
+    was asked for."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -315,6 +320,7 @@ class EngineStats:
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     uptime_s: float = 0.0
+    expert_load: ExpertTokens = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

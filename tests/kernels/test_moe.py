@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps
-from slipstream.kernels.ops import GroupedLinear
+from slipstream.kernels.ops import ExpertLoad, GroupedLinear
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.triton import TritonOps
@@ -202,3 +202,15 @@ def test_routers_of_deepseek(router, normalize):
     ours = triton_moe.route(logits, spec, correction)
     torch.testing.assert_close(ours[0], weights)
     assert torch.equal(ours[1].long(), chosen)
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, CpuOps(), TritonOps()], ids=lambda o: o.name)
+def test_choices_are_counted_but_for_padding(ops):
+    spec = mixture(num_experts=6, top=3)
+    x, logits, up, down = case(9, spec)
+    slots = torch.tensor([16, 17, 0, 40, 15, 18, 19, 0, 16])  # those below 16 are in the null block
+    load = ExpertLoad(torch.zeros(6, dtype=torch.int64), slots, 16)
+    for _ in range(2):
+        ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec, load=load)
+    chosen = route(logits, spec)[1][slots >= 16]
+    assert load.counts.tolist() == (2 * chosen.flatten().bincount(minlength=6)).tolist()

@@ -276,6 +276,17 @@ def test_other_schemes_are_refused_by_name(tmp_path, change, field):
     assert field in caught.value.field
 
 
+@pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-g32"])
+def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
+    tiny_models.build(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=SCHEMES[kind])
+    model = load_model(tmp_path, ops=NativeOps(1), **settings)
+    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    planned = weights_bytes(model.spec, 2, SCHEMES[kind], on_cpu=True)
+    assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
+
+
 @pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "int8", "int4-g32"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):

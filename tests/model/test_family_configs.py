@@ -399,9 +399,15 @@ def test_greedy_answers_of_the_engine_are_transformers(tmp_path, family, overrid
     with LLM(str(tmp_path), max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **settings) as llm:
         given = [{"prompt_token_ids": p} for p in prompts]
         answers = llm.generate(given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        spec, counted = llm.core.description.spec, llm.stats().expert_load
+        computed = llm.stats().prompt_tokens_total - llm.stats().prefix_hits + 3 * 11
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             ids = theirs.generate(
                 torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
             )
         assert answer.outputs[0].token_ids == ids[0, len(prompt) :].tolist()
+    mixtures = {i: x.mlp for i, x in enumerate(spec.layers) if isinstance(x.mlp, MoESpec)}
+    assert {i: len(counts) for i, counts in counted} == {i: m.num_experts for i, m in mixtures.items()}
+    for i, counts in counted:
+        assert sum(counts) == computed * mixtures[i].num_experts_per_token

@@ -133,6 +133,7 @@ class FakeEngine:
             num_preemptions=3,
             prompt_tokens_total=self.prompt_tokens,
             generation_tokens_total=self.generation_tokens,
+            expert_load=((1, (5, 0, 7)),),
         )
 
     def health(self):

@@ -367,6 +367,8 @@ def test_metrics(serve):
         ("engine_up", 1),
     ):
         assert value_of(text, f'slipstream:{name}{{model_name="m"}}') == value
+    for expert, tokens in enumerate((5, 0, 7)):
+        assert value_of(text, f'slipstream:expert_tokens_total{{expert="{expert}",layer="1",model_name="m"}}') == tokens
     assert value_of(text, 'slipstream:request_success_total{finish_reason="length",model_name="m"}') == 4
     assert value_of(text, 'slipstream:request_success_total{finish_reason="stop",model_name="m"}') == 0
     for method, route, status, count in (

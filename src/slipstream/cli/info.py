@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config, ledger = estimate(settings, description)
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
-    parts = weights_bytes(spec, DTYPE_BYTES[dtype], SCHEMES[scheme] if scheme else None)
+    parts = weights_bytes(spec, DTYPE_BYTES[dtype], SCHEMES[scheme] if scheme else None, on_cpu=by_cpu_kernels(config))
     if args.json:
         print_json(
             {
@@ -92,6 +92,10 @@ def stored_as(description: ModelDescription) -> str:
     kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
     return types + (f"; on a CPU {kept} used as is" if kept else "")
+
+
+def by_cpu_kernels(config: EngineConfig) -> bool:
+    return not config.device.facts.is_cuda and config.device.kernels in ("auto", "cpu")
 
 
 def describe(layer: LayerSpec) -> str:
@@ -147,8 +151,9 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
     if scheme is not None and scheme.experts_only and not facts.is_cuda:
         scheme = None  # expanded
-    weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme).values())
-    if not facts.is_cuda and config.device.kernels in ("auto", "cpu") and scheme is None:
+    by_cpu = by_cpu_kernels(config)
+    weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme, on_cpu=by_cpu).values())
+    if by_cpu and scheme is None:
         weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights
     elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.

@@ -184,7 +184,7 @@ class CoreProcess:
             if outputs:
                 self._send(Outputs(outputs))
         elif isinstance(message, GetStats):
-            self._send(Stats(core.stats(), asked=True))
+            self._send(Stats(core.stats(experts=True), asked=True))
 
     def _receive(self) -> ToChild:
         message: ToChild = self._decoder.decode(self._socket.recv())

@@ -160,7 +160,7 @@ class EngineCore:
         if wakeup is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
-    def stats(self) -> EngineStats:
+    def stats(self, *, experts: bool = False) -> EngineStats:
         s = self.scheduler.stats()
         now = time.monotonic()
         return EngineStats(
@@ -179,6 +179,7 @@ class EngineCore:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generated_tokens,
             uptime_s=now - self._started,
+            expert_load=self.runner.expert_load() if experts else (),
         )
 
 

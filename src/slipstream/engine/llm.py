@@ -109,7 +109,7 @@ class LLM:
         return self.core.canary
 
     def stats(self) -> EngineStats:
-        return self.core.stats()
+        return self.core.stats(experts=True)
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -29,7 +29,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.ops import Activations, AttentionMetadata, GroupedLinear, LayerKV, Linear, SamplingTensors
+from slipstream.kernels.ops import (
+    Activations,
+    AttentionMetadata,
+    ExpertLoad,
+    GroupedLinear,
+    LayerKV,
+    Linear,
+    SamplingTensors,
+)
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -37,6 +45,7 @@ from slipstream.kernels.reference import (
     activate_gated,
     apply_bias_and_penalties,
     attend,
+    count_experts,
     first_beyond,
     gather_sequence,
     nucleus,
@@ -159,9 +168,11 @@ class CpuOps(ReferenceOps):
         spec: MoESpec,
         *,
         correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
         weights, chosen = route(router_logits, spec, correction)
+        count_experts(chosen, load)
         by_expert, order = chosen.flatten().sort(stable=True)
         ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()
         per_expert = (spec.num_experts, -1, x.shape[1])

@@ -107,6 +107,16 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Where `moe` counts, for one layer, the tokens that each expert was chosen for. A token that is written to the null block
+    is padding and doesn't count."""
+
+    counts: Tensor  # int64 [X]
+    slots: Tensor  # int64 [T]: the step's `slot_mapping`
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quantized:
     """Activations in 8 bits: row t stands for values[t] · scales[t]."""
 
@@ -392,13 +402,14 @@ class OpSet(ABC):
         spec: MoESpec,
         *,
         correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> Tensor:
         """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
 
         With p the softmax (or logistic function) of a row of router_logits in float32, the experts are the
         num_experts_per_token with the largest p (+ `correction`, float32 [X], if spec.correction), within spec.groups; their
         weights are p, divided by their sum if spec.normalize, times spec.weight_scale. `up` [X · 2F, E] (or [X · F, E]) and
-        `down` [X · E, F] hold the experts one below the other, their biases too.
+        `down` [X · E, F] hold the experts one below the other, their biases too. What was chosen is added to `load`.
         """
 
     @abstractmethod

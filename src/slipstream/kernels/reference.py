@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
+    ExpertLoad,
     GroupedLinear,
     LayerKV,
     Linear,
@@ -75,6 +76,13 @@ def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
     if spec.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_WEIGHT)
     return weights * spec.weight_scale, chosen
+
+
+def count_experts(chosen: Tensor, load: ExpertLoad | None) -> None:
+    """Add the choices [T, k] of tokens that are there to `load.counts`."""
+    if load is not None:
+        there = (load.slots >= load.block_size).long()[:, None].expand(chosen.shape)
+        load.counts.index_add_(0, chosen.flatten(), there.flatten())
 
 
 LEAST_WEIGHT = 1e-20
@@ -212,8 +220,10 @@ class ReferenceOps(OpSet):
         spec: MoESpec,
         *,
         correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> Tensor:
         weights, chosen = route(router_logits, spec, correction)
+        count_experts(chosen, load)
         act = self.gated_activation if spec.expert.gated else self.activation
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in chosen.unique().tolist():

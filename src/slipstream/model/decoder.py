@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
+from slipstream.kernels.ops import Activations, AttentionMetadata, ExpertLoad, LayerKV, Linear, OpSet
 from slipstream.model.compiled import compile_step
 from slipstream.model.positions import alibi_slopes, rope_table
 from slipstream.model.scheme import InputFormat, Scheme
@@ -209,11 +209,11 @@ class MoE:
     shared_weight: Linear | None
     correction: Tensor | None
 
-    def __call__(self, ops: OpSet, x: Activations) -> Tensor:
+    def __call__(self, ops: OpSet, x: Activations, load: ExpertLoad | None = None) -> Tensor:
         """[T, E] → [T, E]"""
         assert isinstance(x, Tensor)
         logits = ops.linear(x, self.router)
-        routed = ops.moe(x, logits, self.up, self.down, self.spec, correction=self.correction)
+        routed = ops.moe(x, logits, self.up, self.down, self.spec, correction=self.correction, load=load)
         if self.shared is None:
             return routed
         always = self.shared(ops, x)
@@ -232,6 +232,7 @@ class Layer:
     attention: Attention | LatentAttention
     mlp: MLP | MoE
     norms: Mapping[str, Norm]
+    expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
 
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
@@ -241,17 +242,22 @@ class Layer:
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(pending, residual)
             x = n["attention_norm"](ops, _scaled(self.attention(ops, x, kv, meta), scale), x)[0]
-            return n["mlp_norm"](ops, _scaled(self.mlp(ops, x), scale), x)[0], None
+            return n["mlp_norm"](ops, _scaled(self._feed(ops, x, kv, meta), scale), x)[0], None
         if isinstance(self.spec.block, ParallelBlock):
             # Both branches read one norm, or each its own; all of a layer's products have one scheme, but a router has none.
             inputs = self.attention.inputs if "mlp_norm" in n else self.mlp.inputs
             normed, residual = self._before("norm", ops, pending, residual, inputs)
             for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.inputs)[0] if "mlp_norm" in n else normed
-            return _scaled(self.attention(ops, normed, kv, meta) + self.mlp(ops, for_mlp), scale), residual
+            return _scaled(self.attention(ops, normed, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
         normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
         h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
         normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
-        return _scaled(self._after("post_mlp", ops, self.mlp(ops, normed)), scale), residual
+        return _scaled(self._after("post_mlp", ops, self._feed(ops, normed, kv, meta)), scale), residual
+
+    def _feed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        if self.expert_counts is None or not isinstance(self.mlp, MoE):
+            return self.mlp(ops, x)
+        return self.mlp(ops, x, ExpertLoad(self.expert_counts, meta.slot_mapping, kv.block_size))
 
     def _before(
         self, name: str, ops: OpSet, pending: Tensor, residual: Tensor | None, inputs: InputFormat | None
@@ -332,6 +338,14 @@ class Decoder:
         for layer, cache in zip(self.layers, kv, strict=True):
             h, residual = layer(self.ops, h, residual, cache, meta)
         return self.finished(h, residual)
+
+    def count_experts(self) -> dict[int, Tensor]:
+        """From now on each step counts its tokens by expert: int64 [X] on the device for each layer that has experts."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer.mlp, MoE):
+                counts = torch.zeros(layer.mlp.spec.num_experts, dtype=torch.int64, device=self.device)
+                self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
+        return {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
 
     @property
     def token_bytes(self) -> int | None:

@@ -41,10 +41,10 @@ class Scheme:
         """What the number of a product's inputs must be a multiple of."""
         return 16 if self.group_size is None else max(64, self.group_size)
 
-    def weight_bytes(self, rows: int, inner: int) -> int:
-        """Bytes of a weight [rows, inner], scales included."""
+    def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
+        """Bytes of a weight [rows, inner], scales included. A CPU's kernels hold those of large groups in float32."""
         groups = 1 if self.group_size is None else inner // self.group_size
-        scale_bytes = 4 if self.group_size is None else 2
+        scale_bytes = 4 if self.group_size is None or (on_cpu and self.group_size == 128) else 2
         return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
 
 

@@ -10,8 +10,11 @@ from slipstream.model.scheme import Scheme, WeightForm
 from slipstream.model.spec import ModelSpec, MoESpec
 
 
-def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None) -> dict[str, int]:
-    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`."""
+def weights_bytes(
+    spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = None, *, on_cpu: bool = False
+) -> dict[str, int]:
+    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`. `on_cpu`: as
+    the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded."""
     hidden = spec.hidden_size
     counts = {
         "embeddings": spec.embedding_parameters,
@@ -27,7 +30,7 @@ def weights_bytes(spec: ModelSpec, dtype_bytes: int, scheme: Scheme | None = Non
         return found
 
     def round_product(part: str, rows: int, inner: int, *, beside: bool = False) -> None:
-        found[part] += scheme.weight_bytes(rows, inner) - (0 if beside else rows * inner * dtype_bytes)
+        found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.layers:
         for product in layer.products(hidden):

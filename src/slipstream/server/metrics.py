@@ -103,3 +103,10 @@ class Metrics(Collector):
             family = (CounterMetricFamily if grows else GaugeMetricFamily)(_PREFIX + name, text, labels=["model_name"])
             family.add_metric([model], getattr(self.stats, field))
             yield family
+        if self.stats is not None and self.stats.expert_load:
+            text = "Tokens that an expert of a layer was chosen for"
+            load = CounterMetricFamily(_PREFIX + "expert_tokens", text, labels=["model_name", "layer", "expert"])
+            for layer, counts in self.stats.expert_load:
+                for expert, tokens in enumerate(counts):
+                    load.add_metric([model, str(layer), str(expert)], tokens)
+            yield load

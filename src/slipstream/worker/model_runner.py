@@ -26,7 +26,7 @@ from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, 
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
-from slipstream.types import StepPlan, StepResult, TokenLogprobs
+from slipstream.types import ExpertTokens, StepPlan, StepResult, TokenLogprobs
 from slipstream.worker.graphs import DecodeGraphs, ladder
 from slipstream.worker.input_batch import RowTable, SampledRows, gather, upload
 from slipstream.worker.sampler import (
@@ -125,6 +125,9 @@ class ModelRunner:
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
+        self._expert_counts = self.model.decoder.count_experts()
+        self._expert_copy: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._expert_load: ExpertTokens = ()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self.graphs: DecodeGraphs | None = None
@@ -252,6 +255,22 @@ class ModelRunner:
                 found[s.request_id] = entries
             start += s.num_tokens
         return found
+
+    def expert_load(self) -> ExpertTokens:
+        """Tokens by expert since the start, of each layer with experts. Never waits for a GPU: there the numbers are those of
+        the last call's time, once its copy has arrived."""
+        if not self._expert_counts:
+            return ()
+        copied, event = self._expert_copy or (None, None)
+        if event is None or event.query():
+            counts = self._to_host(torch.cat(list(self._expert_counts.values())))
+            self._expert_copy = counts, self._event()
+            copied = counts if self.device.type == "cpu" else copied
+            if copied is not None:
+                sizes = [len(c) for c in self._expert_counts.values()]
+                by_layer = zip(self._expert_counts, copied.split(sizes), strict=True)
+                self._expert_load = tuple((layer, tuple(c.tolist())) for layer, c in by_layer)
+        return self._expert_load
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
+    ExpertLoad,
     GroupedLinear,
     LayerKV,
     Linear,
@@ -182,8 +183,9 @@ class TritonOps(OpSet):
         spec: MoESpec,
         *,
         correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> Tensor:
-        return moe.moe(x, router_logits, up, down, spec, correction)
+        return moe.moe(x, router_logits, up, down, spec, correction, load)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

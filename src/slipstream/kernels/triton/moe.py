@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.ops import Activations, ExpertLoad, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.model.spec import MoESpec
 
@@ -40,12 +40,18 @@ class Groups:
 
 
 def moe(
-    x: Tensor, router_logits: Tensor, up: Linear, down: Linear, spec: MoESpec, correction: Tensor | None = None
+    x: Tensor,
+    router_logits: Tensor,
+    up: Linear,
+    down: Linear,
+    spec: MoESpec,
+    correction: Tensor | None = None,
+    load: ExpertLoad | None = None,
 ) -> Tensor:
     """`OpSet.moe`."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    weights, chosen = route(router_logits, spec, correction)
+    weights, chosen = route(router_logits, spec, correction, load)
     groups = group(chosen, spec.num_experts)
     given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
@@ -63,11 +69,15 @@ def _route_kernel(
     correction_ptr,
     weights_ptr,
     chosen_ptr,
+    counts_ptr,
+    slots_ptr,
     weight_scale,
+    block_size,
     X: tl.constexpr,
     TOP: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
+    COUNTED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
@@ -118,9 +128,14 @@ def _route_kernel(
     weights *= weight_scale
     tl.store(weights_ptr + token * TOP + js, weights, mask=js < TOP)
     tl.store(chosen_ptr + token * TOP + js, chosen, mask=js < TOP)
+    if COUNTED:
+        one = (tl.load(slots_ptr + token) >= block_size).to(tl.int64)
+        tl.atomic_add(counts_ptr + chosen, one + tl.zeros((BLOCK_TOP,), tl.int64), mask=js < TOP, sem="relaxed")
 
 
-def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
+) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each."""
     num_tokens, top = router_logits.shape[0], spec.num_experts_per_token
     weights = torch.empty(num_tokens, top, dtype=torch.float32, device=router_logits.device)
@@ -131,11 +146,15 @@ def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
         weights if correction is None else correction,
         weights,
         chosen,
+        chosen if load is None else load.counts,
+        chosen if load is None else load.slots,
         spec.weight_scale,
+        0 if load is None else load.block_size,
         X=spec.num_experts,
         TOP=top,
         SIGMOID=spec.scores == "sigmoid",
         CORRECTED=correction is not None,
+        COUNTED=load is not None,
         NORMALIZE=spec.normalize,
         GROUPS=groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen,
