@@ -35,6 +35,7 @@ def logits(model, tokens=TOKENS):
 HEADS_REFUSED = {"gptj", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "bloom", "mpt", "falcon", "gptj-whole", "gpt2-untied"}
 HEADS_REFUSED |= {"bigcode-mha", "neox-in-turn", "opt-350m", "bloom-6-heads", "mpt-clip", "falcon-40b", "falcon2-11b"}
 HEADS_REFUSED |= {"falcon-rw", "phi3-long"}
+NOT_YET = ("deepseek", "gpt_oss", "gpt-oss")  # latent attention, experts with biases
 CHANNELS_REFUSED = {"bloom", "bloom-6-heads", "mpt", "mpt-clip"}
 WIDTH_REFUSED = HEADS_REFUSED
 
@@ -45,6 +46,10 @@ def test_a_pruned_checkpoint_loads_in_transformers(name, part, tmp_path):
     """With the logits that Slipstream computes. Families whose configs can't say what would be left refuse."""
     family, overrides = CASES[name]
     tiny_models.build(tmp_path / "model", family, **overrides)
+    if any(part in name for part in NOT_YET):
+        with pytest.raises(UnsupportedModelError, match="can't be compressed yet"):
+            loaded(tmp_path / "model")
+        return
     refused = {"heads": HEADS_REFUSED, "channels": CHANNELS_REFUSED, "hidden": WIDTH_REFUSED, "layers": set()}[part]
     model, settings = loaded(tmp_path / "model"), PruneSettings(**{part: 0.5}, multiple=4)
     if name in refused:
@@ -188,7 +193,7 @@ def test_measured_energies_and_gradients_are_what_they_say(tmp_path):
         ({"heads": 0.1}, "takes out none of 2, in steps of 1"),
         ({"channels": 0.1}, "takes out none of 64, in steps of 32"),
         ({"layers": 0.1}, "takes out none of 2"),
-        ({"layers": 0.5, "drop_layers": (0,)}, "a share to rank, or drop_layers"),
+        ({"layers": 0.5, "drop_layers": (0,)}, "one of layers, a share to rank"),
         ({"drop_layers": (7,)}, "no layer 7"),
         ({"drop_layers": (0, 1)}, "every layer"),
     ],
