@@ -169,7 +169,6 @@ REFUSED = [
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("granite", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
-    ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
     ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
     ("glm", {"hidden_act": 7}, "hidden_act"),
     ("ministral", {"sliding_window": None}, "layer_types"),
