@@ -36,7 +36,7 @@ from slipstream.kernels.quantize import ROWS_AT_ONCE, round_linear, unpack4
 from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 from slipstream.model.spec import Activation
 
-SPARSE_FROM = {"avx512-vbmi2": 0.5, "avx512-bf16": 0.5}
+SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
 SPARSE_FROM_ELSEWHERE = 0.8
 """The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
 the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
