@@ -5,29 +5,18 @@ Nothing moves and nothing is coloured unless standard error is a terminal.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from slipstream.bench.facts import plain
 
 
 def print_json(value: Any) -> None:
     """`value`, with dataclasses as objects, on one line of standard output."""
     print(json.dumps(value, default=plain, ensure_ascii=False), flush=True)
-
-
-def plain(value: Any) -> Any:
-    """What `json` can't write by itself."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (set, frozenset, tuple)):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def say(text: str) -> None:

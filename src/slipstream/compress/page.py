@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from slipstream.bench.facts import plain
+
 WIDTH, HEIGHT = 900, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
 """Of a plot, in SVG units: the whole, and the margins that hold its labels."""
@@ -40,7 +42,7 @@ def render(document: Mapping[str, Any]) -> str:
         speeds=Markup(pairs(speeds, lambda value: f"{number(value)} tok/s")) if speeds else "",
         speed_rows=speeds,
         size_rows=sizes,
-        recipe=json.dumps(document["recipe"], ensure_ascii=False, indent=2, default=str),
+        recipe=json.dumps(document["recipe"], ensure_ascii=False, indent=2, default=plain),
     )
 
 

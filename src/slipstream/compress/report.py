@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.bench.adapters.slipstream import OfflineSlipstream
-from slipstream.bench.facts import facts
+from slipstream.bench.facts import facts, plain
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
@@ -225,7 +225,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     from slipstream.compress.page import render
 
     files = {
-        folder / JSON_NAME: json.dumps(report.document, ensure_ascii=False, indent=2, default=str) + "\n",
+        folder / JSON_NAME: json.dumps(report.document, ensure_ascii=False, indent=2, default=plain) + "\n",
         folder / HTML_NAME: render(report.document),
     }
     for path, content in files.items():
