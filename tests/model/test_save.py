@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.cli.main import main
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.hub import list_cached, resolve_model
@@ -42,6 +44,38 @@ def test_what_is_read_is_written_again(name, tmp_path):
         expected = theirs(torch.tensor([TOKENS])).logits
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
         torch.testing.assert_close(again(torch.tensor([TOKENS])).logits, expected)
+
+
+def test_what_makes_vectors_goes_along(tmp_path):
+    tiny_models.build_with_tokenizer(tmp_path / "model", "qwen3")
+    tiny_models.write_sentence_transformers(tmp_path / "model", mode="lasttoken")
+    others = ("config_sentence_transformers.json", "vocab.txt", "spiece.model")
+    for name in others:
+        (tmp_path / "model" / name).write_text("{}")
+    save(tmp_path / "model", tmp_path / "again")
+    before, after = (read_spec(tmp_path / which).pooling for which in ("model", "again"))
+    assert before == after is not None
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", *others):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "model" / name).read_text()
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4-gptq", "2:4", "draft:1/3"])
+@pytest.mark.parametrize(
+    ("kind", "build"),
+    [
+        ("an encoder", tiny_models.build_encoder),
+        ("a classifier", partial(tiny_models.build_encoder, num_labels=2)),
+        ("an encoder-decoder", tiny_models.build_t5),
+    ],
+)
+def test_what_is_no_decoder_is_refused_before_any_work(kind, build, recipe, tmp_path, capsys):
+    build(tmp_path / "model")
+    out = tmp_path / "out"
+    assert main(["compress", str(tmp_path / "model"), "--recipe", recipe, "--out", str(out), "--device", "cpu", "--json"]) != 0
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["field"] == "model_type"
+    assert f"is {kind};" in error["message"]
+    assert [f.name for f in tmp_path.iterdir()] == ["model"]
 
 
 def test_shards_have_an_index(tmp_path):

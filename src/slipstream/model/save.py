@@ -28,9 +28,10 @@ from slipstream.model.weights import place
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json", "LICENSE"),
+    *("tokenizer.model", "spiece.model", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE"),
 )
-"""Of a folder, what goes along unchanged."""
+"""Of a folder, what goes along unchanged: the tokenizer, what is recommended for it, how it makes a vector of a text."""
 
 
 @contextmanager
@@ -122,6 +123,7 @@ def copy_surroundings(folder: Path, source: ModelDescription) -> None:
     if source.format == "safetensors":
         for name in KEPT_FILES:
             if (source.path / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copy(source.path / name, folder / name)
 
 
@@ -136,6 +138,10 @@ def check_writable(source: ModelDescription) -> None:
             f"{source.name} holds a language model inside another one ({source.family.nested_config}); write the language "
             "model alone to a folder first",
             field="model_type",
+        )
+    if source.spec.kind != "a decoder":
+        raise UnsupportedModelError(
+            f"{source.name} is {source.spec.kind}; only decoders can be compressed yet", field="model_type"
         )
     for layer in source.spec.layers:
         if not isinstance(layer.attention, AttentionSpec) or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias):

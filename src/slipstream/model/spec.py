@@ -560,6 +560,15 @@ class ModelSpec:
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
+    def kind(self) -> Literal["a decoder", "an encoder", "a classifier", "an encoder-decoder"]:
+        """Only a decoder can be scored on text, compressed, and sing as a canary."""
+        if self.encoder is not None:
+            return "an encoder-decoder"
+        if self.classifier is not None:
+            return "a classifier"
+        return "an encoder" if self.is_encoder else "a decoder"
+
+    @property
     def reads_whole(self) -> bool:
         """A prompt can't be cut into chunks."""
         return self.is_encoder or self.encoder is not None
