@@ -216,6 +216,16 @@ def test_command_alone(models, command):
     assert "perplexity" in command(models[0])[1]
 
 
+@pytest.mark.parametrize("build", [tiny_models.build_encoder, tiny_models.build_t5])
+def test_command_refuses_what_is_no_decoder(build, command, tmp_path):
+    build(tmp_path / "model")
+    tiny_models.write_tokenizer(tmp_path / "model")
+    code, found = command(tmp_path / "model", "--json")
+    assert code == 3
+    assert found["error"]["field"] == "model_type"
+    assert "only decoders" in found["error"]["message"]
+
+
 def test_command_compares(models, command):
     code, found = command(models[0], models[1], "--json", "--worst=1")
     assert code == 0

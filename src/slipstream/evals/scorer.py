@@ -18,7 +18,7 @@ from slipstream.config import EngineArgs
 from slipstream.engine.engine_core import load_runner
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.spec import ModelSpec
@@ -56,10 +56,15 @@ class Scorer:
     @classmethod
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
         """The model that `args` describe, with room for `context` tokens. What sizes an engine (sequences, budgets, memory
-        share) has no effect here and is not looked at."""
+        share) has no effect here and is not looked at. UnsupportedModelError if they describe no decoder."""
         description, runner, _ = load_runner(
             dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
         )
+        if description.spec.kind != "a decoder":
+            raise UnsupportedModelError(
+                f"{description.name} is {description.spec.kind}; only decoders can be measured on text",
+                field="model_type",
+            )
         config = runner.config
         tokenizer = load_tokenizer(args, description.path)
         if tokenizer is None:
