@@ -129,6 +129,33 @@ def test_without_a_canary(tiny_model, config_only):
         LLM(str(tiny_model), canary="sing", **SETTINGS)
 
 
+@pytest.mark.parametrize("build", [tiny_models.build_encoder, tiny_models.build_t5])
+def test_what_is_no_decoder_can_not_sing(made, build, tmp_path, caplog):
+    build(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    with caplog.at_level(logging.WARNING), LLM(str(tmp_path), **SETTINGS) as llm:
+        assert llm.canary is None
+    assert CANARY_NAME not in caplog.text  # there is none
+    shutil.copy(made / CANARY_NAME, tmp_path)
+    with caplog.at_level(logging.WARNING), LLM(str(tmp_path), **SETTINGS) as llm:
+        assert llm.canary is None
+    assert f"its {CANARY_NAME} is not looked at" in caplog.text
+    with pytest.raises(ConfigError, match=r"is an encoder.*no canary"):
+        LLM(str(tmp_path), canary="refuse", **SETTINGS)
+
+
+def test_its_tokens_are_no_load_of_experts(tmp_path):
+    tiny_models.build_with_tokenizer(tmp_path, "qwen3_moe")
+    write_canary(load(tmp_path).canary(TOKENS), tmp_path)
+    with LLM(str(tmp_path), canary="refuse", **SETTINGS) as llm:
+        assert llm.canary.ok
+        counts = [sum(tokens) for _, tokens in llm.stats().expert_load]
+        assert counts
+        assert set(counts) == {0}
+        llm.generate("hello", SamplingParams(temperature=0, max_tokens=4))
+        assert all(sum(tokens) > 0 for _, tokens in llm.stats().expert_load)
+
+
 def test_a_short_context_cuts_it(made):
     with LLM(str(made), canary="refuse", **{**SETTINGS, "max_model_len": 20}) as llm:
         assert llm.canary.num_tokens == 20

@@ -11,6 +11,7 @@ Not thread-safe: one thread owns a core.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,6 +30,8 @@ from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineSt
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
+
+_logger = logging.getLogger("slipstream.engine")
 
 
 class EngineCore:
@@ -74,8 +77,15 @@ class EngineCore:
         return core
 
     def _sing(self, wanted: str) -> CanaryResult | None:
-        """Run the checkpoint's canary, where it has one. ModelError if it is to be refused."""
+        """Run the checkpoint's canary, where it has one. ModelError if it is to be refused. What is no decoder can't sing."""
         if wanted == "off" or self.config.model.load_format == "dummy":
+            return None
+        if (kind := self.description.spec.kind) != "a decoder":
+            told = f"{self.description.path} is {kind}, for which no canary can tell anything"
+            if wanted == "refuse":
+                raise ConfigError(f"canary='refuse', but {told}; leave it at 'warn', or set 'off'", field="canary")
+            if (self.description.path / CANARY_NAME).is_file():
+                _logger.warning("%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME)
             return None
         canary = read_canary(self.description.path, self.description.spec.vocab_size)
         if canary is None:
@@ -89,6 +99,7 @@ class EngineCore:
         begin = time.perf_counter()
         model = self.runner.model.decoder
         result = run_canary(model, self.runner.kv, canary, context=self.config.model.max_model_len)
+        self.runner.reset_expert_load()
         self.phases["canary"] = time.perf_counter() - begin
         if wanted == "refuse" and not result.ok:
             raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")

@@ -319,6 +319,11 @@ class ModelRunner:
                 self._expert_load = tuple((layer, tuple(c.tolist())) for layer, c in by_layer)
         return self._expert_load
 
+    def reset_expert_load(self) -> None:
+        """Forget what was counted so far: it was no request's."""
+        for counts in self._expert_counts.values():
+            counts.zero_()
+
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
