@@ -196,6 +196,21 @@ def test_the_command(tmp_path, model, capsys):
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "recipe"
 
 
+def test_text_is_cut_to_the_models_context(tmp_path, capsys):
+    """Also where positions are a table, which ends there."""
+    tiny_models.build_with_tokenizer(tmp_path / "model", "opt", max_position_embeddings=16)
+    source, steps = read_spec(tmp_path / "model"), [{"quantize": {"group_size": 32, "rounding": "gptq"}}]
+    written(source, tmp_path / "long", steps)
+    written(source, tmp_path / "cut", steps, windows=[w[:16] for w in WINDOWS])
+    first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("long", "cut"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} words that are more than a few"}}\n' for i in range(20)))  # not 512 tokens
+    calibrate = {"text": str(tmp_path / "text.jsonl"), "num_windows": 1}
+    (tmp_path / "r.yaml").write_text(json.dumps([{"calibrate": calibrate}, *steps]))
+    command = ["compress", str(source.path), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--no-report", "--json", "--device", "cpu"]) == 0, capsys.readouterr()
+
+
 def test_the_command_backs_off(tmp_path, model, capsys):
     """Until the divergence is within the limit; what was tried stands in the report."""
     text = "".join(f"{i} words of a text that goes on for some time\n\n" for i in range(2000))

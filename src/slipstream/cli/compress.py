@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
                 text.text,
                 tokenizer=Tokenizer.from_pretrained(source.path),
                 num_windows=text.num_windows,
-                context=text.context,
+                context=min(text.context, source.spec.max_position),
                 download_dir=args.download_dir,
             )
     attempts = [recipe, *(more_bits(recipe) if args.back_off else ())]

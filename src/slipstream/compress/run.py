@@ -154,9 +154,11 @@ def compress(
     finish: Callable[[Path], None] = lambda folder: None,
 ) -> Plan:
     """Write `source` quantised by `recipe` to the folder `out`, which must not be there yet. `windows` are token ids to
-    calibrate on (none are needed where `Plan.needs_text` is False); products run in `dtype`. `finish` sees the folder before
-    it becomes `out`; if it raises, nothing is written, and what was done is kept for another try."""
+    calibrate on (none are needed where `Plan.needs_text` is False), cut to the longest context of the model; products run in
+    `dtype`. `finish` sees the folder before it becomes `out`; if it raises, nothing is written, and what was done is kept for
+    another try."""
     first = plan(source, recipe)
+    windows = [w[: source.spec.max_position] for w in windows]
     if first.needs_text and not windows:
         raise ConfigError("this recipe calibrates: give windows of text", field="windows")
     text = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if first.needs_text else ""
