@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from slipstream.cli.main import main
 from slipstream.compress import run as run_module
 from slipstream.compress.calibrate import ObservingOps, Stream, load_ends
-from slipstream.compress.checkpoint import Names, WorkFolder
+from slipstream.compress.checkpoint import Attempts, Names, WorkFolder
 from slipstream.compress.recipe import PRESETS, parse, preset
 from slipstream.compress.run import compress, plan
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
@@ -204,7 +204,8 @@ def test_text_is_cut_to_the_models_context(tmp_path, capsys):
     written(source, tmp_path / "cut", steps, windows=[w[:16] for w in WINDOWS])
     first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("long", "cut"))
     assert all(torch.equal(first[key], second[key]) for key in first)
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i} words that are more than a few"}}\n' for i in range(20)))  # not 512 tokens
+    rows = [json.dumps({"text": f"{i} words that are more than a few"}) for i in range(20)]  # not 512 tokens
+    (tmp_path / "text.jsonl").write_text("\n".join(rows))
     calibrate = {"text": str(tmp_path / "text.jsonl"), "num_windows": 1}
     (tmp_path / "r.yaml").write_text(json.dumps([{"calibrate": calibrate}, *steps]))
     command = ["compress", str(source.path), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out")]
@@ -228,6 +229,54 @@ def test_the_command_backs_off(tmp_path, model, capsys):
     assert {key: said[key] for key in ("kl", "tried", "recipe")} == {key: kept[key] for key in ("kl", "tried", "recipe")}
     assert said["kl"]["mean"] <= 0.2 < said["tried"][-1]["kl_mean"]
     assert said["tried"][0]["what"] == "r.yaml"
+
+
+def test_backing_off_goes_on_after_an_interruption(tmp_path, model, capsys, monkeypatch):
+    """What cost too much is not made again, what was half done is not begun again; unless the limit is another."""
+    text = "".join(f"{i} words of a text that goes on for some time\n\n" for i in range(2000))
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "r.yaml").write_text("- quantize: {bits: 6, group_size: 32}\n")
+    command = ["compress", str(model.path), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out"), "--json"]
+    command += ["--text", str(tmp_path / "text.txt"), "--back-off", "--eval-windows"]
+    done, real = [], run_module._Job.round_layer
+
+    def stop_in_the_second(self, index, values):
+        bits = self.quantize.bits
+        if (bits, index) == (7, 1) and (7, 1) not in done:
+            done.append((bits, index))
+            raise KeyboardInterrupt
+        done.append((bits, index))
+        return real(self, index, values)
+
+    monkeypatch.setattr(run_module._Job, "round_layer", stop_in_the_second)
+    assert main([*command, "2", "--max-kl", "1e-9"]) == 130
+    assert done == [(6, 0), (6, 1), (7, 0), (7, 1)]
+    done[:] = [(7, 1)]
+    assert main([*command, "2", "--max-kl", "1e-9"]) == 1
+    assert done[1:] == [(7, 1), (8, 0), (8, 1)]
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert error["field"] == "max_kl"
+    assert "r.yaml: " in error["message"]
+    assert "r.yaml with 8 bits: " in error["message"]
+    done[:] = [(7, 1)]
+    assert main([*command, "2", "--max-kl", "1e-9"]) == 1
+    assert done == [(7, 1)]
+    done[:] = [(7, 1)]
+    capsys.readouterr()
+    assert main([*command, "2", "--max-kl", "100"]) == 0
+    assert done[1:] == [(6, 0), (6, 1)]
+    assert json.loads(capsys.readouterr().out)["report"]["tried"] == []
+    assert [f.name for f in tmp_path.iterdir() if f.name.startswith(".")] == []
+
+
+def test_attempts_are_told_by_their_conditions(tmp_path):
+    out = tmp_path / "out"
+    Attempts(out, restart=False).add({"text": ["a", 1]}, 0.5)
+    again = Attempts(out, restart=False)
+    assert again.cost({"text": ["a", 1]}) == 0.5
+    assert again.cost({"text": ["a", 2]}) is None
+    assert Attempts(out, restart=True).cost({"text": ["a", 1]}) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from slipstream.compress import page
 from slipstream.compress.report import (
     Report,
     Side,
-    back_off,
     measure,
     model_bytes,
     tokens_per_s,
@@ -142,22 +141,6 @@ def test_a_budget_is_checked(report):
     kl = dataclasses.replace(report.divergence.kl, mean=float("nan"))
     broken = dataclasses.replace(report, divergence=dataclasses.replace(report.divergence, kl=kl))
     assert broken.within_max_kl is False
-
-
-def test_backing_off_takes_the_first_that_keeps_to_the_budget():
-    measured = []
-
-    def cost(kl):
-        measured.append(kl)
-        return kl
-
-    attempts = [("3 bits", 0.5), ("4 bits", 0.1), ("8 bits", 0.01)]
-    assert back_off(attempts, cost, 0.2) == (0.1, (("3 bits", 0.5),))
-    assert measured == [0.5, 0.1]  # and no more is tried
-    with pytest.raises(BudgetError, match=r"3 bits: 0\.5, 4 bits: 0\.1, 8 bits: 0\.01"):
-        back_off(attempts, cost, 0.001)
-    with pytest.raises(BudgetError, match="nothing"):
-        back_off([], cost, 1.0)
 
 
 def test_speed_is_of_so_many_at_once(tiny_model):

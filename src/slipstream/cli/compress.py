@@ -66,20 +66,20 @@ def run(args: argparse.Namespace) -> int:
     if args.back_off and args.max_kl is None:
         raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-    reshaped = any(isinstance(step, (PruneSettings, Distill)) for step in recipe.steps)
-    if reshaped:
+    if recipe.reshapes:
         from slipstream.compress.pipeline import clean, publish, reshape, rest, shape_after
 
         # What the layers' part will find: the sizes are known beforehand.
         source = dataclasses.replace(original, spec=shape_after(original, recipe))
     planned = plan(source, recipe)
-    before = original.spec.num_parameters * planned.scale_bytes if reshaped else planned.bytes_before
+    before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
     planned = dataclasses.replace(planned, bytes_before=before)
     if args.dry_run:
         reads = any(s.needs_text for s in recipe.steps if isinstance(s, (PruneSettings, Distill)))
         _show(args, recipe, dataclasses.replace(planned, needs_text=planned.needs_text or reads), None)
         return 0
 
+    from slipstream.compress.checkpoint import Attempts, fingerprint
     from slipstream.compress.report import write_receipt
     from slipstream.engine.tokenizer import Tokenizer
     from slipstream.errors import BudgetError
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             write_receipt(reports[-1], folder)
             reports[-1].check()
 
-    if reshaped:
+    if recipe.reshapes:
         with phases("reshaping") as say_phase:
             source = reshape(
                 original,
@@ -126,7 +126,19 @@ def run(args: argparse.Namespace) -> int:
                 download_dir=args.download_dir,
             )
     attempts = [recipe, *(more_bits(recipe) if args.back_off else ())]
+    known, measured = Attempts(out, restart=args.restart), Path(args.text).expanduser()
+    conditions = {
+        "models": [fingerprint(original), fingerprint(source)],
+        "calibration": windows,
+        "computed": [str(device), str(dtype)],
+        "text": [args.text, measured.stat().st_mtime_ns if measured.is_file() else None, args.eval_windows],
+    }
     for attempt in attempts:
+        described = {**conditions, "recipe": attempt.as_data()}
+        if args.back_off and (kl := known.cost(described)) is not None and not kl <= args.max_kl:
+            tried.append((attempt.name, kl))
+            say(f"slipstream: {attempt.name}: the mean KL was found to be {kl:.4g} nats before")
+            continue
         try:
             with progress_bar(f"layers ({attempt.name})") as bar:
                 planned = compress(
@@ -136,18 +148,26 @@ def run(args: argparse.Namespace) -> int:
                     windows=windows,
                     device=device,
                     dtype=dtype,
-                    restart=args.restart or bool(tried),
+                    restart=args.restart,
                     progress=bar,
                     finish=lambda folder, attempt=attempt: measure_it(folder, attempt),  # type: ignore[misc]
                 )
             break
         except BudgetError as error:
-            tried.append((attempt.name, reports[-1].divergence.kl.mean))
-            if attempt is attempts[-1]:
+            if not args.back_off:
                 error.add_note(f"nothing was written to {out}")
                 raise
-            say(f"slipstream: {attempt.name}: {error}; going on with more bits")
-    if reshaped:
+            tried.append((attempt.name, reports[-1].divergence.kl.mean))
+            known.add(described, tried[-1][1])
+            say(f"slipstream: {attempt.name}: {error}")
+    else:
+        told = ", ".join(f"{name}: {kl:.4g}" for name, kl in tried)
+        raise BudgetError(
+            f"no attempt keeps to max_kl={args.max_kl:g} nats ({told}); nothing was written to {out}; raise the limit",
+            field="max_kl",
+        )
+    known.clear()
+    if recipe.reshapes:
         clean(out)
     _show(args, attempt, dataclasses.replace(planned, bytes_before=before), reports[-1] if reports else None)
     return 0

@@ -226,12 +226,46 @@ def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:
 # --- The folder -------------------------------------------------------------------------------------------------------
 
 
+def work_folder(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"
+
+
+class Attempts:
+    """What attempts at `out` cost that cost too much, in a file beside it, so that a command that backs off and is interrupted
+    doesn't make them again. An attempt is told by everything that its cost depends on."""
+
+    def __init__(self, out: Path, *, restart: bool) -> None:
+        self.out, self.path = out, out.parent / f".{out.name}.tried.json"
+        if restart:
+            self.clear()
+        self.costs: dict[str, float] = json.loads(self.path.read_text()) if self.path.is_file() else {}
+
+    def cost(self, attempt: Mapping[str, Any]) -> float | None:
+        """None if it was not made."""
+        return self.costs.get(self._key(attempt))
+
+    def add(self, attempt: Mapping[str, Any], cost: float) -> None:
+        """Its layers are dropped first: an interruption in between has them made again."""
+        shutil.rmtree(work_folder(self.out), ignore_errors=True)
+        self.costs[self._key(attempt)] = cost
+        temporary = self.path.with_suffix(".unfinished")
+        temporary.write_text(json.dumps(self.costs))
+        os.replace(temporary, self.path)
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _key(attempt: Mapping[str, Any]) -> str:
+        return hashlib.sha256(json.dumps(attempt, sort_keys=True).encode()).hexdigest()
+
+
 class WorkFolder:
     """Where finished layers wait, beside the result. `plan` is everything that a layer's numbers depend on: what was left by a
     run with another one is not taken."""
 
     def __init__(self, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
-        self.out, self.path = out, out.parent / f".{out.name}.partial"
+        self.out, self.path = out, work_folder(out)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
         text = json.dumps(plan, sort_keys=True)

@@ -36,11 +36,6 @@ BATCH_TOKENS = 2048
 """Tokens that go through a model together while it is measured."""
 
 
-def reshapes(recipe: Recipe) -> bool:
-    """Whether the recipe has a first part."""
-    return any(isinstance(step, (PruneSettings, Distill)) for step in recipe.steps)
-
-
 def rest(recipe: Recipe) -> Recipe | None:
     """The second part of a recipe, if it has one. ConfigError if the parts are in each other's way."""
     kinds = [isinstance(step, (PruneSettings, Distill)) for step in recipe.steps]

@@ -255,6 +255,11 @@ class Recipe:
         """The step of that kind, or None."""
         return next((s for s in self.steps if isinstance(s, kind)), None)
 
+    @property
+    def reshapes(self) -> bool:
+        """Whether it changes the model's shape first (`pipeline`)."""
+        return any(isinstance(step, (PruneSettings, Distill)) for step in self.steps)
+
     def as_data(self) -> list[dict[str, Any]]:
         """As `parse` takes it, every setting said."""
         names = {kind: name for name, kind in STEPS.items()}

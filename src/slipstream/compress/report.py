@@ -11,10 +11,10 @@ import dataclasses
 import gc
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slipstream.bench.adapters.slipstream import OfflineSlipstream
 from slipstream.bench.facts import facts, plain
@@ -26,7 +26,7 @@ from slipstream.errors import BudgetError
 from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.tasks import TaskResult, run_tasks
-from slipstream.evals.text import TextSettings, Window, read_windows
+from slipstream.evals.text import TextSettings, read_windows
 from slipstream.hub import resolve_model
 from slipstream.worker.canary import Canary, write_canary
 
@@ -47,9 +47,6 @@ DEFINITIONS = {
     f"the median of {SPEED_RUNS} runs",
     "stderr": "standard error over windows of text",
 }
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
@@ -189,27 +186,6 @@ def measure(
         canary=canary,
         **more,
     )
-
-
-def back_off(
-    attempts: Iterable[tuple[str, T]], cost: Callable[[T], float], max_kl: float
-) -> tuple[T, tuple[tuple[str, float], ...]]:
-    """The first of `attempts` (what it is, and the attempt), the cheapest first, whose `cost`, the mean KL, is within `max_kl`;
-    and those before it with theirs. BudgetError if none is."""
-    tried: list[tuple[str, float]] = []
-    for what, attempt in attempts:
-        kl = cost(attempt)
-        if kl <= max_kl:
-            return attempt, tuple(tried)
-        tried.append((what, kl))
-    told = ", ".join(f"{what}: {kl:.4g}" for what, kl in tried) or "nothing was tried"
-    raise BudgetError(f"no attempt keeps to max_kl={max_kl:g} nats ({told}); raise the limit", field="max_kl")
-
-
-def mean_kl(original: Scorer, compressed: EngineArgs, windows: list[Window]) -> float:
-    """The cost of one attempt, for `back_off`: no layers, no worst prompts, no speed."""
-    b = Scorer.load(compressed, context=original.context)
-    return compare(original, b, windows, num_worst=0, layers=False).kl.mean
 
 
 def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
