@@ -3,7 +3,7 @@
 Hosts hide, emulate or slow down instructions, and share cores; only the clock tells. What is timed is a small decoder of random
 weights, larger than the caches, with the kernels that will run: one token, and a prompt. The candidates take turns and the best
 of each counts, since a busy neighbour only ever adds; what is not the obvious choice must win by a margin, twice. It takes some
-two seconds; the answer lies in the user's cache folder under the name of everything it depends on, so another machine, library or
+two seconds; the answer lies in the user's cache folder under the name of all that it depends on, so another machine, library or
 number of cores is measured anew (`slipstream doctor --measure` does so by hand).
 """
 
