@@ -12,6 +12,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
@@ -67,6 +68,14 @@ def compress(folder, kind, **config):
         "kv_cache_scheme": None,
         **config,
     }
+    path.write_text(json.dumps(written))
+
+
+def compress_config(folder, **changes):
+    """Change a checkpoint's quantization_config alone."""
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    written["quantization_config"].update(changes)
     path.write_text(json.dumps(written))
 
 
@@ -318,6 +327,22 @@ def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
     exact, expanded = (torch.tensor(log_probabilities(tmp_path, kernels=k)) for k in ("reference", kernels))
     atol = 1e-4 if (kind, kernels) == ("int4-g32", "torch") else 0.3
     torch.testing.assert_close(exact, expanded, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_dummy_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
+    """Also where not all are: that is refused, and where the ops expand the checkpoint's weights nothing is rounded."""
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress(tmp_path, kind)
+    settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=64)
+    real, dummy = (load_model(tmp_path, ops=ReferenceOps(), load_format=f, **settings) for f in ("auto", "dummy"))
+    assert dummy.forms == real.forms
+    assert dummy.weights_bytes == real.weights_bytes
+    assert {f.name for f in load_model(tmp_path, ops=CpuOps(), load_format="dummy", **settings).forms} == {"bfloat16"}
+    compress_config(tmp_path, ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    with pytest.raises(CheckpointError, match="several") as caught:
+        load_model(tmp_path, ops=ReferenceOps(), load_format="dummy", **settings)
+    assert caught.value.field == "load_format"
 
 
 def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):
