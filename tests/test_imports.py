@@ -23,7 +23,7 @@ FILES = {
 BASE = ("errors", "types", "config")
 DESCRIPTION = (
     *("model.spec", "model.scheme", "model.quantization_config", "model.description", "model.families"),
-    "model.parameters",
+    *("model.parameters", "model.held"),
     "model.pooling",
 )
 MAY_IMPORT = {  # part: the parts that it may import, besides itself

@@ -11,7 +11,7 @@ import torch
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import Linear, OpSet
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights, held_formats, scheme_formats
+from slipstream.model.compressed import RoundedWeights, scheme_formats
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf import GGUFFile
@@ -80,8 +80,7 @@ def load_model(
                     rounded = Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
                 elif stored is not None and (stored.scheme is not None or stored.formats is not None):
                     if stored.formats is not None:
-                        names = description.family.names(description.spec)
-                        held = held_formats(names, shapes, stored.formats, ops.rounded, ops.rounded_experts)
+                        held = description.held_formats(ops.rounded, ops.rounded_experts)
                     else:
                         held = scheme_formats(shapes, stored.scheme or "")
                     rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
