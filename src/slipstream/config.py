@@ -201,6 +201,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         if on_cpu and (held not in ("int8", "int4", "int4-g32") or args.kernels == "torch"):
             held, held_why = None, "the checkpoint's rounded weights are expanded: a CPU's kernels have no product with them"
     _reject_unsupported(args, device, args.quantization or held, held, model.kv_cache)
+    _check_products(model, device, args.kernels)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -429,6 +430,26 @@ def _reject_unsupported(
             f"quantization={quantization!r} needs a GPU of compute capability 8.9 or more; {device.name} has "
             f"{capability[0]}.{capability[1]}: use 'int8' or 'int4'",
             field="quantization",
+        )
+
+
+def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], frozenset[str]]:
+    """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
+    if device.is_cuda or kernels == "reference":
+        return frozenset(("fp8", "int8", "int4")), frozenset(("fp8", "int8", "int4"))
+    return frozenset(() if kernels == "torch" else ("int8", "int4")), frozenset()
+
+
+def _check_products(model: ModelDescription, device: DeviceFacts, kernels: str) -> None:
+    """Where a checkpoint says product by product how it is rounded, the device has each of these products."""
+    capability, held = device.compute_capability, model.held_formats(*held_products(kernels, device))
+    eight = [name for name, fmt in held.items() if fmt.product == "fp8"]
+    if eight and capability and capability < (8, 9):
+        raise ConfigError(
+            f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of "
+            f"compute capability 8.9 or more; {device.name} has {capability[0]}.{capability[1]}: take a checkpoint in int8, int4 "
+            "or 16 bits",
+            field="model",
         )
 
 
