@@ -8,6 +8,7 @@ is changed afterwards, save by `with_memory_limits`, which returns a new config 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -461,14 +462,20 @@ def _choose_dense_copies(
     args: EngineArgs, model: ModelDescription, device: DeviceFacts, quantization: str | None, choose: Callable[..., Any]
 ) -> bool:
     """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
+    spec = model.spec
     scheme = None if quantization is None else SCHEMES[quantization]
-    if scheme is None or scheme.inputs is not None or scheme.experts_only or not _has_tiles(args, device):
+    held = model.held_formats(*held_products(args.kernels, device))
+    parameters = 0  # of 4-bit weights that are not experts'
+    if held:
+        sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+        parameters = sum(sizes[n] for n, fmt in held.items() if fmt.product == "int4" and ".experts." not in n)
+    elif scheme is not None and scheme.inputs is None and not scheme.experts_only:
+        products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]
+        parameters = sum(p.rows * p.inner for p in products)
+    if not parameters or not _has_tiles(args, device):
         if args.dense_copies:
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False
-    spec = model.spec
-    products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # not the experts'
-    parameters = sum(p.rows * p.inner for p in products)
     fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
     share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
     chosen: bool = choose("dense_copies", fits, "device", share)

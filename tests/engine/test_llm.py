@@ -344,6 +344,19 @@ def test_an_older_gpu_has_no_products_of_fp8_also_where_only_some_are(tmp_path):
     assert caught.value.field == "model"
 
 
+def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    rounded_but_for_one(tmp_path, weights=weights, input_activations=None)
+    found = on_a_gpu(tmp_path)
+    assert found.device.dense_copies
+    assert not on_a_gpu(tmp_path, dense_copies=False).device.dense_copies
+    spec = read_spec(tmp_path).spec
+    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.products(spec.hidden_size))
+    copies = 2 * (all_products - 64 * 192)
+    assert on_a_gpu(tmp_path, memory=4 * copies).device.dense_copies
+    assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies
+
+
 def test_the_cache_takes_what_is_left_of_its_share(path):
     """By hand: of 1,000 bytes 900 may be used, 300 are in use by us and others, 100 more will be."""
     config = on_a_gpu(path, gpu_memory_utilization=0.9)
