@@ -113,6 +113,7 @@ class CacheConfig:
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
+    tables_per_seq: int = 1  # 2 beside an encoder, whose text has blocks of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,21 +148,28 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
+        """Of one table: a prompt with its answer, or one of the two where an encoder reads the prompt."""
         return -(-self.model.max_model_len // self.cache.block_size)
+
+    @property
+    def longest_seq_blocks(self) -> int:
+        """What a sequence takes that is as long as can be, all of its tables together."""
+        return self.cache.tables_per_seq * self.max_blocks_per_seq
 
     def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lowered if it was left on auto, else an error."""
-        capacity = num_blocks * self.cache.block_size
+        capacity = num_blocks // self.cache.tables_per_seq * self.cache.block_size
         wanted = self.model.max_model_len
         if capacity >= wanted:
             return self
-        need = self.max_blocks_per_seq * block_bytes
+        need = self.longest_seq_blocks * block_bytes
         more = "gpu_memory_utilization or kv_cache_bytes" if self.device.facts.is_cuda else "kv_cache_bytes"
         have = num_blocks * block_bytes
+        each = " of prompt and of answer" if self.cache.tables_per_seq > 1 else ""
         if self.origins["max_model_len"].source == "user":
             raise OutOfMemoryError(
                 f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
-                f"{have / 2**30:.2f} GiB ({capacity} tokens); lower max_model_len or give the cache more memory ({more})",
+                f"{have / 2**30:.2f} GiB ({capacity} tokens{each}); lower max_model_len or give the cache more memory ({more})",
                 field="max_model_len",
             )
         if capacity < self.cache.block_size:
@@ -169,7 +177,7 @@ class EngineConfig:
                 f"no memory is left for the KV cache; use a smaller model or dtype, or raise {more}",
                 field="kv_cache_bytes",
             )
-        origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens")
+        origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens{each}")
         return dataclasses.replace(
             self,
             model=dataclasses.replace(self.model, max_model_len=capacity),
@@ -351,6 +359,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             gpu_memory_utilization=share,
             kv_cache_bytes=args.kv_cache_bytes,
             enable_prefix_caching=prefixes,
+            tables_per_seq=1 if spec.encoder is None else 2,
         ),
         scheduling=SchedulingConfig(
             policy=args.scheduling_policy,  # type: ignore[arg-type]
@@ -447,9 +456,9 @@ def _check_products(model: ModelDescription, device: DeviceFacts, kernels: str) 
     eight = [name for name, fmt in held.items() if fmt.product == "fp8"]
     if eight and capability and capability < (8, 9):
         raise ConfigError(
-            f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of "
-            f"compute capability 8.9 or more; {device.name} has {capability[0]}.{capability[1]}: take a checkpoint in int8, int4 "
-            "or 16 bits",
+            f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "
+            f"capability 8.9 or more; {device.name} has {capability[0]}.{capability[1]}: take a checkpoint in int8, int4 or "
+            "16 bits",
             field="model",
         )
 

@@ -193,4 +193,5 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=config.model.max_model_len,
+        tables_per_seq=config.cache.tables_per_seq,
     )

@@ -80,7 +80,7 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:
         allowed = total_bytes
-        full = (config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1) * block  # with the null block
+        full = (config.scheduling.max_num_seqs * config.longest_seq_blocks + 1) * block  # with the null block
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
@@ -97,7 +97,8 @@ class MemoryLedger:
 
     `activation_bytes` and `graph_bytes` are measured; `other_bytes` are the sequences' rows (tokens and block tables).
     One of `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as
-    loaded; empty in an estimate.
+    loaded; empty in an estimate. With two `tables_per_seq` a sequence's prompt, of up to `max_model_len` tokens, has blocks of
+    its own beside its answer's.
     """
 
     device: str
@@ -113,6 +114,7 @@ class MemoryLedger:
     block_size: int
     max_model_len: int
     forms: tuple[WeightForm, ...] = ()
+    tables_per_seq: int = 1
 
     @property
     def used_bytes(self) -> int:
@@ -129,7 +131,8 @@ class MemoryLedger:
     @property
     def num_full_sequences(self) -> int:
         """How many sequences of the longest length the KV cache holds at once."""
-        return self.num_kv_tokens // self.max_model_len
+        longest = self.tables_per_seq * -(-self.max_model_len // self.block_size)
+        return max(0, self.num_blocks - 1) // longest
 
     def describe(self) -> list[str]:
         """Lines for a person: each part in bytes and GiB, and what the cache buys."""
@@ -143,13 +146,14 @@ class MemoryLedger:
         }
         lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
         lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
-        lines.append(
-            f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of "
-            f"{self.max_model_len:,}"
-        )
+        lines.append(f"the cache holds {self.describe_capacity()}")
         if self.forms:
             lines.append(f"weights of products: {self.describe_forms()}")
         return lines
+
+    def describe_capacity(self) -> str:
+        each = ", prompt and answer each" if self.tables_per_seq > 1 else ""
+        return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}"
 
     def describe_forms(self) -> str:
         return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)
