@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
+from slipstream.cli.info import estimate
+from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
@@ -294,6 +296,31 @@ def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
     tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
     planned = weights_bytes(model.spec, 2, SCHEMES[kind], on_cpu=True)
     assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("ops", [ReferenceOps, NativeOps])
+def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kind, ops):
+    """What a checkpoint holds by weights, and `info` says: some products rounded, one as it was, or all expanded."""
+    if ops is NativeOps and native.library_path() is None:
+        pytest.skip("the C++ kernels are not built")
+    tiny_models.build(tmp_path, "llama", hidden_size=64, intermediate_size=192, head_dim=16, tie_word_embeddings=False)
+    left_out, name = "model.layers.1.mlp.down_proj", tmp_path / "model.safetensors"
+    weight = load_file(name)[f"{left_out}.weight"].clone()
+    compress(tmp_path, kind, ignore=["lm_head", left_out])
+    tensors = {n: t.clone() for n, t in load_file(name).items() if not n.startswith(left_out)}
+    save_file({**tensors, f"{left_out}.weight": weight}, name, metadata={"format": "pt"})
+    made = ops() if ops is ReferenceOps else ops(1)
+    model = load_model(tmp_path, ops=made, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1)
+    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    args = EngineArgs(
+        model=str(tmp_path), dtype="bfloat16", device="cpu", kernels="reference" if ops is ReferenceOps else "cpu"
+    )
+    config, ledger = estimate(args, model.description)
+    assert config.model.quantization is None
+    assert model.weights_bytes - sum(tables.values()) == ledger.weights_bytes
+    dense = sum(weights_bytes(model.spec, 2).values())
+    assert (ledger.weights_bytes < dense) is (ops is ReferenceOps or kind != "fp8")
 
 
 @pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "int8", "int4-g32"])

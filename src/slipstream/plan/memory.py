@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.model.scheme import Scheme, WeightForm
+from slipstream.model.held import held_group
+from slipstream.model.parameters import parameters
+from slipstream.model.scheme import Scheme, WeightForm, WeightFormat
 from slipstream.model.spec import ModelSpec, MoESpec
 
 
@@ -39,6 +42,26 @@ def weights_bytes(
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
+    return found
+
+
+def held_bytes(
+    spec: ModelSpec, dtype_bytes: int, formats: Mapping[str, WeightFormat], *, on_cpu: bool = False
+) -> dict[str, int]:
+    """`weights_bytes` of a checkpoint that says weight by weight how it is rounded: `formats` are those of the weights held as
+    they are stored (`ModelDescription.held_formats`), the others are expanded."""
+    found, shapes = weights_bytes(spec, dtype_bytes), parameters(spec)
+    for name, fmt in formats.items():
+        rows, inner = shapes[name]
+        part = "mlp" if name.endswith((".up.weight", ".down.weight")) else "attention"
+        part = "output head" if name == "head.weight" else part
+        if fmt.inputs is not None:
+            held = rows * (inner + 4)  # a float32 scale a row
+        else:
+            size = held_group(fmt, rows, inner) or inner
+            scale_bytes = 4 if on_cpu and size == 128 else 2
+            held = rows * inner // 2 + rows * (inner // size) * scale_bytes * (1 if fmt.symmetric else 2)
+        found[part] += held - rows * inner * dtype_bytes
     return found
 
 
