@@ -23,12 +23,12 @@ from tests.model.test_compressed import SIZES, compress, log_probabilities
 
 
 def prune(folder, pattern="2:4"):
-    """Zeros in every projection: two of each four, or 70 % anywhere."""
+    """Zeros in every projection: two of each four, or 90 % anywhere, which every instruction set leaves out."""
     file = folder / "model.safetensors"
     tensors, generator = load_file(file), torch.Generator().manual_seed(0)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         order = torch.rand(tensors[name].shape, generator=generator)
-        keep = order > 0.7 if pattern != "2:4" else order.unflatten(1, (-1, 4)).argsort(-1).flatten(1) < 2
+        keep = order > 0.9 if pattern != "2:4" else order.unflatten(1, (-1, 4)).argsort(-1).flatten(1) < 2
         tensors[name] = (tensors[name] * keep).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
 
@@ -131,7 +131,7 @@ def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
     with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings) as llm:
         dense = {form.name: form for form in llm.ledger.forms}
     assert (set(dense), dense["int8"].num_products) == ({"int8", dtype}, 8)
-    prune(tmp_path, "70 %")
+    prune(tmp_path, "90 %")
     with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings) as llm:
         sparse = {form.name: form for form in llm.ledger.forms}
         assert f"8 sparse int8 ({sparse['sparse int8'].num_bytes:,} B)" in "\n".join(llm.ledger.describe())
@@ -139,7 +139,7 @@ def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
     assert (set(sparse), sparse["sparse int8"].num_products) == ({"sparse int8", dtype}, 8)
     weights = load_file(tmp_path / "model.safetensors")
     count = sum(w.numel() for n, w in weights.items() if n.endswith("_proj.weight"))
-    assert 0.425 < sparse["sparse int8"].num_bytes / count < 0.5  # 0.3 + 1/8, scales, and where panels begin
+    assert 0.225 < sparse["sparse int8"].num_bytes / count < 0.3  # 0.1 + 1/8, scales, and where panels begin
     model = load_with(tmp_path, getattr(torch, dtype), sparse_from=2.0)
     assert total == model.weights_bytes - dense["int8"].num_bytes + sparse["sparse int8"].num_bytes
 
@@ -154,7 +154,7 @@ def load_with(folder, dtype, **options):
 @pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
 def test_both_forms_give_the_same_logits(tmp_path):
     tiny_models.build(tmp_path, "qwen2", **SIZES)
-    prune(tmp_path, "70 %")
+    prune(tmp_path, "90 %")
     ours, theirs = (load_with(tmp_path, torch.float32, sparse_from=share) for share in (0.5, 2.0))
     assert [{f.name for f in m.forms} for m in (ours, theirs)] == [{"sparse int8", "float32"}, {"int8", "float32"}]
     assert torch.equal(run(ours, range(3, 40)), run(theirs, range(3, 40)))

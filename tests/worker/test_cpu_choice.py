@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.native import instruction_sets
 from slipstream.plan.hardware import available_cores
 from slipstream.worker import cpu_choice
@@ -92,3 +94,23 @@ def test_the_best_is_chosen(monkeypatch):
     threads_cost = {4: 1.0, 2: 0.5}
     assert cpu_choice._measure(4).num_threads == 2
     assert dataclasses.replace(choice, isa=None).reason == choice.reason
+
+
+def test_without_the_library_torchs_threads_are_measured(monkeypatch):
+    """Each candidate with as many threads as it says."""
+    threads = set()
+    product = CpuOps.linear
+
+    def linear(*args):
+        threads.add(torch.get_num_threads())
+        return product(*args)
+
+    monkeypatch.setattr(cpu_choice, "has_cpu_kernels", lambda: False)
+    monkeypatch.setattr(cpu_choice, "ROUNDS", 1)
+    monkeypatch.setattr(CpuOps, "linear", linear)
+    before = torch.get_num_threads()
+    choice = cpu_choice._measure(2)
+    torch.set_num_threads(before)
+    assert choice.isa is None
+    assert {t.kernels for t in choice.timings} == {"torch"}
+    assert threads == {1, 2}

@@ -9,6 +9,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import NativeOps
 from slipstream.worker import roofline
 from slipstream.worker.roofline import Ceilings, measure_ceilings, measure_roofline
+from tests import tiny_models
 
 CEILINGS = Ceilings(read=1e9, int8=4e9, bfloat16=2e9, float32=1e9)
 
@@ -57,3 +58,9 @@ def test_what_has_no_program_is_refused(tiny_model, given):
         measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)
     with LLM(str(tiny_model), max_model_len=64) as llm, pytest.raises(ConfigError, match="max_model_len"):
         measure_roofline(llm.core.runner, batch_sizes=[1], prompt=65, context=4)
+
+
+def test_an_encoder_is_refused(tmp_path, given):
+    tiny_models.build_encoder(tmp_path)
+    with LLM(str(tmp_path), skip_tokenizer_init=True) as llm, pytest.raises(ConfigError, match="encoder"):
+        measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)
