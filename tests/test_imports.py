@@ -23,7 +23,7 @@ FILES = {
 BASE = ("errors", "types", "config")
 DESCRIPTION = (
     *("model.spec", "model.scheme", "model.quantization_config", "model.description", "model.families"),
-    "model.parameters",
+    *("model.parameters", "model.held"),
     "model.pooling",
 )
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
@@ -31,7 +31,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "types": ("errors",),
     "config": ("errors", "model.scheme", "model.spec"),
     "hub": ("errors",),
-    "plan": (*BASE, "model.spec", "model.scheme"),
+    "plan": (*BASE, "model.spec", "model.scheme", "model.parameters", "model.held"),
     "core": (*BASE, "model.spec"),
     "kernels": ("errors", "model.spec", "model.scheme"),
     "model": ("errors", "kernels"),

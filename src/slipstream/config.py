@@ -8,6 +8,7 @@ is changed afterwards, save by `with_memory_limits`, which returns a new config 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,7 @@ class CacheConfig:
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
+    tables_per_seq: int = 1  # 2 beside an encoder, whose text has blocks of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,21 +148,28 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
+        """Of one table: a prompt with its answer, or one of the two where an encoder reads the prompt."""
         return -(-self.model.max_model_len // self.cache.block_size)
+
+    @property
+    def longest_seq_blocks(self) -> int:
+        """What a sequence takes that is as long as can be, all of its tables together."""
+        return self.cache.tables_per_seq * self.max_blocks_per_seq
 
     def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lowered if it was left on auto, else an error."""
-        capacity = num_blocks * self.cache.block_size
+        capacity = num_blocks // self.cache.tables_per_seq * self.cache.block_size
         wanted = self.model.max_model_len
         if capacity >= wanted:
             return self
-        need = self.max_blocks_per_seq * block_bytes
+        need = self.longest_seq_blocks * block_bytes
         more = "gpu_memory_utilization or kv_cache_bytes" if self.device.facts.is_cuda else "kv_cache_bytes"
         have = num_blocks * block_bytes
+        each = " of prompt and of answer" if self.cache.tables_per_seq > 1 else ""
         if self.origins["max_model_len"].source == "user":
             raise OutOfMemoryError(
                 f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
-                f"{have / 2**30:.2f} GiB ({capacity} tokens); lower max_model_len or give the cache more memory ({more})",
+                f"{have / 2**30:.2f} GiB ({capacity} tokens{each}); lower max_model_len or give the cache more memory ({more})",
                 field="max_model_len",
             )
         if capacity < self.cache.block_size:
@@ -168,7 +177,7 @@ class EngineConfig:
                 f"no memory is left for the KV cache; use a smaller model or dtype, or raise {more}",
                 field="kv_cache_bytes",
             )
-        origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens")
+        origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens{each}")
         return dataclasses.replace(
             self,
             model=dataclasses.replace(self.model, max_model_len=capacity),
@@ -201,6 +210,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         if on_cpu and (held not in ("int8", "int4", "int4-g32") or args.kernels == "torch"):
             held, held_why = None, "the checkpoint's rounded weights are expanded: a CPU's kernels have no product with them"
     _reject_unsupported(args, device, args.quantization or held, held, model.kv_cache)
+    _check_products(model, device, args.kernels)
     spec = model.spec
 
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
@@ -349,6 +359,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             gpu_memory_utilization=share,
             kv_cache_bytes=args.kv_cache_bytes,
             enable_prefix_caching=prefixes,
+            tables_per_seq=1 if spec.encoder is None else 2,
         ),
         scheduling=SchedulingConfig(
             policy=args.scheduling_policy,  # type: ignore[arg-type]
@@ -432,6 +443,26 @@ def _reject_unsupported(
         )
 
 
+def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], frozenset[str]]:
+    """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
+    if device.is_cuda or kernels == "reference":
+        return frozenset(("fp8", "int8", "int4")), frozenset(("fp8", "int8", "int4"))
+    return frozenset(() if kernels == "torch" else ("int8", "int4")), frozenset()
+
+
+def _check_products(model: ModelDescription, device: DeviceFacts, kernels: str) -> None:
+    """Where a checkpoint says product by product how it is rounded, the device has each of these products."""
+    capability, held = device.compute_capability, model.held_formats(*held_products(kernels, device))
+    eight = [name for name, fmt in held.items() if fmt.product == "fp8"]
+    if eight and capability and capability < (8, 9):
+        raise ConfigError(
+            f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "
+            f"capability 8.9 or more; {device.name} has {capability[0]}.{capability[1]}: take a checkpoint in int8, int4 or "
+            "16 bits",
+            field="model",
+        )
+
+
 DENSE_SHARE = 0.25
 """The largest share of a GPU's memory that dense copies of 4-bit weights take unasked."""
 
@@ -440,14 +471,20 @@ def _choose_dense_copies(
     args: EngineArgs, model: ModelDescription, device: DeviceFacts, quantization: str | None, choose: Callable[..., Any]
 ) -> bool:
     """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
+    spec = model.spec
     scheme = None if quantization is None else SCHEMES[quantization]
-    if scheme is None or scheme.inputs is not None or scheme.experts_only or not _has_tiles(args, device):
+    held = model.held_formats(*held_products(args.kernels, device))
+    parameters = 0  # of 4-bit weights that are not experts'
+    if held:
+        sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+        parameters = sum(sizes[n] for n, fmt in held.items() if fmt.product == "int4" and ".experts." not in n)
+    elif scheme is not None and scheme.inputs is None and not scheme.experts_only:
+        products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]
+        parameters = sum(p.rows * p.inner for p in products)
+    if not parameters or not _has_tiles(args, device):
         if args.dense_copies:
             raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
         return False
-    spec = model.spec
-    products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]  # not the experts'
-    parameters = sum(p.rows * p.inner for p in products)
     fits = 2 * parameters <= DENSE_SHARE * device.memory_bytes
     share = f"{2 * parameters / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
     chosen: bool = choose("dense_copies", fits, "device", share)

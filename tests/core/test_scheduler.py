@@ -353,6 +353,13 @@ def test_stop_tokens_and_min_tokens():
     assert set(engine.ends.values()) == {FinishReason.STOP}
 
 
+def test_an_encoders_text_counts_where_a_request_never_fits():
+    scheduler = Scheduler(config(num_blocks=6, enable_prefix_caching=False))
+    usable = 5 * BLOCK
+    with pytest.raises(ContextLengthError, match=f"are {usable + 2} tokens and the KV cache holds {usable}"):
+        scheduler.add(request("a", [1], max_tokens=1 + BLOCK, encoder_token_ids=tuple(range(4 * BLOCK))))
+
+
 def test_what_can_never_run_is_refused():
     scheduler = Scheduler(config(num_blocks=6, max_queue=1))
     with pytest.raises(ContextLengthError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import ConfigError, ContextLengthError, RequestError
+from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
 from tests import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4)
@@ -68,6 +68,21 @@ def test_preempted_answers_are_the_same(t5):
         assert answers(llm, PROMPTS) == expected
         assert llm.stats().num_preemptions > 0
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_the_prompts_blocks_count_as_well(t5):
+    path, _ = t5
+    block = 2 * 3 * 3 * 8 * 4 * 4  # as above
+    with LLM(str(path), max_model_len=96, max_num_seqs=3, **SETTINGS) as llm:  # unasked: room for all sequences
+        assert llm.ledger.num_blocks == 3 * 2 * 24 + 1
+        assert llm.ledger.num_full_sequences == 3
+    with pytest.raises(OutOfMemoryError, match="92 tokens of prompt and of answer") as caught:
+        LLM(str(path), max_model_len=96, kv_cache_bytes=block * 48, **SETTINGS)
+    assert caught.value.field == "max_model_len"
+    with LLM(str(path), kv_cache_bytes=block * 48, **SETTINGS) as llm:  # 47 blocks, 23 for each
+        assert llm.config.model.max_model_len == 92
+        longest = SamplingParams(temperature=0, max_tokens=91, ignore_eos=True)
+        assert len(answers(llm, [[7] * 92], longest)[0]) == 91
 
 
 def test_choices_share_one_encoded_prompt(t5):

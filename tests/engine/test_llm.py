@@ -298,9 +298,14 @@ def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
         assert caught.value.field == "quantization"
 
 
-def on_a_gpu(path, **settings):
+def on_a_gpu(path, capability=(9, 0), memory=2**34, **settings):
     facts = DeviceFacts(
-        device="cuda:0", name="a GPU", memory_bytes=2**34, free_bytes=2**34, best_dtype="bfloat16", compute_capability=(9, 0)
+        device="cuda:0",
+        name="a GPU",
+        memory_bytes=memory,
+        free_bytes=memory,
+        best_dtype="bfloat16",
+        compute_capability=capability,
     )
     return resolve(EngineArgs(model=str(path), **settings), read_spec(path), facts)
 
@@ -310,6 +315,46 @@ def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
     with pytest.raises(ConfigError) as caught:
         on_a_gpu(path, quantization="int4", dtype="float32")
     assert caught.value.field == "dtype"
+
+
+def rounded_but_for_one(folder, **group):
+    """A checkpoint's config whose products are rounded by `group`, but for one of its layers."""
+    tiny_models.build(folder, "llama", hidden_size=64, intermediate_size=192, head_dim=16)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "output_activations": None, **group}},
+        "ignore": ["lm_head", "model.layers.0.mlp.down_proj"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_an_older_gpu_has_no_products_of_fp8_also_where_only_some_are(tmp_path):
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    rounded_but_for_one(
+        tmp_path,
+        weights={**eight, "strategy": "channel", "dynamic": False},
+        input_activations={**eight, "strategy": "token", "dynamic": True},
+    )
+    assert on_a_gpu(tmp_path).model.quantization is None
+    with pytest.raises(ConfigError, match=r"7 of .* are FP8.* has 8\.0") as caught:
+        on_a_gpu(tmp_path, capability=(8, 0))
+    assert caught.value.field == "model"
+
+
+def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    rounded_but_for_one(tmp_path, weights=weights, input_activations=None)
+    found = on_a_gpu(tmp_path)
+    assert found.device.dense_copies
+    assert not on_a_gpu(tmp_path, dense_copies=False).device.dense_copies
+    spec = read_spec(tmp_path).spec
+    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.products(spec.hidden_size))
+    copies = 2 * (all_products - 64 * 192)
+    assert on_a_gpu(tmp_path, memory=4 * copies).device.dense_copies
+    assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies
 
 
 def test_the_cache_takes_what_is_left_of_its_share(path):

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
+from slipstream.cli.info import estimate
+from slipstream.config import EngineArgs
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
@@ -67,6 +70,14 @@ def compress(folder, kind, **config):
         "kv_cache_scheme": None,
         **config,
     }
+    path.write_text(json.dumps(written))
+
+
+def compress_config(folder, **changes):
+    """Change a checkpoint's quantization_config alone."""
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    written["quantization_config"].update(changes)
     path.write_text(json.dumps(written))
 
 
@@ -287,6 +298,31 @@ def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
     assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("ops", [ReferenceOps, NativeOps])
+def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kind, ops):
+    """What a checkpoint holds by weights, and `info` says: some products rounded, one as it was, or all expanded."""
+    if ops is NativeOps and native.library_path() is None:
+        pytest.skip("the C++ kernels are not built")
+    tiny_models.build(tmp_path, "llama", hidden_size=64, intermediate_size=192, head_dim=16, tie_word_embeddings=False)
+    left_out, name = "model.layers.1.mlp.down_proj", tmp_path / "model.safetensors"
+    weight = load_file(name)[f"{left_out}.weight"].clone()
+    compress(tmp_path, kind, ignore=["lm_head", left_out])
+    tensors = {n: t.clone() for n, t in load_file(name).items() if not n.startswith(left_out)}
+    save_file({**tensors, f"{left_out}.weight": weight}, name, metadata={"format": "pt"})
+    made = ops() if ops is ReferenceOps else ops(1)
+    model = load_model(tmp_path, ops=made, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1)
+    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    args = EngineArgs(
+        model=str(tmp_path), dtype="bfloat16", device="cpu", kernels="reference" if ops is ReferenceOps else "cpu"
+    )
+    config, ledger = estimate(args, model.description)
+    assert config.model.quantization is None
+    assert model.weights_bytes - sum(tables.values()) == ledger.weights_bytes
+    dense = sum(weights_bytes(model.spec, 2).values())
+    assert (ledger.weights_bytes < dense) is (ops is ReferenceOps or kind != "fp8")
+
+
 @pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "int8", "int4-g32"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):
@@ -318,6 +354,22 @@ def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
     exact, expanded = (torch.tensor(log_probabilities(tmp_path, kernels=k)) for k in ("reference", kernels))
     atol = 1e-4 if (kind, kernels) == ("int4-g32", "torch") else 0.3
     torch.testing.assert_close(exact, expanded, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_dummy_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
+    """Also where not all are: that is refused, and where the ops expand the checkpoint's weights nothing is rounded."""
+    tiny_models.build(tmp_path, "llama", **SIZES)
+    compress(tmp_path, kind)
+    settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=64)
+    real, dummy = (load_model(tmp_path, ops=ReferenceOps(), load_format=f, **settings) for f in ("auto", "dummy"))
+    assert dummy.forms == real.forms
+    assert dummy.weights_bytes == real.weights_bytes
+    assert {f.name for f in load_model(tmp_path, ops=CpuOps(), load_format="dummy", **settings).forms} == {"bfloat16"}
+    compress_config(tmp_path, ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    with pytest.raises(CheckpointError, match="several") as caught:
+        load_model(tmp_path, ops=ReferenceOps(), load_format="dummy", **settings)
+    assert caught.value.field == "load_format"
 
 
 def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):

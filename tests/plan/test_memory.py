@@ -68,6 +68,13 @@ def test_ledger_adds_up():
     assert ledger(num_blocks=0, kv_bytes=0).num_full_sequences == 0
 
 
+def test_beside_an_encoder_prompt_and_answer_have_blocks_each():
+    twice = ledger(tables_per_seq=2)
+    assert twice.num_full_sequences == 34  # of 35,839 usable blocks each takes 2 · 512
+    assert "34 sequences of 8,192, prompt and answer each" in "\n".join(twice.describe())
+    assert ledger(num_blocks=11, max_model_len=24).num_full_sequences == 5  # a block is nobody else's
+
+
 def test_describe_names_every_part_in_bytes():
     text = "\n".join(ledger().describe())
     for value in (16 * GIB, 2 * GIB, GIB, 70 * GIB, 1234, 90 * GIB, ledger().left_bytes):

@@ -17,9 +17,9 @@ from tests.server.conftest import serving
 TEXTS = ["the cat", "sing the song of the road .", ""]
 
 
-def start(path, **settings):
+def start(path, served=None, **settings):
     args = EngineArgs(model=str(path), dtype="float32", device="cpu", num_threads=1, **settings)
-    return serving(start=lambda: AsyncLLM.start(args), served_model_names=("m",))
+    return serving(start=lambda: AsyncLLM.start(args), served_model_names=("m",), **(served or {}))
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,24 @@ def test_too_long_is_cut_when_asked(server):
     body = {"truncate_prompt_tokens": -1}
     answer = server.client().embeddings.create(model="m", input=["the " * 80], extra_body=body)
     assert answer.usage.prompt_tokens == 64
+
+
+def test_texts_are_limited_and_counted_as_choices_are(path):
+    with start(path, served={"max_choices_per_request": 3}) as server, server.http() as http:
+        rerank = {"model": "m", "query": "the cat"}
+        assert http.post("/v1/embeddings", json={"model": "m", "input": TEXTS}).status_code == 200
+        assert http.post("/rerank", json={**rerank, "documents": TEXTS[:2]}).status_code == 200
+        assert sum(server.state.metrics.finished.values()) == 6
+        assert 'slipstream:request_success_total{finish_reason="stop",model_name="m"} 6.0' in http.get("/metrics").text
+        for route, body, param in (
+            ("/v1/embeddings", {"model": "m", "input": ["the"] * 4}, "input"),
+            ("/rerank", {**rerank, "documents": TEXTS}, "documents"),  # and the query
+        ):
+            refused = http.post(route, json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+            assert "4 texts" in refused.text
+            assert "at most 3" in refused.text
+        assert sum(server.state.metrics.finished.values()) == 6
 
 
 def test_an_encoder_writes_nothing(server):

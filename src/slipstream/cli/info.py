@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.console import print_facts, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, resolve
+from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, held_products, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
 from slipstream.model.spec import DenseSpec, LatentAttentionSpec, MoESpec
-from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks, weights_bytes
+from slipstream.plan.memory import (
+    MemoryLedger,
+    block_bytes,
+    held_bytes,
+    kv_budget,
+    plan_kv,
+    scratch_blocks,
+    weights_bytes,
+)
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -43,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     config, ledger = estimate(settings, description)
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
-    parts = weights_bytes(spec, DTYPE_BYTES[dtype], SCHEMES[scheme] if scheme else None, on_cpu=by_cpu_kernels(config))
+    parts = bytes_by_part(config, description)
     if args.json:
         print_json(
             {
@@ -104,6 +112,18 @@ def describe_vectors(description: ModelDescription) -> str:
     return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (", length 1" if how.normalize else "")
 
 
+def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[str, int]:
+    """The weights' as an engine with these settings holds them."""
+    spec, size, by_cpu = description.spec, DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
+    formats = description.held_formats(*held_products(config.device.kernels, config.device.facts))
+    if formats:
+        return held_bytes(spec, size, formats, on_cpu=by_cpu)
+    scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
+    if scheme is not None and scheme.experts_only and not config.device.facts.is_cuda:
+        scheme = None  # expanded
+    return weights_bytes(spec, size, scheme, on_cpu=by_cpu)
+
+
 def by_cpu_kernels(config: EngineConfig) -> bool:
     return not config.device.facts.is_cuda and config.device.kernels in ("auto", "cpu")
 
@@ -162,12 +182,9 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     config = resolve(args, description, facts)
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
-    scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
-    if scheme is not None and scheme.experts_only and not facts.is_cuda:
-        scheme = None  # expanded
-    by_cpu = by_cpu_kernels(config)
-    weights = sum(weights_bytes(spec, DTYPE_BYTES[config.model.dtype], scheme, on_cpu=by_cpu).values())
-    if by_cpu and scheme is None:
+    weights = sum(bytes_by_part(config, description).values())
+    held = description.held_formats(*held_products(config.device.kernels, facts))
+    if by_cpu_kernels(config) and not held and config.model.quantization in (None, "mxfp4"):
         weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights
     elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
@@ -193,4 +210,5 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=config.model.max_model_len,
+        tables_per_seq=config.cache.tables_per_seq,
     )

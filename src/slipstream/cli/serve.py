@@ -156,7 +156,7 @@ class Banner:
         return (
             f"Slipstream serves {', '.join(self.models)} at {self.url} (started in {self.start_s:.1f} s)\n"
             f"{self.device}, {self.dtype}{tiles}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
-            f"{ledger.num_kv_tokens:,} tokens: {ledger.num_full_sequences} sequences of {ledger.max_model_len:,}"
+            + ledger.describe_capacity()
             + (f"\nproducts: {ledger.describe_forms()}" if ledger.forms else "")
         )
 

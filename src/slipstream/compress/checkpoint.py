@@ -21,8 +21,9 @@ from torch import Tensor
 
 from slipstream.compress.quantize.rounding import Grid, Rounded
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.model.compressed import expanded, is_product
+from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription, huggingface_config
+from slipstream.model.held import is_product
 from slipstream.model.packing import pack_words, unpack_words
 from slipstream.model.parameters import Placement, Transpose, parameters
 from slipstream.model.quantization_config import StoredFormats

@@ -127,7 +127,8 @@ class Scheduler:
         computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
         if self._blocks_for(computed) + self._blocks_for(len(spec.encoder_token_ids)) > self.pool.num_usable:
             raise ContextLengthError(
-                f"prompt and answer are {total} tokens and the KV cache holds {self.pool.num_usable * config.block_size}; "
+                f"prompt and answer are {total + len(spec.encoder_token_ids)} tokens and the KV cache holds "
+                f"{self.pool.num_usable * config.block_size}; "
                 "ask for fewer, or give the cache more memory",
                 field="prompt",
             )

@@ -246,6 +246,7 @@ def _fit(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=config.model.max_model_len,
+        tables_per_seq=config.cache.tables_per_seq,
         forms=runner.model.forms,
     )
     return config, ledger

@@ -27,12 +27,12 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
+from slipstream.model.held import PRODUCTS, held_group
 from slipstream.model.packing import numbers, stored_parts, stored_shape, unpack_words
 from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import Method, StoredFormats
 from slipstream.model.scheme import FORMATS, SCHEMES, WeightFormat
 
-PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 PARTS = ("weight", "weight_scale", "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -44,44 +44,10 @@ Stored = tuple[str, Shape, Callable[[], Tensor]]
 """A tensor of a checkpoint: its name, its shape, and how to read it."""
 
 
-def is_product(target: str) -> bool:
-    """Whether it is a weight that may be rounded: of a layer's product, or the output head's."""
-    return target == "head.weight" or target.endswith(PRODUCTS)
-
-
 def scheme_formats(shapes: Mapping[str, Shape], scheme: str) -> dict[str, WeightFormat]:
     """Every product's weight by one scheme, and the head's if it says so."""
     heads = ("head.weight",) if SCHEMES[scheme].head else ()
     return {name: FORMATS[scheme] for name in shapes if name.endswith(PRODUCTS) or name in heads}
-
-
-def held_formats(
-    names: Mapping[str, Placement],
-    shapes: Mapping[str, Shape],
-    formats: StoredFormats,
-    rounded: frozenset[str],
-    rounded_experts: frozenset[str],
-) -> dict[str, WeightFormat]:
-    """The format of each of our weights that can be held as the checkpoint has it, of those `names` that an op set with such
-    products has: the parts that we hold as one must agree."""
-    found: dict[str, set[WeightFormat | None]] = {}
-    for name, place in names.items():
-        if is_product(place.target):
-            fmt = formats.of(name.removesuffix(".weight"))
-            able = rounded_experts if ".experts." in place.target else rounded
-            plain = place.transform is None and place.copies is None
-            ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
-            found.setdefault(place.target, set()).add(fmt if ours else None)
-    return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
-
-
-def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
-    """The size of the groups that a weight [rows, inner] is held by here: one that the products have, scales being repeated.
-    0: by rows. None: the products do not cut it."""
-    if fmt.inputs is not None:
-        return None if rows % 16 or inner % 16 else 0
-    whole = fmt.group_size or inner
-    return next((size for size in (128, 32) if whole % size == 0 and inner % max(size, 64) == 0 == inner % whole), None)
 
 
 def expanded(stored: Iterable[Stored], formats: StoredFormats, is_wanted: Callable[[str], bool]) -> Iterator[Stored]:

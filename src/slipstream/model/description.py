@@ -13,9 +13,11 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
+from slipstream.model.held import held_formats
+from slipstream.model.parameters import Shape, parameters
 from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
-from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat
+from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, WeightFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -54,6 +56,18 @@ class ModelDescription:
     def kv_cache(self) -> InputFormat | None:
         """The checkpoint has scales for a cache of this form."""
         return self.quantization.kv_cache if self.quantization is not None else None
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Every parameter's, by our names."""
+        return parameters(self.spec)
+
+    def held_formats(self, rounded: frozenset[str], rounded_experts: frozenset[str]) -> dict[str, WeightFormat]:
+        """Of compressed-tensors' checkpoints: the format of each of our weights that is held as it is stored, by ops with
+        products of these names (`OpSet.rounded`). The others are expanded; of other checkpoints none are told apart."""
+        if self.quantization is None or self.quantization.formats is None:
+            return {}
+        return held_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded, rounded_experts)
 
     def bytes_on_cpu(self, dtype_bytes: int) -> int | None:
         """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""

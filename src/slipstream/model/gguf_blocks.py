@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import BlockLinear, BlockRows, Linear
-from slipstream.model.compressed import PRODUCTS as LAYER_PRODUCTS
 from slipstream.model.gguf import GGUFFile
+from slipstream.model.held import PRODUCTS as LAYER_PRODUCTS
 from slipstream.model.parameters import Placement, Shape, Unpermute
 
 PRODUCTS = (*LAYER_PRODUCTS, "head.weight", "embed.weight")

@@ -11,13 +11,14 @@ import torch
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
 from slipstream.kernels.ops import Linear, OpSet
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights, held_formats, scheme_formats
+from slipstream.model.compressed import RoundedWeights, scheme_formats
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
+from slipstream.model.quantization_config import StoredQuantization
 from slipstream.model.scheme import SCHEMES, Scheme, WeightForm
 from slipstream.model.spec import AttentionSpec, ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
@@ -58,7 +59,8 @@ def load_model(
     description = read_spec(path)
     stored, shapes = description.quantization, parameters(description.spec)
     if stored is not None and stored.formats is not None:
-        scheme = None  # each weight is held as it is, or expanded
+        # Each weight is held as it is, or expanded; random ones are rounded as a checkpoint's would be.
+        scheme = _dummy_scheme(stored, ops) if load_format == "dummy" else None
     elif stored is not None and stored.scheme is not None:
         scheme = SCHEMES[stored.scheme]
     if load_format not in ("auto", "dummy", description.format):
@@ -78,8 +80,7 @@ def load_model(
                     rounded = Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
                 elif stored is not None and (stored.scheme is not None or stored.formats is not None):
                     if stored.formats is not None:
-                        names = description.family.names(description.spec)
-                        held = held_formats(names, shapes, stored.formats, ops.rounded, ops.rounded_experts)
+                        held = description.held_formats(ops.rounded, ops.rounded_experts)
                     else:
                         held = scheme_formats(shapes, stored.scheme or "")
                     rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
@@ -98,6 +99,20 @@ def load_model(
         linears = rounded.linears() if rounded is not None else {}
         decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
     return LoadedModel(description, decoder, _bytes(decoder), _forms(decoder), cache_scales)
+
+
+def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:
+    """What random weights are rounded by, in place of a checkpoint's that `ops` holds rounded; None if it expands all of them.
+    CheckpointError if they are not all held alike."""
+    if stored.formats is None or not stored.formats.products & (ops.rounded | ops.rounded_experts):
+        return None
+    if stored.scheme is None:
+        raise CheckpointError(
+            "load_format='dummy' makes weights of one format, and this checkpoint's products have several, or some are left "
+            "as they were; load its own weights (load_format='auto')",
+            field="load_format",
+        )
+    return SCHEMES[stored.scheme]
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:

@@ -44,6 +44,11 @@ class StoredFormats:
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignore: tuple[str, ...] = ()
 
+    @property
+    def products(self) -> frozenset[str]:
+        """The products that compute with some of the weights as they are: fp8, int8, int4."""
+        return frozenset(fmt.product for _, fmt in self.groups if fmt.product is not None)
+
     def of(self, module: str) -> WeightFormat | None:
         """`module` is the checkpoint's name of a weight, without .weight."""
         if any(_matches(module, target) for target in self.ignore):

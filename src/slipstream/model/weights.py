@@ -17,10 +17,11 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights, expanded, is_product
+from slipstream.model.compressed import RoundedWeights, expanded
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import GGUF_FREQUENCIES
 from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.held import is_product
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import (
     MinusOne,

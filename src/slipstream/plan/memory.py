@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.model.scheme import Scheme, WeightForm
+from slipstream.model.held import held_group
+from slipstream.model.parameters import parameters
+from slipstream.model.scheme import Scheme, WeightForm, WeightFormat
 from slipstream.model.spec import ModelSpec, MoESpec
 
 
@@ -39,6 +42,26 @@ def weights_bytes(
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head:
         round_product("output head", spec.vocab_size, spec.embed_width, beside=spec.tied_embeddings)
+    return found
+
+
+def held_bytes(
+    spec: ModelSpec, dtype_bytes: int, formats: Mapping[str, WeightFormat], *, on_cpu: bool = False
+) -> dict[str, int]:
+    """`weights_bytes` of a checkpoint that says weight by weight how it is rounded: `formats` are those of the weights held as
+    they are stored (`ModelDescription.held_formats`), the others are expanded."""
+    found, shapes = weights_bytes(spec, dtype_bytes), parameters(spec)
+    for name, fmt in formats.items():
+        rows, inner = shapes[name]
+        part = "mlp" if name.endswith((".up.weight", ".down.weight")) else "attention"
+        part = "output head" if name == "head.weight" else part
+        if fmt.inputs is not None:
+            held = rows * (inner + 4)  # a float32 scale a row
+        else:
+            size = held_group(fmt, rows, inner) or inner
+            scale_bytes = 4 if on_cpu and size == 128 else 2
+            held = rows * inner // 2 + rows * (inner // size) * scale_bytes * (1 if fmt.symmetric else 2)
+        found[part] += held - rows * inner * dtype_bytes
     return found
 
 
@@ -80,7 +103,7 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:
         allowed = total_bytes
-        full = (config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1) * block  # with the null block
+        full = (config.scheduling.max_num_seqs * config.longest_seq_blocks + 1) * block  # with the null block
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
@@ -97,7 +120,8 @@ class MemoryLedger:
 
     `activation_bytes` and `graph_bytes` are measured; `other_bytes` are the sequences' rows (tokens and block tables).
     One of `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as
-    loaded; empty in an estimate.
+    loaded; empty in an estimate. With two `tables_per_seq` a sequence's prompt, of up to `max_model_len` tokens, has blocks of
+    its own beside its answer's.
     """
 
     device: str
@@ -113,6 +137,7 @@ class MemoryLedger:
     block_size: int
     max_model_len: int
     forms: tuple[WeightForm, ...] = ()
+    tables_per_seq: int = 1
 
     @property
     def used_bytes(self) -> int:
@@ -129,7 +154,8 @@ class MemoryLedger:
     @property
     def num_full_sequences(self) -> int:
         """How many sequences of the longest length the KV cache holds at once."""
-        return self.num_kv_tokens // self.max_model_len
+        longest = self.tables_per_seq * -(-self.max_model_len // self.block_size)
+        return max(0, self.num_blocks - 1) // longest
 
     def describe(self) -> list[str]:
         """Lines for a person: each part in bytes and GiB, and what the cache buys."""
@@ -143,13 +169,14 @@ class MemoryLedger:
         }
         lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
         lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
-        lines.append(
-            f"the cache holds {self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of "
-            f"{self.max_model_len:,}"
-        )
+        lines.append(f"the cache holds {self.describe_capacity()}")
         if self.forms:
             lines.append(f"weights of products: {self.describe_forms()}")
         return lines
+
+    def describe_capacity(self) -> str:
+        each = ", prompt and answer each" if self.tables_per_seq > 1 else ""
+        return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}"
 
     def describe_forms(self) -> str:
         return ", ".join(f"{f.num_products} {f.name} ({f.num_bytes:,} B)" for f in self.forms)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from slipstream.engine.pooled import as_embedding, check_dimensions, rank, refuse_classifier, rerank_texts
 from slipstream.errors import RequestError
-from slipstream.server.errors import shutting_down
+from slipstream.server.errors import bad_request, shutting_down
 from slipstream.server.generation import encode, send_json
 from slipstream.server.limits import in_flight, read_body
 from slipstream.server.models import require_model
 from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.types import Prompt, TokensPrompt
+from slipstream.types import Prompt, RequestOutput, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
@@ -58,7 +58,7 @@ async def embeddings(state: ServerState, body: EmbeddingRequest, record: Request
         p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
     ]
     try:
-        outputs = await engine.embed(prompts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+        outputs = await _embed(state, prompts, body, "input")
     except RequestError as error:
         error.field = "input" if error.field in ("prompt", "prompt_token_ids") else error.field
         raise
@@ -79,7 +79,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     texts = rerank_texts(engine.description, body.query, documents)
     try:
-        outputs = await engine.embed(texts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+        outputs = await _embed(state, texts, body, "documents")
     except RequestError as error:
         error.field = "documents" if error.field == "prompt" else error.field
         raise
@@ -90,3 +90,15 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
         results.append({**one, "document": {"text": result.document}} if body.return_documents else one)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"id": f"rerank-{record.id}", "model": body.model, "results": results, "usage": usage}
+
+
+async def _embed(
+    state: ServerState, texts: Sequence[Prompt | tuple[str, str]], body: Pooled, field: str
+) -> list[RequestOutput]:
+    """The engine's answers, counted as choices are. A request for too many is refused, and `field` named."""
+    if len(texts) > (limit := state.settings.max_choices_per_request):
+        raise bad_request(f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}", field)
+    outputs = await state.engine.embed(texts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+    for output in outputs:
+        state.metrics.finished.update(choice.finish_reason for choice in output.outputs if choice.finish_reason is not None)
+    return outputs

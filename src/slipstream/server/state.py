@@ -74,7 +74,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
-    max_choices_per_request: int = 1024  # prompts times n
+    max_choices_per_request: int = 1024  # prompts times n, or texts to embed or to rerank
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0

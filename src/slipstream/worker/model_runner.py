@@ -192,8 +192,7 @@ class ModelRunner:
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
         model = self.config.model
-        tables = 2 if self.model.spec.encoder is not None else 1
-        per_row = (model.max_model_len + 1 + tables * self.config.max_blocks_per_seq) * 4
+        per_row = (model.max_model_len + 1 + self.config.longest_seq_blocks) * 4
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self) -> int:
