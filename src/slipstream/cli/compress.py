@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
                     dtype=dtype,
                     restart=args.restart,
                     progress=bar,
-                    finish=lambda folder, attempt=attempt: measure_it(folder, attempt),  # type: ignore[misc]
+                    finish=partial(measure_it, attempt=attempt),
                 )
             break
         except BudgetError as error:

@@ -100,7 +100,6 @@ class Names:
                 place(found[at.target], at).copy_(transform(read().float(), at.transform))
         return found
 
-
     def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, Grid]:
         """The grids of those rounded weights, of `formats` by our names, whose modules are in a file of `tensors`."""
         from safetensors import safe_open
@@ -231,6 +230,13 @@ def work_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
+def _write(file: Path, data: bytes) -> None:
+    """Whole, or as it was."""
+    temporary = file.with_suffix(".unfinished")
+    temporary.write_bytes(data)
+    os.replace(temporary, file)
+
+
 class Attempts:
     """What attempts at `out` cost that cost too much, in a file beside it, so that a command that backs off and is interrupted
     doesn't make them again. An attempt is told by everything that its cost depends on."""
@@ -249,9 +255,7 @@ class Attempts:
         """Its layers are dropped first: an interruption in between has them made again."""
         shutil.rmtree(work_folder(self.out), ignore_errors=True)
         self.costs[self._key(attempt)] = cost
-        temporary = self.path.with_suffix(".unfinished")
-        temporary.write_text(json.dumps(self.costs))
-        os.replace(temporary, self.path)
+        _write(self.path, json.dumps(self.costs).encode())
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -261,26 +265,32 @@ class Attempts:
         return hashlib.sha256(json.dumps(attempt, sort_keys=True).encode()).hexdigest()
 
 
+def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
+    """Make the folder `work`, or take what an interrupted run with the same `plan` left there. ConfigError if that was another
+    one, or if `out` is there already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
+    text = json.dumps(plan, sort_keys=True)
+    if restart:
+        shutil.rmtree(work, ignore_errors=True)
+    kept = work / "plan.json"
+    if kept.is_file() and kept.read_text() != text:
+        raise ConfigError(
+            f"{work} holds what an interrupted run with another recipe, model or text had finished; give --restart to drop it, "
+            "or another --out",
+            field="out",
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    _write(kept, text.encode())
+
+
 class WorkFolder:
     """Where finished layers wait, beside the result. `plan` is everything that a layer's numbers depend on: what was left by a
     run with another one is not taken."""
 
     def __init__(self, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
         self.out, self.path = out, work_folder(out)
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
-        text = json.dumps(plan, sort_keys=True)
-        if restart:
-            shutil.rmtree(self.path, ignore_errors=True)
-        kept = self.path / "plan.json"
-        if kept.is_file() and kept.read_text() != text:
-            raise ConfigError(
-                f"{self.path} holds the layers of an interrupted run with another recipe, model or text; give --restart to "
-                "drop them, or another --out",
-                field="out",
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write(kept, text.encode())
+        claim(self.path, out, plan, restart=restart)
 
     def part(self, name: str) -> Path:
         return self.path / f"{name}.safetensors"
@@ -299,7 +309,7 @@ class WorkFolder:
         temporary = self.path / f"{name}.unfinished"
         save_file(held, temporary, metadata={"format": "pt"})
         os.replace(temporary, self.part(name))
-        self._write(self.path / f"{name}.json", json.dumps(note).encode())
+        _write(self.path / f"{name}.json", json.dumps(note).encode())
 
     def publish(
         self,
@@ -327,11 +337,6 @@ class WorkFolder:
             with safe_open(self.part(part), framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dict)
                     yield name, opened.get_tensor(name)
-
-    def _write(self, file: Path, data: bytes) -> None:
-        temporary = file.with_suffix(".unfinished")
-        temporary.write_bytes(data)
-        os.replace(temporary, file)
 
 
 def write_surroundings(folder: Path, source: ModelDescription) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.compress.checkpoint import RECIPE_NAME, fingerprint
+from slipstream.compress.checkpoint import RECIPE_NAME, claim, fingerprint
 from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.distill import Files, StepRecord, distill_files
 from slipstream.compress.prune import prune, pruned_spec
@@ -73,20 +73,8 @@ def reshape(
     """Carry out the first part; the description of a dense checkpoint in the work folder, `.OUT.reshaped`. `publish` makes it
     the result, `clean` removes the folder."""
     shape_after(source, recipe)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
     work = work_folder(out)
-    identity = json.dumps({"recipe": recipe.as_data(), "source": fingerprint(source)}, sort_keys=True)
-    if restart:
-        shutil.rmtree(work, ignore_errors=True)
-    plan = work / "plan.json"
-    if plan.is_file() and plan.read_text() != identity:
-        raise ConfigError(
-            f"{work} holds an interrupted run with another recipe or model; give --restart to drop it, or another --out",
-            field="out",
-        )
-    work.mkdir(parents=True, exist_ok=True)
-    plan.write_text(identity)
+    claim(work, out, {"recipe": recipe.as_data(), "source": fingerprint(source)}, restart=restart)
     student = work / "student"
     if not student.is_dir():
         say("pruning")

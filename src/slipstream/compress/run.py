@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +133,8 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
             raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
         Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
         _check_parallel(spec.layers, {p.name: p.fmt for p in products})
-    before = sum(_numel(shape) for shape in before_shapes.values()) * element
-    after = sum(_numel(shape) for shape in shapes.values()) * element + sum(
+    before = sum(math.prod(shape) for shape in before_shapes.values()) * element
+    after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(
         p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
     )
     trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
@@ -291,7 +292,7 @@ class _Job:
     def do_layer(self, index: int) -> None:
         """Round a layer, if that is not done yet, and run the text through it."""
         part, prefix = f"layer-{index:05d}", f"layers.{index}."
-        if (note := self.work.note(part)) is None:
+        if self.work.note(part) is None:
             values = load_layer(self.original, index, self.device)
             if self.turn is not None:
                 rotate.rotate_layer(self.source.spec.layers[index], values, self.turn)
@@ -303,9 +304,9 @@ class _Job:
         if self.stream is not None:
             read = self.names.read(self.work.part(part), self.stored, device=self.device)
             values = {name.removeprefix(prefix): value for name, value in read.items()}
-            self.stream.states = self.stream.run(index, values, ObservingOps(inputs=self.fake_inputs(index, note)))
+            self.stream.states = self.stream.run(index, values, ObservingOps(inputs=self.fake_inputs(index)))
 
-    def fake_inputs(self, index: int, note: Mapping[str, Any]) -> dict[str, FakeInputs]:
+    def fake_inputs(self, index: int) -> dict[str, FakeInputs]:
         """How the inputs of the layer's products are rounded when it runs."""
         found = {}
         for name in ORDER:
@@ -520,13 +521,6 @@ def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
         )
     if not isinstance(quantize.bits, int):
         raise ConfigError("a budget of bits knows nothing of zeros; say how many bits, or leave sparsify out", field="bits")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
