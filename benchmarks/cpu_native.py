@@ -26,11 +26,10 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.hub import resolve_model
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import SCHEMES
 from slipstream.plan.hardware import available_cores
-from slipstream.worker.uniform import uniform_step
 
 BLOCK = 16
 FORMS: dict[str, dict[str, Any]] = {
@@ -75,7 +74,7 @@ def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict
     }.items():
         num_seqs, num_new, _ = shape
         meta, tokens = (
-            uniform_step(*shape, BLOCK),
+            AttentionMetadata.uniform(*shape, block_size=BLOCK),
             torch.randint(0, model.spec.vocab_size, (num_seqs * num_new,), dtype=torch.int32),
         )
         best, until = float("inf"), time.perf_counter() + seconds
@@ -92,7 +91,7 @@ def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One token's step by operator, averaged over many, with the rate at which weights are read."""
     step = model.decoder.compiled
     assert step is not None
-    kv, meta, rounds = cache(model, 16, dtype), uniform_step(1, 1, 128, BLOCK), 100
+    kv, meta, rounds = cache(model, 16, dtype), AttentionMetadata.uniform(1, 1, 128, block_size=BLOCK), 100
     tokens = torch.zeros(1, dtype=torch.int32)
     model.decoder.forward(tokens, kv, meta)
     step.program.profile("wall")
@@ -116,7 +115,7 @@ def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def perplexity(model: LoadedModel, ids: list[int], dtype: torch.dtype) -> float:
-    kv, meta, total, count = cache(model, 33, dtype), uniform_step(1, 512, 512, BLOCK), 0.0, 0
+    kv, meta, total, count = cache(model, 33, dtype), AttentionMetadata.uniform(1, 512, 512, block_size=BLOCK), 0.0, 0
     for i in range(0, len(ids) - 511, 512):
         window = torch.tensor(ids[i : i + 512], dtype=torch.int32)
         logits = model.decoder.logits(model.decoder.forward(window, kv, meta)).float()

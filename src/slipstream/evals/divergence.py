@@ -23,6 +23,7 @@ from slipstream.errors import ConfigError
 from slipstream.evals.perplexity import Progress, check_windows, scored, token_nll
 from slipstream.evals.scorer import STEP_TOKENS, Scorer
 from slipstream.evals.text import Window
+from slipstream.kernels.ops import AttentionMetadata
 
 TOP = 5
 LAYER_WINDOWS = 4
@@ -216,10 +217,10 @@ def layer_divergence(a: Scorer, b: Scorer, windows: Sequence[Window]) -> tuple[t
     return tuple(LayerDivergence(layer=i, own=own[i], state=state[i]) for i in range(len(own))), ""
 
 
-def _after(scorer: Scorer, layer: int, state: Tensor, meta: object) -> Tensor:
+def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -> Tensor:
     """The residual after a layer that reads `state` [T, E], which is kept as it is."""
     decoder = scorer.decoder
-    pending, residual = decoder.layers[layer](decoder.ops, state.clone(), None, scorer.kv[layer], meta)  # type: ignore[arg-type]
+    pending, residual = decoder.layers[layer](decoder.ops, state.clone(), None, scorer.kv[layer], meta)
     return pending.clone() if residual is None else pending + residual
 
 

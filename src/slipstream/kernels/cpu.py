@@ -229,8 +229,16 @@ class NativeOps(CpuOps):
         norm_offset: float = 0.0,
     ) -> Tensor:
         if kv.latent:
-            options = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=cos_sin)
-            return super().rope_and_cache(qkv, kv, meta, **options, interleaved=interleaved)  # type: ignore[arg-type]
+            return super().rope_and_cache(
+                qkv,
+                kv,
+                meta,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                cos_sin=cos_sin,
+                interleaved=interleaved,
+            )
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
         p = Program(self.engine)
         norms = [None if t is None else t.float() for t in (q_norm, k_norm)]

@@ -95,17 +95,26 @@ class AttentionMetadata:
     @classmethod
     def alone(cls, start: int, num_tokens: int, *, block_size: int, device: torch.device) -> AttentionMetadata:
         """One sequence, in blocks 1, 2, …: its tokens start … start + num_tokens − 1, those before being in the cache."""
-        end = start + num_tokens
-        positions = torch.arange(start, end, device=device)
+        return cls.uniform(1, num_tokens, start + num_tokens, block_size=block_size, device=device)
+
+    @classmethod
+    def uniform(
+        cls, num_seqs: int, num_new: int, length: int, *, block_size: int, device: torch.device | None = None
+    ) -> AttentionMetadata:
+        """`num_seqs` sequences of `length` tokens, the last `num_new` of them new; each has its own blocks, from block 1 on."""
+        num_blocks = -(-length // block_size)
+        table = (torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device) + 1).view(num_seqs, num_blocks)
+        positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)
+        rows = torch.arange(num_seqs, device=device).repeat_interleave(num_new)
         return cls(
-            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
-            block_table=torch.arange(1, -(-end // block_size) + 1, dtype=torch.int32, device=device)[None],
+            query_start_loc=torch.arange(0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device),
+            seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=device),
+            block_table=table,
             positions=positions,
-            slot_mapping=positions + block_size,
-            num_decodes=int(num_tokens == 1),
-            max_query_len=num_tokens,
-            max_seq_len=end,
+            slot_mapping=table[rows, positions // block_size].long() * block_size + positions % block_size,
+            num_decodes=num_seqs if num_new == 1 else 0,
+            max_query_len=num_new,
+            max_seq_len=length,
         )
 
 

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DType
-from slipstream.kernels.ops import LayerKV, OpSet, has_cpu_kernels, select_ops
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, OpSet, has_cpu_kernels, select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock
 from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
-from slipstream.worker.uniform import uniform_step
 
 FORMAT = 1
 ROUNDS = 12
@@ -157,7 +156,7 @@ def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[]
     kv = [LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in _SPEC.layers]
 
     def step(first: int, num_tokens: int) -> Callable[[], Tensor]:
-        meta = uniform_step(1, num_tokens, first + num_tokens, BLOCK)
+        meta = AttentionMetadata.uniform(1, num_tokens, first + num_tokens, block_size=BLOCK)
         ids = torch.zeros(num_tokens, dtype=torch.int32)
         return lambda: decoder.forward(ids, kv, meta)
 

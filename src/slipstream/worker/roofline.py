@@ -19,11 +19,10 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.native import Engine, Operator, Packed, Program, StepInputs
-from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.compiled import CompiledStep
 from slipstream.model.spec import AttentionSpec
 from slipstream.worker.model_runner import ModelRunner
-from slipstream.worker.uniform import uniform_step
 
 READ_BYTES = 256 * 2**20
 """Beyond the last level's cache."""
@@ -147,7 +146,7 @@ def measure_ceilings(engine: Engine) -> Ceilings:
 def _shares(
     step: CompiledStep, kv: list[LayerKV], num_seqs: int, num_new: int, length: int, block_size: int, ceilings: Ceilings
 ) -> tuple[OperatorShare, ...]:
-    meta = uniform_step(num_seqs, num_new, length, block_size)
+    meta = AttentionMetadata.uniform(num_seqs, num_new, length, block_size=block_size)
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
     programs = (step.program, step.head.program)
     rounds: list[list[int]] = []
