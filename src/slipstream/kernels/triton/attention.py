@@ -1,4 +1,5 @@
-"""Exact attention over the paged cache: one launch for decodes (and one that combines their parts), one for prefill chunks.
+"""Exact attention over the paged cache: one launch for decodes (and one that combines their parts), one for prefill chunks
+(on Hopper mostly `hopper`'s).
 
 Decode is bound by reading the cache, so the query heads that share a kv head stand in one tile and every block is read
 once; a sequence is split over several programs when there are too few sequences to fill the chip (flash-decoding, Dao et
@@ -20,12 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.triton import hopper
 from slipstream.kernels.triton.overlap import follow, overlapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
 CTAS_PER_SM = 4
 """Decode programs wanted per multiprocessor before sequences are no longer split."""
+FEW_ROWS = 64
+"""Queries times heads of a kv head, up to which Hopper's kernel (128 rows) would multiply mostly nothing."""
 
 
 @triton.jit
@@ -388,8 +392,9 @@ def paged_attention(
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). `deterministic`: one kernel and
-    one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
+    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages); a tile for prefill asks for the
+    kernel of this file. `deterministic`: one kernel and one tile for all, so that what a token sees is summed in an order that
+    depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -428,14 +433,21 @@ def paged_attention(
             _combine_kernel[grid](
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
-    if num_seqs > num_decodes:
+    num_rows = meta.max_query_len * shape["G"]
+    plain = alibi_slopes is None and distance_bias is None and causal
+    if num_seqs == num_decodes:
+        return out
+    if plain and prefill_tile is None and not deterministic and num_rows > FEW_ROWS and hopper.covers(q, kv):
+        hopper.prefill(
+            q, kv, meta, out, first_seq=num_decodes, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )  # fmt: skip
+    else:
         usual = (64, 32, 8, 2)
         if block_d <= 128:
             usual = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
             usual = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or usual
-        num_rows = meta.max_query_len * shape["G"]
         if num_rows <= 32 and not deterministic:
             block_m, warps = min(block_m, 32), min(warps, 4)
         tiles = triton.cdiv(num_rows, block_m)
