@@ -16,7 +16,7 @@ from slipstream.kernels.ops import LayerKV
 from slipstream.kernels.triton import hopper
 
 PROGRAM = """
-import json, sys, types
+import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -37,16 +37,18 @@ class Compiled:
 driver.set_active(Device())
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.triton import hopper
+from slipstream.kernels.triton.parts import Scratch
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
-torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=132)
+hopper.processors = lambda _: 132
 kind, dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
 meta = AttentionMetadata.uniform(2, 300, 400, block_size=16)
 k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
 q = torch.zeros(600, 32, dim, dtype=torch.bfloat16)
-hopper.prefill(q, kv, meta, torch.empty_like(q), first_seq=0, scale=0.1, window=None, softcap=None, sinks=None)
+options = dict(scale=0.1, window=None, softcap=None, sinks=None)
+hopper.prefill(q, kv, meta, torch.empty_like(q), scratch=Scratch(q.device), first_seq=0, **options)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binary.asm["sass"]]))
 """
 

@@ -13,8 +13,6 @@ How a sequence is split depends on its own length and on the launch, never on ti
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ from torch import Tensor
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.kernels.triton import hopper
 from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.parts import Scratch, processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
@@ -391,10 +390,11 @@ def paged_attention(
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
+    scratch: Scratch | None = None,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages); a tile for prefill asks for the
-    kernel of this file. `deterministic`: one kernel and one tile for all, so that what a token sees is summed in an order that
-    depends on nothing but its place."""
+    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). Prefill with a tile goes
+    through this file's kernel, without one through `hopper`'s where that is faster; it needs a scratch. `deterministic`: one
+    kernel and one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -434,12 +434,13 @@ def paged_attention(
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     num_rows = meta.max_query_len * shape["G"]
-    plain = alibi_slopes is None and distance_bias is None and causal
+    plain = alibi_slopes is None and distance_bias is None and causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
         return out
-    if plain and prefill_tile is None and not deterministic and num_rows > FEW_ROWS and hopper.covers(q, kv):
+    if plain and num_rows > FEW_ROWS and scratch is not None and hopper.covers(q, kv):
         hopper.prefill(
-            q, kv, meta, out, first_seq=num_decodes, scale=scale, window=window, softcap=softcap, sinks=sinks
+            q, kv, meta, out, scratch=scratch, first_seq=num_decodes, scale=scale, window=window, softcap=softcap,
+            sinks=sinks,
         )  # fmt: skip
     else:
         usual = (64, 32, 8, 2)
@@ -465,8 +466,3 @@ def num_splits(num_programs: int, max_seq_len: int, block_n: int, num_processors
     most = max(1, max_seq_len // (2 * block_n))
     splits = int(min(wanted, most, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

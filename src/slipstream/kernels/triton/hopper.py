@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.triton.parts import Scratch, processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
@@ -55,15 +56,6 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def _num_units(starts_ptr, seq, TOKENS: gl.constexpr):
     return (gl.load(starts_ptr + seq + 1) - gl.load(starts_ptr + seq) + TOKENS - 1) // TOKENS
-
-
-@gluon.jit
-def _item(turn, K: gl.constexpr):
-    """The (unit, kv head) that is this program's at its `turn`: there and back over the programs, as units get shorter."""
-    last = gl.num_programs(0) - 1
-    place = gl.where(turn % 2 == 0, gl.program_id(0), last - gl.program_id(0))
-    item = turn * (last + 1) + place
-    return item // K, item % K
 
 
 @gluon.jit
@@ -146,27 +138,35 @@ def _load_tile(
 
 
 @gluon.jit
+def _tell(news, AT: gl.constexpr, numbers):
+    """Leave a few numbers in shared memory."""
+    for i in gl.static_range(len(numbers)):
+        news.index(AT + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+
+
+@gluon.jit
+def _hear(news, i: gl.constexpr):
+    return gl.max(news.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
 def _produce(
-    q_desc, k, v, q_smem, k_smem, v_smem, bars, table_ptr, starts_ptr, lens_ptr, window, table_stride, first_seq, last_seq,
+    q_desc, k, v, q_smem, k_smem, v_smem, news, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window, table_stride,
+    first_seq, last_seq,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """`k`, `v`: descriptors of the cache as rows of D numbers, or (SCALED) pointers."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
     n = 0  # tiles so far: which place in the ring, and which time around
     turn = 0
-    unit, head = _item(turn, K)
-    seq, base, units = _find(unit, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
+    item = gl.program_id(0)
+    seq, base, units = _find(item // K, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
     while seq < last_seq:
-        token, _, _, low, high, end = _span(
-            unit, seq, base, units, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
+        head = item % K
+        token, left, position, low, high, end = _span(
+            item // K, seq, base, units, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
         )
-        for c in gl.static_range(2):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-            load_tile(
-                q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c)
-            )
         table = table_ptr + seq.to(gl.int64) * table_stride
         if SCALED:
             WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -182,6 +182,12 @@ def _produce(
                 k_words.index(slot).store(_halves(keys, FP8).reshape([BLOCK_N, D // 2]))
                 fence_async_shared()
                 mbarrier.arrive(k_full.index(slot), count=1)
+                if j == 0:
+                    for c in gl.static_range(2):
+                        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+                        _tell(news, 8 * c, (token, left, position, low, high, head))
+                        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+                        load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
                 ahead = gl.maximum(start - BLOCK_N, 0)
                 keys = _load_tile(k, table, ahead, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
                 mbarrier.wait(v_empty.index(slot), phase)
@@ -195,12 +201,26 @@ def _produce(
                 slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(slot), phase)
                 _copy_tile(k, table, start, end, head, k_full.index(slot), k_smem.index(slot), K, BLOCK_SIZE)
+                if j == 0:
+                    for c in gl.static_range(2):
+                        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+                        _tell(news, 8 * c, (token, left, position, low, high, head))
+                        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+                        load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
                 mbarrier.wait(v_empty.index(slot), phase)
                 _copy_tile(v, table, start, end, head, v_full.index(slot), v_smem.index(slot), K, BLOCK_SIZE)
                 n += 1
         turn += 1
-        unit, head = _item(turn, K)
-        seq, base, units = _find(unit, seq, base, last_seq, starts_ptr, TOKENS)
+        taken = gl.atomic_add(next_ptr, 1, sem="relaxed")
+        item = gl.num_programs(0) + taken
+        seq, base, units = _find(item // K, seq, base, last_seq, starts_ptr, TOKENS)
+        if (seq == last_seq) & (taken == base * K - 1):  # of all programs the last to ask
+            gl.store(next_ptr, 0)
+    nothing = gl.to_tensor(0)
+    for c in gl.static_range(2):
+        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+        _tell(news, 8 * c, (nothing, nothing, nothing, nothing, nothing, nothing))
+        mbarrier.arrive(q_full.index(c), count=1)
 
 
 @gluon.jit
@@ -231,11 +251,10 @@ def _weights(s, best, total, unit):
 
 @gluon.jit
 def _consume(
-    out_ptr, q_smem, k_smem, v_smem, bars, starts_ptr, lens_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    scale, softcap, window, first_seq, last_seq,
+    out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """The unit's rows C · 64 …: row r is token r // BLOCK_G and query head r % BLOCK_G (G of them are there)."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -247,17 +266,17 @@ def _consume(
     TILE: gl.constexpr = k_smem.layout
     dtype: gl.constexpr = k_smem.dtype
     given_dtype: gl.constexpr = q_smem.dtype
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
     given = _as(q_smem.index(C), given_dtype, [M, D], TILE)
     q = _as(given, dtype, [M, D], TILE)
     n = 0
+    rounds = 0
     turn = 0
-    unit, head = _item(turn, K)
-    seq, base, units = _find(unit, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
-    while seq < last_seq:
-        token, num_tokens, position, low, high, _ = _span(
-            unit, seq, base, units, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
-        )
+    mbarrier.wait(q_full.index(C), 0)
+    high = _hear(news, 8 * C + 4)
+    while high > 0:
+        token, left, position = _hear(news, 8 * C), _hear(news, 8 * C + 1), _hear(news, 8 * C + 2)
+        low, head = _hear(news, 8 * C + 3), _hear(news, 8 * C + 5)
         rows = gl.arange(0, M, ROWS)
         positions = position + C * (TOKENS // 2) + rows // BLOCK_G
         unit_of_s = scale * LOG2E
@@ -275,7 +294,6 @@ def _consume(
         # every row sees all keys from `least` up to `most`
         most = position + C * (TOKENS // 2) + 1
         least = position + TOKENS - window
-        mbarrier.wait(q_full.index(C), turn & 1)
         if SCALED:
             q.store(given.load(OUT).to(dtype))
             fence_async_shared()
@@ -295,11 +313,16 @@ def _consume(
         mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=high - low > 1)
         for j in range(1, high - low):
             slot, behind = n % STAGES, (n - 1) % STAGES
+            if PINGPONG:
+                mbarrier.wait(turns.index(C), (rounds & 1) ^ (1 - C))
+                rounds += 1
             s = gl.zeros([M, BLOCK_N], gl.float32, S_LAYOUT)
             s = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(behind), ((n - 1) // STAGES) & 1)
             v = v_smem.index(behind)
             acc = warpgroup_mma(weights, v.permute((1, 0)) if SCALED else v, acc, is_async=True)
+            if PINGPONG:
+                mbarrier.arrive(turns.index(1 - C), count=1)
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
             if HAS_SOFTCAP:
@@ -334,21 +357,21 @@ def _consume(
         r = gl.arange(0, M, gl.SliceLayout(1, OUT))
         t = C * (TOKENS // 2) + r // BLOCK_G
         place = ((token + t).to(gl.int64) * (K * G) + head * G + r % BLOCK_G) * D
-        live = (t < num_tokens) & (r % BLOCK_G < G)
+        live = (t < left) & (r % BLOCK_G < G)
         place = out_ptr + (place[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :])
         gl.store(gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]), out, mask=live[:, None])
         turn += 1
-        unit, head = _item(turn, K)
-        seq, base, units = _find(unit, seq, base, last_seq, starts_ptr, TOKENS)
+        mbarrier.wait(q_full.index(C), turn & 1)
+        high = _hear(news, 8 * C + 4)
 
 
 @gluon.jit(do_not_specialize=["window", "table_stride", "first_seq", "last_seq"])
 def _prefill_kernel(
-    q_desc, k, v, out_ptr, table_ptr, starts_ptr, lens_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_desc, k, v, out_ptr, next_ptr, table_ptr, starts_ptr, lens_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     scale, softcap, window, table_stride, first_seq, last_seq,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
-    PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    PINGPONG: gl.constexpr, PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[1]
     TOKENS: gl.constexpr = 2 * q_desc.block_type.shape[0]
@@ -361,23 +384,23 @@ def _prefill_kernel(
     q_full, q_empty = _barriers(2, 1), _barriers(2, 1)
     k_full, v_full = _barriers(STAGES, 1), _barriers(STAGES, 1)
     k_empty, v_empty = _barriers(STAGES, 2), _barriers(STAGES, 2)  # both consumers leave a tile
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    turns = _barriers(2, 1)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    news = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                out_ptr, q_smem, k_smem, v_smem, bars, starts_ptr, lens_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-                scale, softcap, window, first_seq, last_seq,
-                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
+                out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
+                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, PINGPONG,
             )),
             (_consume, (
-                out_ptr, q_smem, k_smem, v_smem, bars, starts_ptr, lens_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-                scale, softcap, window, first_seq, last_seq,
-                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
+                out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
+                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, PINGPONG,
             )),
             (_produce, (
-                q_desc, k, v, q_smem, k_smem, v_smem, bars, table_ptr, starts_ptr, lens_ptr, window, table_stride,
-                first_seq, last_seq, K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED,
+                q_desc, k, v, q_smem, k_smem, v_smem, news, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
+                table_stride, first_seq, last_seq, K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED,
             )),
         ],
         [4, PRODUCER_WARPS],
@@ -385,6 +408,7 @@ def _prefill_kernel(
     )  # fmt: skip
 
 
+QUERIES, KEYS = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(128, 16, 2)
 VERSIONS = ((3, 6), (3, 9))
 """Of Triton, the first and the last with which this file was compiled: Gluon's names still change."""
 TILES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
@@ -418,35 +442,37 @@ def prefill(
     meta: AttentionMetadata,
     out: Tensor,
     *,
+    scratch: Scratch,
     first_seq: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
     tile: tuple[int, int, int] | None = None,
+    pingpong: bool = False,
 ) -> None:
     """Attention of sequences `first_seq` … of a step into their rows of `out` [T, H, D]. `tile`: keys, tiles in the ring,
     registers of the producer's threads."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
     group = num_heads // num_kv_heads
-    block_g = triton.next_power_of_2(group)
+    block_g = 1 << (group - 1).bit_length()
     rows = CONSUMER_ROWS.value // block_g
     scaled = kv.k_scale is not None
-    block_n, stages, regs = tile or (*TILES[dim], (72 if dim == 256 else 104) if scaled else 24)
-    q_desc = TensorDescriptor.from_tensor(q, [rows, block_g, dim], gl.NVMMASharedLayout(128, 16, 3))
+    block_n, stages, regs = tile or (*TILES[dim], (88 if dim == 256 else 104) if scaled else 24)
+    q_desc = TensorDescriptor(q, list(q.shape), list(q.stride()), [rows, block_g, dim], QUERIES)
     k, v = kv.k, kv.v
     if not scaled:
-        piece = [min(block_size, block_n), dim]
-        k, v = (TensorDescriptor.from_tensor(t.view(-1, dim), piece, gl.NVMMASharedLayout(128, 16, 2)) for t in (k, v))
+        shape, piece = [kv.k.numel() // dim, dim], [min(block_size, block_n), dim]
+        k, v = (TensorDescriptor(t, shape, [dim, 1], piece, KEYS) for t in (k, v))
     k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
     num_units = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # at most
-    grid = (min(num_units * num_kv_heads, torch.cuda.get_device_properties(q.device).multi_processor_count),)
+    grid = (min(num_units * num_kv_heads, processors(q.device)),)
     _prefill_kernel[grid](
-        q_desc, k, v, out, meta.block_table, meta.query_start_loc, meta.seq_lens,
+        q_desc, k, v, out, scratch.next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
         q if sinks is None else sinks, k_scale, v_scale,
         scale, softcap or 1.0, window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0],
         K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, SCALED=scaled,
-        PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
+        PINGPONG=pingpong, PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
     )  # fmt: skip

@@ -1,10 +1,13 @@
-"""Products whose inner dimension is split over programs: each leaves its part, and the last to arrive adds them up in order.
+"""What kernels share on a device. Products whose inner dimension is split over programs: each leaves its part, and the last to
+arrive adds them up in order.
 
-The order is fixed, so the sum does not depend on who comes last. Counters are shared by all products of a device, so such
-kernels may not run beside each other: one stream only.
+The order is fixed, so the sum does not depend on who comes last. Counters are shared by all such kernels of a device, so they
+may not run beside each other: one stream only.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -14,10 +17,17 @@ from slipstream.kernels.tiles import NUM_COUNTERS
 
 
 class Scratch:
-    """What split products share on one device: counters of finished parts, all zero between kernels. One stream only."""
+    """Counters on one device, all zero between kernels: of the finished parts of split products, and of work that the programs
+    of a kernel fetch one by one. One stream only."""
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        self.next_item = torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
