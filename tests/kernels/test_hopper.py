@@ -37,7 +37,6 @@ class Compiled:
 driver.set_active(Device())
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.triton import hopper
-from slipstream.kernels.triton.parts import Scratch
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
 hopper.processors = lambda _: 132
@@ -48,7 +47,7 @@ scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
 q = torch.zeros(600, 32, dim, dtype=torch.bfloat16)
 options = dict(scale=0.1, window=None, softcap=None, sinks=None)
-hopper.prefill(q, kv, meta, torch.empty_like(q), scratch=Scratch(q.device), first_seq=0, **options)
+hopper.prefill(q, kv, meta, torch.empty_like(q), first_seq=0, **options)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binary.asm["sass"]]))
 """
 

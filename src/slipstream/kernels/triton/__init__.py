@@ -61,15 +61,12 @@ class TritonOps(OpSet):
         return self.adopt_linear(round_linear(weight, bias, scheme))
 
     def adopt_linear(self, w: Linear) -> Linear:
-        self._scratch_on(w.weight.device)
+        device = w.weight.device
+        if device not in self._scratch:
+            self._scratch[device] = parts.Scratch(device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
         return w
-
-    def _scratch_on(self, device: torch.device) -> parts.Scratch:
-        if device not in self._scratch:
-            self._scratch[device] = parts.Scratch(device)
-        return self._scratch[device]
 
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
@@ -171,7 +168,6 @@ class TritonOps(OpSet):
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,
-            scratch=self._scratch_on(q.device),
         )
 
     def gated_activation(

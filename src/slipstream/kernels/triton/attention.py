@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.kernels.triton import hopper
 from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import Scratch, processors
+from slipstream.kernels.triton.parts import processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
@@ -390,11 +390,10 @@ def paged_attention(
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
-    scratch: Scratch | None = None,
 ) -> Tensor:
     """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). Prefill with a tile goes
-    through this file's kernel, without one through `hopper`'s where that is faster; it needs a scratch. `deterministic`: one
-    kernel and one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
+    through this file's kernel, without one through `hopper`'s where that is there. `deterministic`: one kernel and
+    one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -437,10 +436,9 @@ def paged_attention(
     plain = alibi_slopes is None and distance_bias is None and causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
         return out
-    if plain and num_rows > FEW_ROWS and scratch is not None and hopper.covers(q, kv):
+    if plain and num_rows > FEW_ROWS and hopper.covers(q, kv):
         hopper.prefill(
-            q, kv, meta, out, scratch=scratch, first_seq=num_decodes, scale=scale, window=window, softcap=softcap,
-            sinks=sinks,
+            q, kv, meta, out, first_seq=num_decodes, scale=scale, window=window, softcap=softcap, sinks=sinks
         )  # fmt: skip
     else:
         usual = (64, 32, 8, 2)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.kernels.triton.parts import Scratch, processors
+from slipstream.kernels.triton.parts import processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
@@ -157,7 +157,7 @@ def _produce(
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """`k`, `v`: descriptors of the cache as rows of D numbers, or (SCALED) pointers."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n = 0  # tiles so far: which place in the ring, and which time around
     turn = 0
     item = gl.program_id(0)
@@ -211,11 +211,8 @@ def _produce(
                 _copy_tile(v, table, start, end, head, v_full.index(slot), v_smem.index(slot), K, BLOCK_SIZE)
                 n += 1
         turn += 1
-        taken = gl.atomic_add(next_ptr, 1, sem="relaxed")
-        item = gl.num_programs(0) + taken
+        item = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
         seq, base, units = _find(item // K, seq, base, last_seq, starts_ptr, TOKENS)
-        if (seq == last_seq) & (taken == base * K - 1):  # of all programs the last to ask
-            gl.store(next_ptr, 0)
     nothing = gl.to_tensor(0)
     for c in gl.static_range(2):
         mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
@@ -254,7 +251,7 @@ def _consume(
     out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr, PINGPONG: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """The unit's rows C · 64 …: row r is token r // BLOCK_G and query head r % BLOCK_G (G of them are there)."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -266,11 +263,10 @@ def _consume(
     TILE: gl.constexpr = k_smem.layout
     dtype: gl.constexpr = k_smem.dtype
     given_dtype: gl.constexpr = q_smem.dtype
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     given = _as(q_smem.index(C), given_dtype, [M, D], TILE)
     q = _as(given, dtype, [M, D], TILE)
     n = 0
-    rounds = 0
     turn = 0
     mbarrier.wait(q_full.index(C), 0)
     high = _hear(news, 8 * C + 4)
@@ -313,16 +309,11 @@ def _consume(
         mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=high - low > 1)
         for j in range(1, high - low):
             slot, behind = n % STAGES, (n - 1) % STAGES
-            if PINGPONG:
-                mbarrier.wait(turns.index(C), (rounds & 1) ^ (1 - C))
-                rounds += 1
             s = gl.zeros([M, BLOCK_N], gl.float32, S_LAYOUT)
             s = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(behind), ((n - 1) // STAGES) & 1)
             v = v_smem.index(behind)
             acc = warpgroup_mma(weights, v.permute((1, 0)) if SCALED else v, acc, is_async=True)
-            if PINGPONG:
-                mbarrier.arrive(turns.index(1 - C), count=1)
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
             if HAS_SOFTCAP:
@@ -371,7 +362,7 @@ def _prefill_kernel(
     scale, softcap, window, table_stride, first_seq, last_seq,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
-    PINGPONG: gl.constexpr, PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[1]
     TOKENS: gl.constexpr = 2 * q_desc.block_type.shape[0]
@@ -384,19 +375,18 @@ def _prefill_kernel(
     q_full, q_empty = _barriers(2, 1), _barriers(2, 1)
     k_full, v_full = _barriers(STAGES, 1), _barriers(STAGES, 1)
     k_empty, v_empty = _barriers(STAGES, 2), _barriers(STAGES, 2)  # both consumers leave a tile
-    turns = _barriers(2, 1)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     news = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
-                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, PINGPONG,
+                0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
             )),
             (_consume, (
                 out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
-                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED, PINGPONG,
+                1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
             )),
             (_produce, (
                 q_desc, k, v, q_smem, k_smem, v_smem, news, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
@@ -442,14 +432,12 @@ def prefill(
     meta: AttentionMetadata,
     out: Tensor,
     *,
-    scratch: Scratch,
     first_seq: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
     tile: tuple[int, int, int] | None = None,
-    pingpong: bool = False,
 ) -> None:
     """Attention of sequences `first_seq` … of a step into their rows of `out` [T, H, D]. `tile`: keys, tiles in the ring,
     registers of the producer's threads."""
@@ -467,12 +455,13 @@ def prefill(
         k, v = (TensorDescriptor(t, shape, [dim, 1], piece, KEYS) for t in (k, v))
     k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
     num_units = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # at most
+    next_item = torch.zeros(1, dtype=torch.int32, device=q.device)
     grid = (min(num_units * num_kv_heads, processors(q.device)),)
     _prefill_kernel[grid](
-        q_desc, k, v, out, scratch.next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
+        q_desc, k, v, out, next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
         q if sinks is None else sinks, k_scale, v_scale,
         scale, softcap or 1.0, window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0],
         K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, SCALED=scaled,
-        PINGPONG=pingpong, PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
+        PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""What kernels share on a device. Products whose inner dimension is split over programs: each leaves its part, and the last to
-arrive adds them up in order.
+"""Products whose inner dimension is split over programs: each leaves its part, and the last to arrive adds them up in order.
 
-The order is fixed, so the sum does not depend on who comes last. Counters are shared by all such kernels of a device, so they
-may not run beside each other: one stream only.
+The order is fixed, so the sum does not depend on who comes last. Counters are shared by all products of a device, so such
+kernels may not run beside each other: one stream only.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from slipstream.kernels.tiles import NUM_COUNTERS
 
 
 class Scratch:
-    """Counters on one device, all zero between kernels: of the finished parts of split products, and of work that the programs
-    of a kernel fetch one by one. One stream only."""
+    """What split products share on one device: counters of finished parts, all zero between kernels. One stream only."""
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-        self.next_item = torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @functools.cache
