@@ -1,12 +1,17 @@
 """Prefill attention for Hopper: a persistent program a multiprocessor, warps with roles (FlashAttention-3, Shah et al. 2024).
 
-A producer copies blocks of keys and values into a ring of tiles in shared memory, by the copy engine (TMA) from a 16-bit
+A producer copies blocks of keys and values into a ring of tiles in shared memory: by the copy engine (TMA) from a 16-bit
 cache, through registers as float16 from an 8-bit one. Two consumers of four warps each hold 64 rows (tokens times the query
-heads of a kv head) and walk along the same tiles from the last to the first: while the tensor cores multiply the tile
-ahead with the queries and the tile behind with its weights, a consumer takes the exponents of the tile in hand.
+heads of a kv head, filled up to a power of two) and walk along the same tiles from the last to the first: while the tensor
+cores multiply the queries with the tile ahead and the weights with the tile behind, a consumer takes the exponents of the tile
+in hand. Scores are kept in units of log 2.
+
+A unit is 128 rows of one sequence, an item a unit and a kv head. The producers fetch items from a counter and tell their
+consumers; within a sequence the units with the most keys come first, so that programs end together. Who computes an item
+changes nothing in it.
 
 Limits: compute capability 9.0; bfloat16 or float16; head dims of 64, 128 and 256 (`covers`); causal, without ALiBi or a bias by
-distance. Gluon is not interpreted on a CPU: tests compile it there, tests/gpu run it.
+distance. Gluon is not interpreted on a CPU: there a test reads the machine code it makes; tests/gpu compare its numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +37,10 @@ from slipstream.kernels.triton.parts import processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
-PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from Triton 3.7 on
+VERSIONS = ((3, 6), (3, 9))
+"""Of Triton, the first and the last with which this file was compiled: Gluon's names change. Two of them are looked for here."""
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -47,6 +54,7 @@ def _as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """NUM barriers, each of which COUNT arrivals open."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -55,6 +63,7 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _num_units(starts_ptr, seq, TOKENS: gl.constexpr):
+    """Of a sequence, `TOKENS` of whose tokens make a unit."""
     return (gl.load(starts_ptr + seq + 1) - gl.load(starts_ptr + seq) + TOKENS - 1) // TOKENS
 
 
@@ -139,7 +148,7 @@ def _load_tile(
 
 @gluon.jit
 def _tell(news, AT: gl.constexpr, numbers):
-    """Leave a few numbers in shared memory."""
+    """Leave numbers in shared memory, behind AT others."""
     for i in gl.static_range(len(numbers)):
         news.index(AT + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
 
@@ -156,7 +165,8 @@ def _produce(
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """`k`, `v`: descriptors of the cache as rows of D numbers, or (SCALED) pointers."""
+    """The cache is read through descriptors of its rows of D numbers, or (SCALED) through pointers. What does not depend on the
+    consumers is asked for before they are waited for."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n = 0  # tiles so far: which place in the ring, and which time around
     turn = 0
@@ -253,7 +263,7 @@ def _consume(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """The unit's rows C · 64 …: row r is token r // BLOCK_G and query head r % BLOCK_G (G of them are there)."""
+    """A unit's rows 64 C …: row r is token r // BLOCK_G and query head r % BLOCK_G (G of them are there)."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -399,10 +409,9 @@ def _prefill_kernel(
 
 
 QUERIES, KEYS = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(128, 16, 2)
-VERSIONS = ((3, 6), (3, 9))
-"""Of Triton, the first and the last with which this file was compiled: Gluon's names still change."""
-TILES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
-"""Head dim → keys in a tile, tiles in the ring: with the queries they fill the shared memory (227 KB)."""
+TILES = {64: (128, 4, 104), 128: (128, 2, 104), 256: (64, 2, 88)}
+"""Head dim → keys in a tile; tiles in the ring (with the queries they fill the shared memory of 227 KB); registers of a
+producer's thread that converts. The consumers' threads get what is left of 504."""
 
 
 def covers(q: Tensor, kv: LayerKV) -> bool:
@@ -437,17 +446,16 @@ def prefill(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    tile: tuple[int, int, int] | None = None,
 ) -> None:
-    """Attention of sequences `first_seq` … of a step into their rows of `out` [T, H, D]. `tile`: keys, tiles in the ring,
-    registers of the producer's threads."""
+    """Attention of sequences `first_seq` … of a step into their rows of `out` [T, H, D]."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
     group = num_heads // num_kv_heads
     block_g = 1 << (group - 1).bit_length()
     rows = CONSUMER_ROWS.value // block_g
     scaled = kv.k_scale is not None
-    block_n, stages, regs = tile or (*TILES[dim], (88 if dim == 256 else 104) if scaled else 24)
+    block_n, stages, converter = TILES[dim]
+    regs = converter if scaled else 24
     q_desc = TensorDescriptor(q, list(q.shape), list(q.stride()), [rows, block_g, dim], QUERIES)
     k, v = kv.k, kv.v
     if not scaled:
@@ -455,7 +463,7 @@ def prefill(
         k, v = (TensorDescriptor(t, shape, [dim, 1], piece, KEYS) for t in (k, v))
     k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
     num_units = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # at most
-    next_item = torch.zeros(1, dtype=torch.int32, device=q.device)
+    next_item = torch.zeros(1, dtype=torch.int32, device=q.device)  # each launch its own: launches may overlap
     grid = (min(num_units * num_kv_heads, processors(q.device)),)
     _prefill_kernel[grid](
         q_desc, k, v, out, next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
