@@ -38,7 +38,7 @@ from slipstream.kernels.triton.parts import processors
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
 VERSIONS = ((3, 6), (3, 9))
-"""Of Triton, the first and the last with which this file was compiled: Gluon's names change. Two of them are looked for here."""
+"""Of Triton, the first and the last with which this file was compiled: Gluon's names change. Two are looked for here."""
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
