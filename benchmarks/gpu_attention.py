@@ -24,7 +24,7 @@ from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 BLOCK_SIZE = 16
-LENGTHS = [random.Random(1).randint(20, 1500) for _ in range(22)]
+LENGTHS = random.Random(1).choices(range(20, 1501), k=22)
 CASES = {  # lengths of the prompts, tokens in the cache before them, (query heads, kv heads, head dim)
     "8 of 2,048": ([2048] * 8, 0, (32, 8, 128)),
     "128 of 128": ([128] * 128, 0, (32, 8, 128)),
