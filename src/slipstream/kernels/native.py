@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import NamedActivation
 
 ABI = 5
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
-BUILD = "python -m slipstream.kernels.build"
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32 = range(15)
 """Kinds of weights: csrc/cpu/formats.h."""
@@ -128,20 +128,20 @@ def load() -> ctypes.CDLL:
     path = library_path()
     if path is None:
         raise ConfigError(
-            f"the C++ kernels are not built ({LIBRARY} is missing): run `{BUILD}`, or use kernels='torch'",
+            f"the C++ kernels are not built ({LIBRARY} is missing); use kernels='torch', or get them: {remedy()}",
             field="kernels",
         )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ConfigError(f"{path} can't be loaded: {error}; run `{BUILD}`", field="kernels") from error
+        raise ConfigError(f"{path} can't be loaded: {error}; {remedy()}", field="kernels") from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, "ss_" + name, None)
         if function is None:
-            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): run `{BUILD}`", field="kernels")
+            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): {remedy()}", field="kernels")
         function.restype, function.argtypes = result, arguments
     if library.ss_abi() != ABI:
-        raise ConfigError(f"{path} is of another version: run `{BUILD}`", field="kernels")
+        raise ConfigError(f"{path} is of another version: {remedy()}", field="kernels")
     return library
 
 
