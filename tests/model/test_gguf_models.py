@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,16 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream import LLM
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.model.description import read_spec
 from slipstream.model.families import find_gguf_family
+from slipstream.model.gguf import GGUFFile
 from slipstream.model.parameters import parameters
 from slipstream.model.positions import rope_table
 from slipstream.model.spec import Llama3Scaling, RopeSpec
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def write(path, tensors, architecture="llama", **metadata):
@@ -501,3 +508,29 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
         single = Paged(model, 1, 200)
         assert torch.equal(single.step([(0, prompt)])[0], together[i])
         assert torch.equal(single.step([(0, [11])])[0], after[i])
+
+
+def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
+    """For the model's description, its weights and its tokenizer."""
+    opened, reading = [], GGUFFile.__init__
+
+    def read(self, path):
+        opened.append(path)
+        reading(self, path)
+
+    tiny_models.build(tmp_path / "hf", "llama", hidden_size=32, intermediate_size=64, vocab_size=256)
+    spec = read_spec(tmp_path / "hf").spec
+    shapes = parameters(spec)
+    tensors = {
+        name: (np.ones((*(s if place.rows is None else (place.rows, *s[1:])),)), "F32")
+        for name, place in find_gguf_family("llama").gguf.names(spec).items()
+        if (s := shapes.get(place.target)) is not None
+    }
+    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())["byte_level"]
+    metadata = {f"llama.{k}": v for k, v in {**LEAST, "block_count": 2, "attention.head_count_kv": 2}.items()}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
+    write(tmp_path / "model.gguf", tensors, **metadata)
+    monkeypatch.setattr(GGUFFile, "__init__", read)
+    with LLM(str(tmp_path / "model.gguf"), device="cpu", max_model_len=64) as llm:
+        assert llm.get_tokenizer().encode("a b")
+    assert opened == [tmp_path / "model.gguf"]

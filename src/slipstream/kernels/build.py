@@ -1,7 +1,8 @@
 """Build libslipstream_cpu into this package: `python -m slipstream.kernels.build [--sanitize]`.
 
 For source trees that are run without being installed, with the compiler and CMake that are there. `pip install .` does the same
-through scikit-build-core, and installs the package without the library where there is no compiler: `remedy` says what to do then.
+through scikit-build-core, and installs the package without the library where there is no compiler: `remedy` says what
+to do then.
 No torch.
 """
 

@@ -26,6 +26,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors, select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
+from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
@@ -98,7 +99,7 @@ class InFlightStep:
 class ModelRunner:
     """Loads the model at once; `allocate` must come before `launch`."""
 
-    def __init__(self, config: EngineConfig, tiles: TileTable = NO_TILES) -> None:
+    def __init__(self, config: EngineConfig, description: ModelDescription, tiles: TileTable = NO_TILES) -> None:
         self.config = config
         self.device = torch.device(config.device.facts.device)
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -123,7 +124,7 @@ class ModelRunner:
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
             self.model: LoadedModel = load_model(
-                config.model.path,
+                description,
                 ops=self.ops,
                 device=self.device,
                 dtype=self.dtype,
