@@ -26,7 +26,6 @@ from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
 
-
 ROOT = Path(__file__).parents[2]
 
 
