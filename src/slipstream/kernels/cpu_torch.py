@@ -148,15 +148,17 @@ class CpuOps(ReferenceOps):
             field="kernels",
         )
 
-    def adopt_experts(self, w: Linear) -> Linear:
-        """Those of `mxfp4` become dense: a CPU has no product with them."""
+    def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        """Those of `mxfp4` become dense: torch has no product with them."""
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
             return Linear(weight=dequantize(w, w.scales.dtype), bias=w.bias)
         return self.adopt_linear(w)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+    def prepare_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> Linear:
         if scheme is not None and scheme.name == "mxfp4":
-            return self.adopt_experts(round_linear(weight, bias, scheme))
+            return self.adopt_experts(round_linear(weight, bias, scheme), num_experts=num_experts)
         return Linear(weight=weight, bias=bias) if scheme is None else self.prepare_linear(weight, bias, scheme)
 
     def moe(
