@@ -231,18 +231,20 @@ def test_a_step_is_one_program(name, tmp_path):
     assert all(torch.equal(counts[0][i], counts[1][i]) and counts[0][i].sum() > 0 for i in counts[0])
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "mxfp4"])
-def test_rounded_at_load(scheme, tmp_path):
-    """Against the loop of the decoder over the same numbers: only the inputs' 8 bits differ."""
+@pytest.mark.parametrize(("scheme", "dtype"), [("int8", torch.float32), ("int4-g32", torch.bfloat16), ("mxfp4", torch.float32)])
+def test_rounded_at_load(scheme, dtype, tmp_path):
+    """Against the loop of the decoder over the same numbers: only the inputs' 8 bits differ (and bfloat16's
+    rounding between products)."""
     # All experts are chosen, since inputs of 8 bits may choose another one of two that are near.
     tiny_models.build(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts_per_tok=8, num_experts=8)
     ops = OPS[ISAS[-1]]
     ours, theirs = (
-        load_model(tmp_path, ops=o, device=CPU, dtype=torch.float32, scheme=SCHEMES[scheme]) for o in (ops, reference)
+        load_model(tmp_path, ops=o, device=CPU, dtype=dtype, scheme=SCHEMES[scheme]) for o in (ops, reference)
     )
     assert ours.decoder.compiled is not None
-    assert {f.name for f in ours.forms} - {"float32"} == {"MXFP4" if scheme == "mxfp4" else scheme}
-    a, b = run(ours, TOKENS), run(theirs, TOKENS)
+    names = {"int8": "int8", "int4-g32": "Q4_0", "mxfp4": "MXFP4"}
+    assert {f.name for f in ours.forms} - {"float32", "bfloat16"} == {names[scheme]}
+    a, b = run(ours, TOKENS).float(), run(theirs, TOKENS).float()
     assert 0 < (a - b).norm() / b.norm() < 0.05
 
 
