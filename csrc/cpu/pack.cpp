@@ -11,6 +11,8 @@ using isa_pack::widen_bf16;
 
 namespace {
 
+void store4(uint8_t* at, uint32_t four) { memcpy(at, &four, 4); }
+
 struct Place {  // one row of a packed weight
     uint8_t *codes, *scales, *mins;
     int64_t lane;
@@ -22,28 +24,27 @@ struct Place {  // one row of a packed weight
           lane(row % PANEL) {}
 
     uint8_t& byte(int64_t k) { return codes[k / 4 * 64 + lane * 4 + k % 4]; }
-    // 32 codes of up to 6 bits, and one of them
+    // 32 codes of up to 6 bits, and one of them. Four codes at a time, a byte each, are a row's in one step of a product.
     void put(int bits, int64_t group, const uint8_t* code) {
         uint8_t* at = codes + group * 64 * bits + lane * 4;
-        for (int64_t i = 0; i < 4; i++) {
-            if (bits < 4) {
-                uint8_t low[2] = {0, 0}, high = 0;
-                for (int64_t t = 0; t < 8; t++) {
-                    low[t / 4] |= (uint8_t)((code[4 * t + i] & 3) << 2 * (t % 4));
-                    high |= (uint8_t)(code[4 * t + i] >> 2 << t);
-                }
-                at[i] = low[0], at[64 + i] = low[1];
-                if (bits == 3) at[128 + i] = high;
-                continue;
+        uint32_t four[8], planes[2] = {0, 0}, third = 0;
+        for (int t = 0; t < 8; t++) memcpy(&four[t], code + 4 * t, 4);
+        if (bits < 4) {
+            for (int t = 0; t < 8; t++) {
+                planes[t / 4] |= (four[t] & 0x03030303u) << 2 * (t % 4);
+                third |= (four[t] >> 2 & 0x01010101u) << t;
             }
-            for (int64_t t = 0; t < 4; t++) at[64 * t + i] = (uint8_t)((code[4 * t + i] & 15) | code[4 * t + 16 + i] << 4);
-            uint8_t high[2] = {0, 0};
-            for (int64_t t = 0; t < 8; t++) {
-                if (bits == 5) high[0] |= (uint8_t)(code[4 * t + i] >> 4 << t);
-                else high[t / 4] |= (uint8_t)(code[4 * t + i] >> 4 << 2 * (t % 4));
-            }
-            for (int64_t plane = 0; plane < bits - 4; plane++) at[256 + 64 * plane + i] = high[plane];
+            store4(at, planes[0]), store4(at + 64, planes[1]);
+            if (bits == 3) store4(at + 128, third);
+            return;
         }
+        for (int t = 0; t < 4; t++) store4(at + 64 * t, (four[t] & 0x0f0f0f0fu) | (four[t + 4] & 0x0f0f0f0fu) << 4);
+        if (bits == 4) return;
+        for (int t = 0; t < 8; t++) {
+            if (bits == 5) planes[0] |= (four[t] >> 4 & 0x01010101u) << t;
+            else planes[t / 4] |= (four[t] >> 4 & 0x03030303u) << 2 * (t % 4);
+        }
+        for (int plane = 0; plane < bits - 4; plane++) store4(at + 256 + 64 * plane, planes[plane]);
     }
     int code(int bits, int64_t k) {
         const int64_t t = k % GROUP / 4;
@@ -160,15 +161,29 @@ static void pack_block(int32_t kind, Place& place, int64_t g, const uint8_t* blo
         block += 2;
     }
     if (has_mins(kind)) memcpy(&place.half(place.mins, g), block, 2), block += 2;
+    uint32_t four;
     if (kind == KIND_Q8) {
-        for (int64_t k = 0; k < 32; k++) place.byte(g * GROUP + k) = (uint8_t)(block[k] ^ 0x80);
+        for (int64_t k = 0; k < 32; k += 4) {
+            memcpy(&four, block + k, 4);
+            store4(&place.byte(g * GROUP + k), four ^ 0x80808080u);
+        }
         return;
     }
-    uint32_t fifth = 0;
-    if (code_bits(kind) == 5) memcpy(&fifth, block, 4), block += 4;
+    if (code_bits(kind) == 4) {  // two codes a byte as here
+        for (int64_t t = 0; t < 4; t++) {
+            memcpy(&four, block + 4 * t, 4);
+            store4(place.codes + g * 256 + 64 * t + place.lane * 4, four);
+        }
+        return;
+    }
+    uint32_t fifth;
+    memcpy(&fifth, block, 4), block += 4;
     uint8_t codes[GROUP];
-    for (int64_t k = 0; k < 32; k++) codes[k] = (uint8_t)((k < 16 ? block[k] & 15 : block[k - 16] >> 4) | (fifth >> k & 1) << 4);
-    place.put(code_bits(kind), g, codes);
+    for (int64_t k = 0; k < 16; k++) {
+        codes[k] = (uint8_t)((block[k] & 15) | (fifth >> k & 1) << 4);
+        codes[k + 16] = (uint8_t)(block[k] >> 4 | (fifth >> (k + 16) & 1) << 4);
+    }
+    place.put(5, g, codes);
 }
 
 // The same of 2 or 3 bits: a scale, and of 2 bits a minimum, for every 16 numbers.
