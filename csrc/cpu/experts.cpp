@@ -60,7 +60,10 @@ struct Route : RowOp {
                 }
                 groups[g] = best_two ? first + second : first;
             }
-            for (int64_t i = 0; i < num_chosen_groups; i++) groups[best(groups, num_groups)] = -INFINITY;
+            for (int64_t i = 0; i < num_chosen_groups; i++) {
+                const int64_t found = best(groups, num_groups);
+                if (found >= 0) groups[found] = -INFINITY;
+            }
             for (int64_t i = 0; i < n; i++)
                 if (groups[i / members] > -INFINITY) merits[i] = -INFINITY;  // not of a chosen one
         }

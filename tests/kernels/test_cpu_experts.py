@@ -176,6 +176,17 @@ def test_routers(router, normalize):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_numbers_that_are_none_choose_some_expert():
+    ops = OPS[ISAS[-1]]
+    for router in ROUTERS:
+        spec = MoESpec(expert=DenseSpec(intermediate_size=4, activation="silu"), normalize=True, **router)
+        x, logits, up, down = case(3, spec)
+        logits[1] = float("nan")
+        correction = torch.zeros(spec.num_experts) if spec.correction else None
+        found = ops.moe(x, logits, *prepared(ops, spec, up, down), spec, correction=correction)
+        assert found[[0, 2]].isfinite().all()
+
+
 def test_choices_are_counted_but_for_padding():
     ops, spec = OPS[ISAS[-1]], mixture(num_experts=6, top=3)
     x, logits, up, down = case(9, spec)

@@ -39,6 +39,7 @@ Write a polite email asking for a day off.
 What is the largest planet in the solar system?""".splitlines()
 
 
+@pytest.mark.timeout(1800)
 def test_64_greedy_tokens_of_20_prompts():
     path = list_cached()["smollm2"]
     # The C++ kernels would use the file's blocks as they are, with inputs of 8 bits: another text where two tokens are near.
