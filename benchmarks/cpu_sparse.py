@@ -43,7 +43,7 @@ class Round:
         rows, inner = weight.weight.shape
         self._x, self._y = torch.randn(tokens, inner), torch.empty(tokens, rows)
         x, y = self.program.buffer(native.FORM_Q, inner), self.program.bound(self._y)
-        self.program.add("convert", self.program.bound(self._x), x, native.FORM_Q, inner)
+        self.program.add("convert", self.program.bound(self._x), x, native.FORM_Q, inner, 1)
         for _ in range(self.copies):
             copy = NativeLinear(weight=held.weight, parts=(part.moved(arena),))
             add_linear(self.program, x, y, copy)

@@ -51,7 +51,9 @@ def main() -> None:
             layers = [
                 [
                     ops.prepare_experts(
-                        torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02, kind
+                        torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
+                        kind,
+                        num_experts=p.copies,
                     )
                     for p in products
                 ]

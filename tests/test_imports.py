@@ -44,7 +44,7 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "cli": (
         *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
         *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
-        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning"),
+        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning", "kernels.build"),
     ),
     "__main__": ("cli",),
 }
@@ -62,7 +62,7 @@ HEAVY = {  # third-party package: the parts that may import it
     "uvicorn": ("server",),
 }
 TORCH_FREE = (
-    *("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "evals.text"),
+    *("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "kernels.build", "evals.text"),
     *("compress.context", "compress.steps", *DESCRIPTION),
 )
 

@@ -9,6 +9,26 @@ struct Set {
     bool (*usable)();
 };
 
+// `count` rows in pieces, by an engine's threads. Each row has bytes of its own; pieces of whole panels share few lines of cache.
+template <class Pack>
+struct Pieces final : Job {
+    Pieces(int64_t count, int64_t pieces, Pack pack) : count(count), each(round_up((count + pieces - 1) / pieces, PANEL)), pack(pack) {}
+    int num_ops() const override { return 1; }
+    int begin(int) override { return (int)((count + each - 1) / each); }
+    void run(int, int chunk, int) override { pack(chunk * each, std::min(count, (chunk + 1) * each)); }
+    void ended(int) override {}
+    int64_t count, each;
+    Pack pack;
+};
+
+template <class Pack>
+void in_pieces(ss_engine* engine, int64_t count, Pack pack) {
+    if (!engine || count < 2 * PANEL) return pack((int64_t)0, count);
+    Pool& pool = ((Engine*)engine)->pool;
+    Pieces<Pack> job(count, 8 * pool.num_threads(), pack);
+    pool.run(job);
+}
+
 bool always() { return true; }
 
 #if defined(__x86_64__)
@@ -52,21 +72,35 @@ ss_engine* ss_engine_create(int32_t num_threads, int32_t isa) { return (ss_engin
 void ss_engine_destroy(ss_engine* engine) { delete (Engine*)engine; }
 
 int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner) { return Layout(kind, rows, inner).bytes; }
-void ss_pack_dense(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16, int64_t stride,
+void ss_pack_dense(ss_engine* engine, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16,
+                   int64_t stride, int64_t count, int64_t row0, const int32_t* to) {
+    in_pieces(engine, count, [=](int64_t i, int64_t end) {
+        const uint8_t* from = (const uint8_t*)values + i * stride * (bf16 ? 2 : 4);
+        pack_dense(kind, rows, inner, (uint8_t*)packed, from, bf16, stride, end - i, row0 + i, to ? to + i : to);
+    });
+}
+void ss_pack_codes(ss_engine* engine, int64_t rows, int64_t inner, void* packed, const int8_t* codes, const float* scales,
                    int64_t count, int64_t row0, const int32_t* to) {
-    pack_dense(kind, rows, inner, (uint8_t*)packed, values, bf16, stride, count, row0, to);
+    in_pieces(engine, count, [=](int64_t i, int64_t end) {
+        pack_codes(rows, inner, (uint8_t*)packed, codes + i * inner, scales + i, end - i, row0 + i, to ? to + i : to);
+    });
 }
-void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_t* codes, const float* scales, int64_t count, int64_t row0,
-                   const int32_t* to) {
-    pack_codes(rows, inner, (uint8_t*)packed, codes, scales, count, row0, to);
+void ss_pack_blocks(ss_engine* engine, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count,
+                    int64_t row0, const int32_t* to) {
+    const int64_t row_bytes = inner / (is_k(kind) ? SUPER * GROUP : GROUP) * block_bytes(kind);
+    in_pieces(engine, count, [=](int64_t i, int64_t end) {
+        const uint8_t* from = (const uint8_t*)blocks + i * row_bytes;
+        pack_blocks(kind, rows, inner, (uint8_t*)packed, from, end - i, row0 + i, to ? to + i : to);
+    });
 }
-void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
-                    const int32_t* to) {
-    pack_blocks(kind, rows, inner, (uint8_t*)packed, (const uint8_t*)blocks, count, row0, to);
-}
-void ss_pack_codes4(int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes, const float* scales,
-                    const float* minima, int64_t count, int64_t row0, const int32_t* to) {
-    pack_codes4(kind, rows, inner, (uint8_t*)packed, codes, scales, minima, count, row0, to);
+void ss_pack_codes4(ss_engine* engine, int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes,
+                    const float* scales, const float* minima, int64_t count, int64_t row0, const int32_t* to) {
+    const int64_t each = groups_a_scale(kind), num_scales = (inner / GROUP + each - 1) / each;
+    in_pieces(engine, count, [=](int64_t i, int64_t end) {
+        const float* low = minima ? minima + i * num_scales : minima;
+        pack_codes4(kind, rows, inner, (uint8_t*)packed, codes + i * inner, scales + i * num_scales, low, end - i, row0 + i,
+                    to ? to + i : to);
+    });
 }
 int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed) { return num_zeros(rows, inner, (const uint8_t*)packed); }
 int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed) { return sparse_bytes(rows, inner, (const uint8_t*)packed); }
@@ -81,7 +115,9 @@ int64_t ss_form_bytes(int32_t form, int64_t size) { return form_bytes(form, size
 
 ss_program* ss_program_create(ss_engine* engine) { return (ss_program*)new Program(*(Engine*)engine); }
 void ss_program_destroy(ss_program* program) { delete (Program*)program; }
-int32_t ss_buffer(ss_program* program, int64_t row_bytes) { return ((Program*)program)->add_buffer(row_bytes); }
+int32_t ss_buffer(ss_program* program, int64_t row_bytes, int64_t rows_a_token) {
+    return ((Program*)program)->add_buffer(row_bytes, rows_a_token);
+}
 void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes) {
     ((Program*)program)->bind(buffer, data, row_bytes);
 }

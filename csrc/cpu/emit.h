@@ -2,7 +2,7 @@
 #pragma once
 #include <math.h>
 
-#include "formats.h"
+#include "kernels.h"
 
 namespace ISA {
 
@@ -41,6 +41,13 @@ static inline F activate(int32_t kind, F x) {
             return vmax(x, zero()) - set1(0.5f) * size * p * t * vexp(zero() - z * z);
         }
     }
+}
+
+static inline F gate_with(const Activated& a, F gate, F up) {
+    if (a.kind != ACT_CLAMPED_SWIGLU) return activate(a.kind, gate) * up;
+    gate = vmin(gate, set1(a.limit));
+    up = vmin(vmax(up, set1(-a.limit)), set1(a.limit));
+    return gate * sigmoid(gate * set1(a.alpha)) * (up + set1(1.0f));
 }
 
 // 32 values as group `g` of the row at `out` of `size` values.

@@ -7,6 +7,8 @@
 //   4 to 6 bits 8 inputs × 16 rows: inputs j … j+3 in the low nibbles, j+16 … j+19 in the high ones, j = 0, 4, 8, 12 of each 32.
 //               Of 5 bits 64 bytes more for each 32 inputs: bit t of a byte belongs to inputs 4t … 4t+3. Of 6 bits 128 more: bits
 //               2t and 2t+1 to the inputs 4t … 4t+3 of the first 16, then of the last 16.
+//   2, 3 bits   16 inputs × 16 rows: bits 2t and 2t+1 of a byte belong to inputs 4t … 4t+3 of these. Of 3 bits, after each 32
+//               inputs, 64 bytes more as of 5.
 // Inputs are padded with zeros to a multiple of 32, rows to one of 16. A number is (code − from) · scale + minimum; after all
 // panels' codes come the scales, a panel's together, and then, where they are apart, the minima laid out like them:
 //   kind          bits from  scale and minimum, each for 16 rows side by side
@@ -15,8 +17,11 @@
 //   Q4M Q5M       4 5  0     the same, and a minimum
 //   Q4K Q5K       4 5  0     for every 256 inputs two float16 d, e; then for each 32 of them two bytes s, m: s · d, m · e
 //   Q6K           6    32    for every 256 inputs a float16 d; then for each 16 of them a signed byte s: s · d
+//   Q3K           3    4     the same
+//   Q2K           2    0     for every 256 inputs two float16 d, e; then for each 16 of them a byte of two halves s, m: s · d, m · e
 //   W4 W4M        4    8 0   a float32 for every 128 inputs; W4M: a minimum too
 //   W4M32         4    0     both for every 32
+//   MX            4    12    for every 32 inputs a byte, the float32 exponent of the scale. Codes stand for `MX_NUMBERS`
 //
 // S8 is I8 without its zeros. First, for every panel and once more for the end, where it begins (int64, bytes from the start of
 // the weight); then the scales, one float32 a row; then the panels: a mask of 64 bits for each 64 bytes that I8 has, bit i set if
@@ -31,18 +36,22 @@
 
 enum Kind : int32_t {
     KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_Q8 = 3, KIND_Q4 = 4, KIND_Q4M = 5, KIND_S8 = 6, KIND_Q5 = 7, KIND_Q5M = 8,
-    KIND_Q4K = 9, KIND_Q5K = 10, KIND_Q6K = 11, KIND_W4 = 12, KIND_W4M = 13, KIND_W4M32 = 14
+    KIND_Q4K = 9, KIND_Q5K = 10, KIND_Q6K = 11, KIND_W4 = 12, KIND_W4M = 13, KIND_W4M32 = 14, KIND_MX = 15, KIND_Q2K = 16,
+    KIND_Q3K = 17
 };
 // Tables that are only looked up keep their rows as torch has them.
 enum Table : int32_t { ROWS_F32 = -1, ROWS_BF16 = -2 };
 enum Form : int32_t { FORM_F32 = 0, FORM_BF16 = 1, FORM_Q = 2 };
-enum Activation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4 };
+enum Activation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3, ACT_RELU2 = 4, ACT_CLAMPED_SWIGLU = 5 };
 enum Ceiling : int32_t { CEILING_READ = 0, CEILING_INT8 = 1, CEILING_BF16 = 2, CEILING_F32 = 3 };
 enum Cache : int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_I8 = 2 };
 
 constexpr int64_t PANEL = 16;  // rows
 constexpr int64_t GROUP = 32;  // inputs
 constexpr int64_t SUPER = 8;   // groups of a K kind that share d and e
+
+// What the codes of MX stand for: floats of 4 bits (e2m1), twice over, plus 12.
+alignas(16) static const uint8_t MX_NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 struct QGroup {  // of 32 activations: value = code · scale
     float scale;
@@ -51,7 +60,8 @@ struct QGroup {  // of 32 activations: value = code · scale
     int32_t minus128;   // −128 times the sum of the codes: what codes that don't count from 0 add
 };
 
-constexpr bool is_k(int32_t kind) { return kind == KIND_Q4K || kind == KIND_Q5K || kind == KIND_Q6K; }
+constexpr bool by_halves(int32_t kind) { return kind == KIND_Q6K || kind == KIND_Q3K || kind == KIND_Q2K; }  // scales for 16
+constexpr bool is_k(int32_t kind) { return by_halves(kind) || kind == KIND_Q4K || kind == KIND_Q5K; }
 constexpr bool is_w4(int32_t kind) { return kind == KIND_W4 || kind == KIND_W4M || kind == KIND_W4M32; }
 constexpr bool scaled_by_row(int32_t kind) { return kind == KIND_I8 || kind == KIND_S8; }
 constexpr bool has_mins(int32_t kind) {  // apart from the scales
@@ -64,6 +74,8 @@ constexpr int code_bits(int32_t kind) {
         case KIND_I8: case KIND_Q8: case KIND_S8: return 8;
         case KIND_Q5: case KIND_Q5M: case KIND_Q5K: return 5;
         case KIND_Q6K: return 6;
+        case KIND_Q3K: return 3;
+        case KIND_Q2K: return 2;
         default: return 4;
     }
 }
@@ -72,16 +84,20 @@ constexpr int code_from(int32_t kind) {  // the code of number 0
         case KIND_I8: case KIND_Q8: case KIND_S8: return 128;
         case KIND_Q6K: return 32;
         case KIND_Q5: return 16;
+        case KIND_MX: return 12;
+        case KIND_Q3K: return 4;
         case KIND_Q4: case KIND_W4: return 8;
         default: return 0;
     }
 }
 constexpr int64_t groups_a_scale(int32_t kind) { return kind == KIND_W4 || kind == KIND_W4M ? 4 : 1; }
 // Where in a panel's scales those of a group stand, and of a K kind its d and e.
-constexpr int64_t super_bytes(int32_t kind) { return (kind == KIND_Q6K ? 1 : 2) * 2 * PANEL + SUPER * 2 * PANEL; }
+constexpr int64_t num_super(int32_t kind) { return kind == KIND_Q6K || kind == KIND_Q3K ? 1 : 2; }
+constexpr int64_t super_bytes(int32_t kind) { return num_super(kind) * 2 * PANEL + SUPER * 2 * PANEL; }
 constexpr int64_t super_at(int32_t kind, int64_t group) { return group / SUPER * super_bytes(kind); }
 constexpr int64_t scale_at(int32_t kind, int64_t group) {
-    if (is_k(kind)) return super_at(kind, group) + (kind == KIND_Q6K ? 1 : 2) * 2 * PANEL + group % SUPER * 2 * PANEL;
+    if (is_k(kind)) return super_at(kind, group) + num_super(kind) * 2 * PANEL + group % SUPER * 2 * PANEL;
+    if (kind == KIND_MX) return group * PANEL;
     return is_w4(kind) ? group / groups_a_scale(kind) * 4 * PANEL : group * 2 * PANEL;
 }
 

@@ -16,9 +16,15 @@ struct LinearArgs {
     bool accumulate;   // y += instead of y =
 };
 
+struct Activated {  // alpha, limit: of ACT_CLAMPED_SWIGLU
+    int32_t kind;
+    float alpha, limit;
+};
+
 struct GatedArgs {  // rows: gate, then up; both rows / 2, a multiple of 32
     LinearArgs linear;
-    int32_t activation, form;
+    Activated activation;
+    int32_t form;
     uint8_t* out;
     int64_t out_stride;
 };
@@ -37,7 +43,8 @@ struct NormArgs {
 };
 
 struct ActivationArgs {
-    int32_t activation, form;
+    Activated activation;
+    int32_t form;
     bool gated;
     int64_t size;  // of a row of the result
     const float* x;

@@ -46,7 +46,7 @@ static inline void ask_for_next(const Layout& at, int64_t g, const uint8_t* code
     constexpr int64_t bytes = 64 * code_bits(KIND);
     const uint8_t* next = codes + NP * at.code_bytes + g * bytes;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
-    if (scaled_by_row(KIND) || (!is_k(KIND) && g % 2 == 1)) return;
+    if (scaled_by_row(KIND) || (!is_k(KIND) && g % (KIND == KIND_MX ? 4 : 2) != 0)) return;
     __builtin_prefetch(scales + NP * at.scale_bytes + scale_at(KIND, g));
     if (has_mins(KIND)) __builtin_prefetch(mins + NP * at.scale_bytes + scale_at(KIND, g));
 }
@@ -56,35 +56,44 @@ template <int KIND, int T>
 static inline B codes_of(const uint8_t* group, const uint8_t*& kept) {
     if (KIND == KIND_S8) return expand(load8(group + 8 * T), kept);
     if (code_bits(KIND) == 8) return load_b(group + 64 * T);
+    if (code_bits(KIND) < 4) {
+        const B two = with_bits<-2 * (T % 4)>(bzero(), load_b(group + 64 * (T / 4)), 3);
+        return code_bits(KIND) == 3 ? with_bits<2 - T>(two, load_b(group + 128), 4) : two;
+    }
     const B both = load_b(group + 64 * (T % 4)), w = T < 4 ? low4(both) : high4(both);
     if (code_bits(KIND) == 5) return with_bits<4 - T>(w, load_b(group + 256), 0x10);
     if (code_bits(KIND) == 6) return with_bits<4 - 2 * (T % 4)>(w, load_b(group + 256 + 64 * (T / 4)), 0x30);
-    return w;
+    return KIND == KIND_MX ? look_up(w, MX_NUMBERS) : w;
 }
 
-// What the dot products of a group's codes begin with (of one of its halves, for Q6K, whose scales are for 16).
+// What the dot products of a group's codes begin with (of one of its halves, where scales are for 16).
 template <int KIND>
 static inline I before(const QGroup& q, int half) {
     constexpr int shift = code_from(KIND) == 16 ? 3 : code_from(KIND) == 8 ? 4 : 0;
     if (code_from(KIND) == 0) return izero();
-    return iset1(KIND == KIND_Q6K ? -32 * q.halves[half] : q.minus128 >> shift);
+    if (KIND == KIND_MX) return iset1((q.minus128 >> 7) * code_from(KIND));
+    return iset1(by_halves(KIND) ? -code_from(KIND) * q.halves[half] : q.minus128 >> shift);
 }
 
-// The scales of a group (of one of its halves, for Q6K).
+// The scales of a group (of one of its halves).
 template <int KIND>
 static inline F scale_of(const uint8_t* scales, int64_t g, int half) {
     const uint8_t* at = scales + scale_at(KIND, g);
     if (is_w4(KIND)) return load((const float*)at);
+    if (KIND == KIND_MX) return load_exponents(at);
     if (!is_k(KIND)) return load_f16((const uint16_t*)at);
-    return load_i8((const int8_t*)at + (KIND == KIND_Q6K ? half * PANEL : 0)) * load_f16((const uint16_t*)(scales + super_at(KIND, g)));
+    const F d = load_f16((const uint16_t*)(scales + super_at(KIND, g)));
+    if (KIND == KIND_Q2K) return load_u4(at + half * PANEL, false) * d;
+    return load_i8((const int8_t*)at + (by_halves(KIND) ? half * PANEL : 0)) * d;
 }
 
 template <int KIND>
-static inline F minimum_of(const uint8_t* scales, const uint8_t* mins, int64_t g) {
+static inline F minimum_of(const uint8_t* scales, const uint8_t* mins, int64_t g, int half) {
     const uint8_t* at = mins + scale_at(KIND, g);
     if (is_w4(KIND)) return load((const float*)at);
     if (!is_k(KIND)) return load_f16((const uint16_t*)at);
     const F e = load_f16((const uint16_t*)(scales + super_at(KIND, g) + 2 * PANEL));
+    if (KIND == KIND_Q2K) return load_u4(scales + scale_at(KIND, g) + half * PANEL, true) * e;
     return load_i8((const int8_t*)scales + scale_at(KIND, g) + PANEL) * e;
 }
 
@@ -137,9 +146,13 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
             const F scale = scale_of<KIND>(scales[p], g, half);                                         \
             TOKENS acc[t][p] = fma(to_float(dot[t][p]) * set1(q[t][g].scale), scale, acc[t][p]);        \
         }                                                                                               \
+        if (KIND == KIND_Q2K) {                                                                         \
+            const F low = minimum_of<KIND>(scales[p], mins[p], g, half);                                \
+            TOKENS acc[t][p] = fma(low, set1((float)q[t][g].halves[half] * q[t][g].scale), acc[t][p]);  \
+        }                                                                                               \
     }
         BEGIN(0)
-        if (KIND == KIND_Q6K) {
+        if (by_halves(KIND)) {
             MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
             JOIN(0)
             BEGIN(1)
@@ -155,7 +168,7 @@ static inline void tile_int(const LinearArgs& a, int64_t panel, int64_t token, b
 #undef JOIN
         if (minima) {
             PANELS {
-                const F low = minimum_of<KIND>(scales[p], mins[p], g);
+                const F low = minimum_of<KIND>(scales[p], mins[p], g, 0);
                 TOKENS acc[t][p] = fma(low, set1(q[t][g].sum), acc[t][p]);
             }
         }
@@ -290,8 +303,7 @@ static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t
             }
             for (int i = 0; i < done; i++) {
                 float* v = gate + i * GROUP;
-                for (int j = 0; j < GROUP; j += 16)
-                    store(v + j, activate(g.activation, load(v + j)) * load(up + i * GROUP + j));
+                for (int j = 0; j < GROUP; j += 16) store(v + j, gate_with(g.activation, load(v + j), load(up + i * GROUP + j)));
                 emit_group(g.form, g.out + (t + i) * g.out_stride, half, pair, v);
             }
             t += done;
@@ -315,7 +327,10 @@ static void gated_kind(const GatedArgs& g, int64_t pair0, int64_t pair1, int64_t
         case KIND_Q6K: return f<KIND_Q6K>(__VA_ARGS__);            \
         case KIND_W4: return f<KIND_W4>(__VA_ARGS__);              \
         case KIND_W4M: return f<KIND_W4M>(__VA_ARGS__);            \
-        default: return f<KIND_W4M32>(__VA_ARGS__);                \
+        case KIND_W4M32: return f<KIND_W4M32>(__VA_ARGS__);        \
+        case KIND_MX: return f<KIND_MX>(__VA_ARGS__);              \
+        case KIND_Q2K: return f<KIND_Q2K>(__VA_ARGS__);            \
+        default: return f<KIND_Q3K>(__VA_ARGS__);                  \
     }
 
 static void linear(const LinearArgs& a, int64_t pair0, int64_t pair1, int64_t token0, int64_t token1, float* scratch) {

@@ -11,6 +11,8 @@ using isa_pack::widen_bf16;
 
 namespace {
 
+void store4(uint8_t* at, uint32_t four) { memcpy(at, &four, 4); }
+
 struct Place {  // one row of a packed weight
     uint8_t *codes, *scales, *mins;
     int64_t lane;
@@ -22,23 +24,33 @@ struct Place {  // one row of a packed weight
           lane(row % PANEL) {}
 
     uint8_t& byte(int64_t k) { return codes[k / 4 * 64 + lane * 4 + k % 4]; }
-    // 32 codes of up to 6 bits, and one of them
+    // 32 codes of up to 6 bits, and one of them. Four codes at a time, a byte each, are a row's in one step of a product.
     void put(int bits, int64_t group, const uint8_t* code) {
         uint8_t* at = codes + group * 64 * bits + lane * 4;
-        for (int64_t i = 0; i < 4; i++) {
-            for (int64_t t = 0; t < 4; t++) at[64 * t + i] = (uint8_t)((code[4 * t + i] & 15) | code[4 * t + 16 + i] << 4);
-            uint8_t high[2] = {0, 0};
-            for (int64_t t = 0; t < 8; t++) {
-                if (bits == 5) high[0] |= (uint8_t)(code[4 * t + i] >> 4 << t);
-                else high[t / 4] |= (uint8_t)(code[4 * t + i] >> 4 << 2 * (t % 4));
+        uint32_t four[8], planes[2] = {0, 0}, third = 0;
+        for (int t = 0; t < 8; t++) memcpy(&four[t], code + 4 * t, 4);
+        if (bits < 4) {
+            for (int t = 0; t < 8; t++) {
+                planes[t / 4] |= (four[t] & 0x03030303u) << 2 * (t % 4);
+                third |= (four[t] >> 2 & 0x01010101u) << t;
             }
-            for (int64_t plane = 0; plane < bits - 4; plane++) at[256 + 64 * plane + i] = high[plane];
+            store4(at, planes[0]), store4(at + 64, planes[1]);
+            if (bits == 3) store4(at + 128, third);
+            return;
         }
+        for (int t = 0; t < 4; t++) store4(at + 64 * t, (four[t] & 0x0f0f0f0fu) | (four[t + 4] & 0x0f0f0f0fu) << 4);
+        if (bits == 4) return;
+        for (int t = 0; t < 8; t++) {
+            if (bits == 5) planes[0] |= (four[t] >> 4 & 0x01010101u) << t;
+            else planes[t / 4] |= (four[t] >> 4 & 0x03030303u) << 2 * (t % 4);
+        }
+        for (int plane = 0; plane < bits - 4; plane++) store4(at + 256 + 64 * plane, planes[plane]);
     }
     int code(int bits, int64_t k) {
         const int64_t t = k % GROUP / 4;
         const uint8_t* at = codes + k / GROUP * 64 * bits + lane * 4 + k % 4;
         if (bits == 8) return at[64 * t];
+        if (bits < 4) return (at[64 * (t / 4)] >> 2 * (t % 4) & 3) | (bits == 3 ? (at[128] >> t & 1) << 2 : 0);
         int found = t < 4 ? at[64 * t] & 15 : at[64 * (t - 4)] >> 4;
         if (bits == 5) found |= (at[256] >> t & 1) << 4;
         if (bits == 6) found |= (at[256 + 64 * (t / 4)] >> 2 * (t % 4) & 3) << 4;
@@ -50,6 +62,7 @@ struct Place {  // one row of a packed weight
     uint16_t& super(int32_t kind, int64_t group, int which) {
         return ((uint16_t*)(scales + super_at(kind, group)))[which * PANEL + lane];
     }
+    uint8_t& exponent(int64_t group) { return scales[group * PANEL + lane]; }
     uint8_t& small(int32_t kind, int64_t group, int which) { return scales[scale_at(kind, group) + which * PANEL + lane]; }
 };
 
@@ -114,6 +127,13 @@ static uint16_t exact_half(float f) {  // of a number that is float16's
     return (uint16_t)(sign | (((x >> 23 & 255) - 112) << 10) | (x >> 13 & 1023));
 }
 
+static uint8_t half_of_power(float f) {  // of a power of two, whose exponent it is: MX_NUMBERS are twice what the codes say
+    uint32_t x;
+    memcpy(&x, &f, 4);
+    const uint32_t exponent = x >> 23 & 255;
+    return (uint8_t)(exponent ? exponent - 1 : 0);
+}
+
 void pack_codes4(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* codes, const float* scales,
                  const float* minima, int64_t count, int64_t row0, const int32_t* to) {
     const Layout at(kind, rows, inner);
@@ -124,6 +144,7 @@ void pack_codes4(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, con
             const float scale = scales[i * num_scales + g / each];
             place.put(4, g, codes + i * inner + g * GROUP);
             if (kind == KIND_Q4) place.half(place.scales, g) = exact_half(scale);
+            else if (kind == KIND_MX) place.exponent(g) = half_of_power(scale);
             else place.single(kind, place.scales, g) = scale;
             if (has_mins(kind)) place.single(kind, place.mins, g) = minima[i * num_scales + g / each];
         }
@@ -132,22 +153,70 @@ void pack_codes4(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, con
 
 // One of GGUF's blocks of 32.
 static void pack_block(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
-    memcpy(&place.half(place.scales, g), block, 2);
-    block += 2;
+    if (kind == KIND_MX) {
+        place.exponent(g) = block[0] ? block[0] - 1 : 0;
+        block += 1;
+    } else {
+        memcpy(&place.half(place.scales, g), block, 2);
+        block += 2;
+    }
     if (has_mins(kind)) memcpy(&place.half(place.mins, g), block, 2), block += 2;
+    uint32_t four;
     if (kind == KIND_Q8) {
-        for (int64_t k = 0; k < 32; k++) place.byte(g * GROUP + k) = (uint8_t)(block[k] ^ 0x80);
+        for (int64_t k = 0; k < 32; k += 4) {
+            memcpy(&four, block + k, 4);
+            store4(&place.byte(g * GROUP + k), four ^ 0x80808080u);
+        }
         return;
     }
-    uint32_t fifth = 0;
-    if (code_bits(kind) == 5) memcpy(&fifth, block, 4), block += 4;
+    if (code_bits(kind) == 4) {  // two codes a byte as here
+        for (int64_t t = 0; t < 4; t++) {
+            memcpy(&four, block + 4 * t, 4);
+            store4(place.codes + g * 256 + 64 * t + place.lane * 4, four);
+        }
+        return;
+    }
+    uint32_t fifth;
+    memcpy(&fifth, block, 4), block += 4;
     uint8_t codes[GROUP];
-    for (int64_t k = 0; k < 32; k++) codes[k] = (uint8_t)((k < 16 ? block[k] & 15 : block[k - 16] >> 4) | (fifth >> k & 1) << 4);
-    place.put(code_bits(kind), g, codes);
+    for (int64_t k = 0; k < 16; k++) {
+        codes[k] = (uint8_t)((block[k] & 15) | (fifth >> k & 1) << 4);
+        codes[k + 16] = (uint8_t)(block[k] >> 4 | (fifth >> (k + 16) & 1) << 4);
+    }
+    place.put(5, g, codes);
+}
+
+// The same of 2 or 3 bits: a scale, and of 2 bits a minimum, for every 16 numbers.
+static void pack_small(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
+    const bool three = kind == KIND_Q3K;
+    const uint8_t *third = block, *scales = three ? block + 96 : block, *twos = block + (three ? 32 : 16), *super = block + (three ? 108 : 80);
+    memcpy(&place.super(kind, g, 0), super, 2);
+    if (!three) {
+        uint16_t e;
+        memcpy(&e, super + 2, 2);
+        place.super(kind, g, 1) = e ^ 0x8000;  // minima are taken off in the file
+    }
+    uint8_t codes[GROUP];
+    for (int64_t j = 0; j < SUPER; j++) {
+        for (int64_t k = 0; k < 32; k++) {
+            codes[k] = twos[j / 4 * 32 + k] >> 2 * (j % 4) & 3;
+            if (three) codes[k] |= (uint8_t)((third[k] >> j & 1) << 2);
+        }
+        place.put(code_bits(kind), g + j, codes);
+        for (int64_t i = 2 * j; i < 2 * j + 2; i++) {
+            uint8_t scale = scales[i % (three ? 8 : 16)];
+            if (three) {  // six bits: a nibble of the first eight bytes, and two bits of the last four; 32 is 0
+                scale = (uint8_t)((scale >> (i / 8 * 4) & 15) | (scales[8 + i % 4] >> 2 * (i / 4) & 3) << 4);
+                scale = (uint8_t)(scale - 32);
+            }
+            place.small(kind, g + j, (int)(i % 2)) = scale;
+        }
+    }
 }
 
 // One of GGUF's blocks of 256, groups g … g + 7.
 static void pack_super(int32_t kind, Place& place, int64_t g, const uint8_t* block) {
+    if (code_bits(kind) < 4) return pack_small(kind, place, g, block);
     uint8_t codes[GROUP];
     if (kind == KIND_Q6K) {  // nibbles, pairs of bits, 16 scales, d
         memcpy(&place.super(kind, g, 0), block + 208, 2);
@@ -178,7 +247,7 @@ static void pack_super(int32_t kind, Place& place, int64_t g, const uint8_t* blo
     }
 }
 
-static int64_t block_bytes(int32_t kind) {
+int64_t block_bytes(int32_t kind) {
     switch (kind) {
         case KIND_Q8: return 34;
         case KIND_Q4: return 18;
@@ -187,6 +256,9 @@ static int64_t block_bytes(int32_t kind) {
         case KIND_Q5M: return 24;
         case KIND_Q4K: return 144;
         case KIND_Q5K: return 176;
+        case KIND_MX: return 17;
+        case KIND_Q2K: return 84;
+        case KIND_Q3K: return 110;
         default: return 210;
     }
 }
@@ -277,14 +349,27 @@ void unpack_row(int32_t kind, int64_t rows, int64_t inner, const uint8_t* packed
     } else {
         for (int64_t k = 0; k < inner; k++) {
             const int64_t g = k / GROUP;
-            const int half = kind == KIND_Q6K ? (int)(k % GROUP / 16) : 0;
+            const int half = by_halves(kind) ? (int)(k % GROUP / 16) : 0;
             float scale, low = 0.0f;
+            if (kind == KIND_MX) {
+                const uint32_t bits = (uint32_t)place.exponent(g) << 23;
+                memcpy(&scale, &bits, 4);
+                out[k] = (float)(MX_NUMBERS[place.code(4, k)] - code_from(kind)) * scale;
+                continue;
+            }
+            if (kind == KIND_Q2K) {
+                const uint8_t both = place.small(kind, g, half);
+                scale = (float)(both & 15) * half_to_float(place.super(kind, g, 0));
+                low = (float)(both >> 4) * half_to_float(place.super(kind, g, 1));
+                out[k] = (float)place.code(2, k) * scale + low;
+                continue;
+            }
             if (is_w4(kind)) scale = place.single(kind, place.scales, g);
             else if (is_k(kind)) scale = (float)(int8_t)place.small(kind, g, half) * half_to_float(place.super(kind, g, 0));
             else scale = half_to_float(place.half(place.scales, g));
             if (is_w4(kind) && has_mins(kind)) low = place.single(kind, place.mins, g);
             else if (has_mins(kind)) low = half_to_float(place.half(place.mins, g));
-            else if (is_k(kind) && kind != KIND_Q6K) low = (float)place.small(kind, g, 1) * half_to_float(place.super(kind, g, 1));
+            else if (kind == KIND_Q4K || kind == KIND_Q5K) low = (float)place.small(kind, g, 1) * half_to_float(place.super(kind, g, 1));
             out[k] = (float)(place.code(code_bits(kind), k) - code_from(kind)) * scale + low;
         }
     }

@@ -11,12 +11,13 @@ void pack_dense(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, cons
 // int8 codes as they are, with a scale a row.
 void pack_codes(int64_t rows, int64_t inner, uint8_t* packed, const int8_t* codes, const float* scales, int64_t count, int64_t row0,
                 const int32_t* to);
-// GGUF's blocks: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 (of 32 numbers) for the kinds Q8, Q4, Q4M, Q5, Q5M, and Q4_K, Q5_K, Q6_K (of 256, which
-// `inner` is a multiple of); nothing is rounded.
+// GGUF's blocks: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4 (of 32 numbers) for the kinds Q8, Q4, Q4M, Q5, Q5M, MX, and Q2_K to Q6_K (of
+// 256, which `inner` is a multiple of); nothing is rounded, but a scale of MX below 2⁻¹²⁵, which is 0.
+int64_t block_bytes(int32_t kind);  // of one block
 void pack_blocks(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* blocks, int64_t count, int64_t row0,
                  const int32_t* to);
-// Codes 0 … 15, [count, inner], for the kinds Q4, W4, W4M and W4M32, with a scale (and, for those with minima, what is added) for
-// each group of inputs: float32 [count, groups]. Of Q4, scales must be float16's.
+// Codes 0 … 15, [count, inner], for the kinds Q4, W4, W4M, W4M32 and MX, with a scale (and, for those with minima, what is added)
+// for each group of inputs: float32 [count, groups]. Of Q4, scales must be float16's, of MX powers of two.
 void pack_codes4(int32_t kind, int64_t rows, int64_t inner, uint8_t* packed, const uint8_t* codes, const float* scales,
                  const float* minima, int64_t count, int64_t row0, const int32_t* to);
 // Of a packed weight of the kind I8: how many of its numbers are 0, what it takes as S8, and that.

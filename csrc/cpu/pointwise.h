@@ -51,9 +51,8 @@ static void activation(const ActivationArgs& a, int64_t row, float* scratch) {
     const float *x = a.x + row * a.x_stride, *up = x + a.size;
     for (int64_t i = 0; i < a.size; i += 16) {
         const int left = (int)(a.size - i < 16 ? a.size - i : 16);
-        F v = activate(a.activation, load_n(x + i, left));
-        if (a.gated) v = v * load_n(up + i, left);
-        store_n(scratch + i, v, left);
+        const F v = load_n(x + i, left);
+        store_n(scratch + i, a.gated ? gate_with(a.activation, v, load_n(up + i, left)) : activate(a.activation.kind, v), left);
     }
     emit_row(a.form, a.out + row * a.out_stride, a.size, scratch);
 }

@@ -1,16 +1,13 @@
-#include "program.h"
-
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 
+#include "ops.h"
 #include "pack.h"
 
 namespace {
 
-constexpr int CHUNKS_PER_THREAD = 4;  // so that a thread that is held up leaves its share to others
-constexpr int64_t MAX_CHUNKS = 4096;
 constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill
 constexpr int64_t SPLIT_KEYS = 128;   // of a decode make a task; not fewer with few sequences: a result must not depend on others
 
@@ -19,21 +16,6 @@ int64_t now_ns(int32_t clock) {
     clock_gettime(clock == 2 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
-
-// Rows of the step, some at a time.
-struct RowOp : Op {
-    int64_t per_chunk = 1;
-    int chunks(Program& p) override {
-        const int64_t n = p.step().num_tokens, most = (int64_t)p.threads() * CHUNKS_PER_THREAD;
-        per_chunk = n <= p.threads() ? 1 : (n + most - 1) / most;
-        return (int)((n + per_chunk - 1) / per_chunk);
-    }
-    void run(Program& p, int chunk, int thread) override {
-        const int64_t first = chunk * per_chunk, end = std::min(first + per_chunk, p.step().num_tokens);
-        for (int64_t t = first; t < end; t++) row(p, t, p.scratch(thread));
-    }
-    virtual void row(Program&, int64_t, float*) {}
-};
 
 struct Embed : RowOp {
     int32_t out, by_position, kind, accumulate;
@@ -263,27 +245,14 @@ struct Attention : WithCache {
     }
 };
 
-template <class T>
-T* add(ss_program* program) {
-    auto op = std::make_unique<T>();
-    T* kept = op.get();
-    ((Program*)program)->ops.push_back(std::move(op));
-    return kept;
-}
-
-LinearArgs linear_args(int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias, bool accumulate) {
-    LinearArgs a{};
-    a.kind = kind, a.rows = rows, a.inner = inner, a.packed = (const uint8_t*)packed, a.bias = bias, a.accumulate = accumulate;
-    return a;
-}
-
 }  // namespace
 
 Program::Program(Engine& engine) : engine_(engine), scratch_(engine.pool.num_threads()) {}
 
-int32_t Program::add_buffer(int64_t row_bytes) {
+int32_t Program::add_buffer(int64_t row_bytes, int64_t rows_a_token) {
     buffers_.push_back({});
     buffers_.back().stride = row_bytes;
+    buffers_.back().rows_a_token = rows_a_token;
     return (int32_t)buffers_.size() - 1;
 }
 
@@ -299,7 +268,7 @@ void Program::run_step(const ss_step& step) {
         capacity_ = step.num_tokens;
         for (Buffer& b : buffers_) {
             if (b.bound || b.stride == 0) continue;
-            b.own.reset((uint8_t*)std::aligned_alloc(64, round_up(b.stride * capacity_, 64)));
+            b.own.reset((uint8_t*)std::aligned_alloc(64, round_up(b.stride * capacity_ * b.rows_a_token, 64)));
             b.data = b.own.get();
         }
     }
@@ -343,9 +312,9 @@ void ss_add_norm(ss_program* p, int32_t x, int32_t residual, int32_t out, int32_
     op->args.eps = eps, op->args.offset = offset, op->args.form = form;
 }
 
-void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size) {
+void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token) {
     auto* op = add<Convert>(p);
-    op->x = x, op->out = out, op->form = form, op->size = size;
+    op->x = x, op->out = out, op->form = form, op->size = size, op->rows_a_token = rows_a_token;
 }
 
 void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
@@ -355,18 +324,19 @@ void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_
     op->args.linear = linear_args(kind, rows, inner, packed, bias, accumulate);
 }
 
-void ss_add_gated_linear(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t kind, int64_t rows,
-                         int64_t inner, const void* packed, const float* bias) {
+void ss_add_gated_linear(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
+                         int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias) {
     auto* op = add<Linear>(p);
     op->x = x, op->out = out, op->gated = true, op->args = {};
     op->args.linear = linear_args(kind, rows, inner, packed, bias, false);
-    op->args.activation = activation, op->args.form = form;
+    op->args.activation = {activation, alpha, limit}, op->args.form = form;
 }
 
-void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t gated, int64_t size) {
+void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
+                       int32_t gated, int64_t size, int64_t rows_a_token) {
     auto* op = add<Activate>(p);
-    op->x = x, op->out = out, op->args = {};
-    op->args.activation = activation, op->args.form = form, op->args.gated = gated, op->args.size = size;
+    op->x = x, op->out = out, op->args = {}, op->rows_a_token = rows_a_token;
+    op->args.activation = {activation, alpha, limit}, op->args.form = form, op->args.gated = gated, op->args.size = size;
 }
 
 void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,

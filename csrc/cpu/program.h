@@ -17,6 +17,16 @@ struct Engine {
 
 class Program;
 
+// Which experts the tokens of a step go to, in the layer at hand: `ss_add_route` finds it, the operators after it read it.
+struct Routing {
+    int64_t num_experts = 0, each = 0;  // how many there are, how many a token has
+    std::vector<int32_t> chosen;        // [tokens, each]
+    std::vector<float> weights;         // the same
+    std::vector<int32_t> begin;         // [experts + 1]: where an expert's rows begin, in the order of experts
+    std::vector<int32_t> token;         // [tokens · each]: whose row that is
+    std::vector<int32_t> place;         // [tokens, each]: its row
+};
+
 struct Op {
     virtual ~Op() = default;
     virtual int64_t scratch_floats(Program&) { return 0; }  // that each thread needs
@@ -27,7 +37,7 @@ struct Op {
 class Program final : public Job {
 public:
     explicit Program(Engine& engine);
-    int32_t add_buffer(int64_t row_bytes);
+    int32_t add_buffer(int64_t row_bytes, int64_t rows_a_token);
     void bind(int32_t buffer, void* data, int64_t row_bytes);
     void run_step(const ss_step& step);
     int32_t profile(int32_t clock, int64_t* ns, int32_t capacity);
@@ -45,6 +55,7 @@ public:
     void ended(int op) override;
 
     std::vector<std::unique_ptr<Op>> ops;
+    Routing routing;
 
 private:
     struct Free {
@@ -52,7 +63,7 @@ private:
     };
     struct Buffer {
         uint8_t* data = nullptr;
-        int64_t stride = 0;
+        int64_t stride = 0, rows_a_token = 1;
         bool bound = false;
         std::unique_ptr<uint8_t, Free> own;
     };

@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 5  // changes with anything in this file
+#define SS_ABI 6  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -30,16 +30,17 @@ SS_API int32_t ss_isa_usable(int32_t isa);
 SS_API ss_engine* ss_engine_create(int32_t num_threads, int32_t isa);
 SS_API void ss_engine_destroy(ss_engine* engine);
 
-// Weights: see formats.h for the kinds and pack.h for the functions.
+// Weights: see formats.h for the kinds and pack.h for the functions. Rows are packed by the engine's threads; without one (null),
+// by the caller alone.
 SS_API int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner);
-SS_API void ss_pack_dense(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16, int64_t stride,
+SS_API void ss_pack_dense(ss_engine*, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16,
+                          int64_t stride, int64_t count, int64_t row0, const int32_t* to);
+SS_API void ss_pack_codes(ss_engine*, int64_t rows, int64_t inner, void* packed, const int8_t* codes, const float* scales,
                           int64_t count, int64_t row0, const int32_t* to);
-SS_API void ss_pack_codes(int64_t rows, int64_t inner, void* packed, const int8_t* codes, const float* scales, int64_t count,
-                          int64_t row0, const int32_t* to);
-SS_API void ss_pack_blocks(int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count, int64_t row0,
-                           const int32_t* to);
-SS_API void ss_pack_codes4(int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes, const float* scales,
-                           const float* minima, int64_t count, int64_t row0, const int32_t* to);
+SS_API void ss_pack_blocks(ss_engine*, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* blocks, int64_t count,
+                           int64_t row0, const int32_t* to);
+SS_API void ss_pack_codes4(ss_engine*, int32_t kind, int64_t rows, int64_t inner, void* packed, const uint8_t* codes,
+                           const float* scales, const float* minima, int64_t count, int64_t row0, const int32_t* to);
 SS_API int64_t ss_num_zeros(int64_t rows, int64_t inner, const void* packed);
 SS_API int64_t ss_sparse_bytes(int64_t rows, int64_t inner, const void* packed);
 SS_API void ss_pack_sparse(int64_t rows, int64_t inner, const void* packed, void* sparse);
@@ -48,7 +49,7 @@ SS_API void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void
 
 SS_API ss_program* ss_program_create(ss_engine* engine);
 SS_API void ss_program_destroy(ss_program* program);
-SS_API int32_t ss_buffer(ss_program* program, int64_t row_bytes);  // row_bytes 0: to be bound
+SS_API int32_t ss_buffer(ss_program* program, int64_t row_bytes, int64_t rows_a_token);  // row_bytes 0: to be bound
 SS_API void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes);
 SS_API int64_t ss_form_bytes(int32_t form, int64_t size);
 
@@ -57,12 +58,28 @@ SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t 
                          const void* packed, float scale, int32_t accumulate);
 SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                         const float* weight, const float* bias, float eps, float offset);
-SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size);
+SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
                           const void* packed, const float* bias, int32_t accumulate);
-SS_API void ss_add_gated_linear(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t kind, int64_t rows,
-                                int64_t inner, const void* packed, const float* bias);
-SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, int32_t gated, int64_t size);
+// alpha, limit: of the clamped SwiGLU.
+SS_API void ss_add_gated_linear(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
+                                int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias);
+SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
+                              int32_t gated, int64_t size, int64_t rows_a_token);
+// A mixture of experts (`OpSet.moe`): each token's experts by the router's numbers; then the tokens' rows in the order of their
+// experts, products of these rows, and the sum over each token's. counts: a buffer for int64 [experts], bound if they are counted.
+SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
+                         float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups,
+                         int32_t best_two);
+SS_API void ss_add_gather(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int32_t counts);
+// The weights of all experts, [rows, inner] each, `stride` bytes apart, and their biases, `bias_stride` floats apart. form negative: y,
+// from `column` on; else gate and up, whose activation goes out in that form.
+SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t form, int32_t activation, float alpha,
+                                 float limit, int32_t kind, int64_t rows, int64_t inner, const void* packed, int64_t stride,
+                                 const float* bias, int64_t bias_stride);
+// shared: rows of the tokens' own, added as they are, or times the logistic function of shared_weight's one number.
+SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
+                           int32_t accumulate);
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                                   int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);

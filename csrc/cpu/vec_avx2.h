@@ -70,6 +70,18 @@ static inline F load_i8(const int8_t* p) {
     __m128i v = _mm_loadu_si128((const __m128i*)p);
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))};
 }
+static inline F widen_bytes(__m128i v) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)))};
+}
+static inline F load_u4(const uint8_t* p, bool high) {
+    const __m128i v = _mm_loadu_si128((const __m128i*)p);
+    return widen_bytes(_mm_and_si128(high ? _mm_srli_epi16(v, 4) : v, _mm_set1_epi8(15)));
+}
+static inline F load_exponents(const uint8_t* p) {
+    const __m128i v = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(v), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)), 23))};
+}
 static inline F load_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
@@ -93,6 +105,11 @@ static inline B load_b(const uint8_t* p) {
 static inline void store_b(uint8_t* p, B x) {
     _mm256_storeu_si256((__m256i*)p, x.a);
     _mm256_storeu_si256((__m256i*)(p + 32), x.b);
+}
+static inline B bzero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline B look_up(B codes, const uint8_t* table) {
+    const __m256i t = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(t, codes.a), _mm256_shuffle_epi8(t, codes.b)};
 }
 static inline __m256i expand_half(uint32_t mask, const uint8_t*& from) {
     const __m128i low = spread16(mask & 0xffff, from);

@@ -46,6 +46,14 @@ static inline I nearest(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to e
 static inline F pow2(I n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
 static inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 static inline F load_i8(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+// Sixteen bytes: their low or high halves; the float32 that has them as its exponent and nothing else.
+static inline F load_u4(const uint8_t* p, bool high) {
+    const __m128i v = _mm_loadu_si128((const __m128i*)p);
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(high ? _mm_srli_epi16(v, 4) : v, _mm_set1_epi8(15))))};
+}
+static inline F load_exponents(const uint8_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23))};
+}
 
 static inline F load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 static inline F load_bf16(const uint16_t* p) {
@@ -64,6 +72,10 @@ static inline void store_bf16(uint16_t* p, F a) {
 
 static inline B load_b(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
+static inline B bzero() { return {_mm512_setzero_si512()}; }
+static inline B look_up(B codes, const uint8_t* table) {  // of 16
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), codes.v)};
+}
 // 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
 // bytes are read. On Zen 5 an expansion waits for what its register held before (5 cycles instead of 1), if that is not fresh.
 static inline B expand(uint64_t mask, const uint8_t*& from) {

@@ -57,6 +57,15 @@ static inline F pow2(I n) {
 }
 static inline void store_bytes(int8_t* p, I a) { EACH p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
 static inline F load_i8(const int8_t* p) { F r; EACH r.v[i] = p[i]; return r; }
+static inline F load_u4(const uint8_t* p, bool high) { F r; EACH r.v[i] = high ? p[i] >> 4 : p[i] & 15; return r; }
+static inline F load_exponents(const uint8_t* p) {
+    F r;
+    EACH {
+        const uint32_t bits = (uint32_t)p[i] << 23;
+        memcpy(&r.v[i], &bits, 4);
+    }
+    return r;
+}
 static inline float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13, bits;
     float f;
@@ -88,6 +97,8 @@ static inline void store_bf16(uint16_t* p, F a) {
 
 static inline B load_b(const uint8_t* p) { B r; memcpy(r.v, p, 64); return r; }
 static inline void store_b(uint8_t* p, B a) { memcpy(p, a.v, 64); }
+static inline B bzero() { B r; memset(r.v, 0, 64); return r; }
+static inline B look_up(B codes, const uint8_t* table) { for (int i = 0; i < 64; i++) codes.v[i] = table[codes.v[i]]; return codes; }
 // 64 bytes: those marked stand at `from`, one after the other; the others are 128, which is number 0. Moves `from` on; up to 64
 // bytes are read.
 static inline B expand(uint64_t mask, const uint8_t*& from) {

@@ -426,12 +426,11 @@ def _reject_unsupported(
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
     for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
-        if name == "quantization" and given == checkpoint_scheme == "mxfp4":
-            continue  # a CPU expands the experts
-        if on_cpu and given not in (None, "int8", "int4", "int4-g32", "float32", "bfloat16", "float16"):
+        if on_cpu and given not in (None, "int8", "int4", "int4-g32", "mxfp4", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int4' and 'int4-g32' too, and GGUF's "
-                f"blocks as they are): take that, or {off} (or take kernels='reference', which is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int4' and 'int4-g32' too, for "
+                f"experts 'mxfp4', and GGUF's blocks as they are): take that, or {off} (or take kernels='reference', which is "
+                "exact and slow)",
                 field=name,
             )
     capability = device.compute_capability
@@ -447,7 +446,8 @@ def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], fr
     """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
     if device.is_cuda or kernels == "reference":
         return frozenset(("fp8", "int8", "int4")), frozenset(("fp8", "int8", "int4"))
-    return frozenset(() if kernels == "torch" else ("int8", "int4")), frozenset()
+    held = frozenset(() if kernels == "torch" else ("int8", "int4"))
+    return held, held
 
 
 def _check_products(model: ModelDescription, device: DeviceFacts, kernels: str) -> None:

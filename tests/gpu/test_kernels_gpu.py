@@ -278,7 +278,7 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         spec = MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=True)
         shapes = (num_experts * 2 * size, hidden), (num_experts * hidden, size)
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for n, k in shapes]
-        up, down = (ops.prepare_experts(w, SCHEMES[name] if name else None) for w in weights)
+        up, down = (ops.prepare_experts(w, SCHEMES[name] if name else None, num_experts=num_experts) for w in weights)
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16).float()
         logits += torch.arange(num_experts, device="cuda") * 1e-4  # no ties, which each may break otherwise

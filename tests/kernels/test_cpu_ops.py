@@ -145,9 +145,9 @@ def test_gate_and_up_may_be_sparse(ops, half):
         x, y = torch.randn(rows, 96), torch.empty(rows, half)
         p = native.Program(ops.engine)
         q = p.buffer(native.FORM_Q, 96)
-        p.add("convert", p.bound(x), q, native.FORM_Q, 96)
-        shape = (part.kind, part.rows, part.inner)
-        p.add("gated_linear", q, p.bound(y), native.FORM_F32, native.ACTIVATIONS["silu"], *shape, part.data, bias)
+        p.add("convert", p.bound(x), q, native.FORM_Q, 96, 1)
+        shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
+        p.add("gated_linear", q, p.bound(y), native.FORM_F32, *silu, *shape, part.data, bias)
         p.run(native.StepInputs(num_tokens=rows))
         gate, up = (eight_bits(x) @ (codes.float() * stored.scales[:, None]).T + bias).chunk(2, dim=1)
         assert_near(y, torch.nn.functional.silu(gate) * up)
@@ -171,7 +171,7 @@ def blocks(values: np.ndarray, kind: str) -> np.ndarray:
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
 
 
-HALVES = {"Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,), "Q4_0": (0,)}
+HALVES = {"Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,), "Q4_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()}
 """Where in a block its float16 numbers stand; elsewhere at 0 and 2."""
 
 
@@ -184,6 +184,8 @@ def any_blocks(rng: np.random.Generator, kind: str, out: int, inner: int, *, siz
         sizes = rng.choice([0.0, 1e-6, size / 10, size], raw.shape[:2], p=[0.1, 0.1, 0.4, 0.4])
         scales = rng.standard_normal(raw.shape[:2]) * sizes
         raw[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if kind == "MXFP4":  # exponents: the least that counts, and those of weights
+        raw[..., 0] = rng.choice([2, 100, 122, 123, 124], raw.shape[:2])
     return raw.reshape(out, -1)
 
 

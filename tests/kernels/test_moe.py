@@ -29,6 +29,16 @@ def case(num_tokens, spec, *, inner=32, seed=0, skew=0.0):
     return x, logits, up / 4, down
 
 
+def prepared(ops, spec, up, down, scheme=None, biases=(None, None)):
+    rounding = SCHEMES[scheme] if scheme else None
+    given = zip((up, down), biases, strict=True)
+    return [ops.prepare_experts(w, rounding, bias, num_experts=spec.num_experts) for w, bias in given]
+
+
+def adopted(ops, spec, *weights):
+    return [ops.adopt_experts(w, num_experts=spec.num_experts) for w in weights]
+
+
 def mixture(num_experts=5, top=2, size=48, *, normalize=True, gated=True):
     expert = DenseSpec(intermediate_size=size, activation="silu" if gated else "relu", gated=gated)
     return MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=normalize)
@@ -47,7 +57,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.num_experts_per_token}of{s.num_experts}")
 def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
     x, logits, up, down = case(7, spec)
-    ours = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
+    ours = REFERENCE.moe(x, logits, *prepared(REFERENCE, spec, up, down), spec)
     ups, downs = up.view(spec.num_experts, -1, 32), down.view(spec.num_experts, 32, -1)
     for token in range(7):
         p = logits[token].softmax(0)
@@ -67,8 +77,8 @@ def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
 def test_equals_the_reference(ops, num_tokens, spec):
     for skew in (0.0, 30.0):  # spread; all tokens to the first experts
         x, logits, up, down = case(num_tokens, spec, skew=skew)
-        expected = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
-        ours = ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec)
+        expected = REFERENCE.moe(x, logits, *prepared(REFERENCE, spec, up, down), spec)
+        ours = ops.moe(x, logits, *prepared(ops, spec, up, down), spec)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -78,13 +88,11 @@ def test_biases_and_an_activation_of_both_halves(ops, scheme):
     expert = DenseSpec(intermediate_size=64, activation=ClampedSwiglu(alpha=1.7, limit=0.8), bias=True)
     spec = MoESpec(num_experts=5, num_experts_per_token=2, expert=expert, normalize=True)
     x, logits, up, down = case(19, spec, inner=64)
-    rounding = SCHEMES[scheme] if scheme else None
     biases = torch.randn(len(up)), torch.randn(len(down))
-    theirs = [REFERENCE.prepare_experts(w, rounding, b) for w, b in zip((up, down), biases, strict=True)]
-    ours = [ops.prepare_experts(w, rounding, b) for w, b in zip((up, down), biases, strict=True)]
+    theirs, ours = (prepared(o, spec, up, down, scheme, biases) for o in (REFERENCE, ops))
     expected = REFERENCE.moe(x, logits, *theirs, spec)
     torch.testing.assert_close(ops.moe(x, logits, *ours, spec), expected, rtol=1e-4, atol=1e-4)
-    ups, downs = (dequantize(w) if rounding else w.weight for w in theirs)
+    ups, downs = (dequantize(w) if scheme else w.weight for w in theirs)
     weights, chosen = route(logits[:1], spec)
     by_hand = torch.zeros(64)
     for p, e in zip(weights[0], chosen[0].tolist(), strict=True):
@@ -100,8 +108,8 @@ def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
     x, logits, up, down = case({32: 40, 64: 100, 128: 300}[block], spec)
     assert triton_moe.group(triton_moe.route(logits, spec)[1], 2).block == block
-    expected = REFERENCE.moe(x, logits, REFERENCE.prepare_experts(up), REFERENCE.prepare_experts(down), spec)
-    ours = ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec)
+    expected = REFERENCE.moe(x, logits, *prepared(REFERENCE, spec, up, down), spec)
+    ours = ops.moe(x, logits, *prepared(ops, spec, up, down), spec)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -110,9 +118,9 @@ def test_larger_tiles(block):
 def test_rounded_experts(scheme, num_tokens):
     spec, ops = mixture(num_experts=4, size=128), TritonOps()
     x, logits, up, down = case(num_tokens, spec, inner=128)
-    up, down = (REFERENCE.prepare_experts(w, SCHEMES[scheme]) for w in (up, down))
+    up, down = prepared(REFERENCE, spec, up, down, scheme)
     expected = REFERENCE.moe(x, logits, up, down, spec)
-    ours = ops.moe(x, logits, ops.adopt_experts(up), ops.adopt_experts(down), spec)
+    ours = ops.moe(x, logits, *adopted(ops, spec, up, down), spec)
     # Where an input of the second product falls between two codes of 8 bits, one step of it.
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
@@ -122,7 +130,7 @@ def test_zero_points_of_a_checkpoint():
     x, logits, up, down = case(5, spec, inner=64)
     made = []
     for w in (up, down):
-        held = REFERENCE.prepare_experts(w, SCHEMES["int4-g32"])
+        held = REFERENCE.prepare_experts(w, SCHEMES["int4-g32"], num_experts=spec.num_experts)
         zeros = torch.randint(5, 11, held.scales.shape).float()
         assert isinstance(held, GroupedLinear)
         made.append(GroupedLinear(weight=held.weight, scales=held.scales, zeros=zeros, group_size=32, chunk=held.chunk))
@@ -162,10 +170,10 @@ def test_groups(monkeypatch, at_once, load):
 
 def test_the_cpu_has_no_rounded_experts():
     with pytest.raises(ConfigError) as caught:
-        CpuOps().prepare_experts(torch.randn(64, 64), SCHEMES["int8"])
+        CpuOps().prepare_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2)
     assert caught.value.field == "kernels"
     with pytest.raises(ConfigError):
-        CpuOps().adopt_experts(REFERENCE.prepare_experts(torch.randn(64, 64), SCHEMES["int8"]))
+        CpuOps().adopt_experts(REFERENCE.prepare_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2), num_experts=2)
 
 
 V3 = dict(scores="sigmoid", correction=True, weight_scale=2.5)
@@ -211,6 +219,6 @@ def test_choices_are_counted_but_for_padding(ops):
     slots = torch.tensor([16, 17, 0, 40, 15, 18, 19, 0, 16])  # those below 16 are in the null block
     load = ExpertLoad(torch.zeros(6, dtype=torch.int64), slots, 16)
     for _ in range(2):
-        ops.moe(x, logits, ops.prepare_experts(up), ops.prepare_experts(down), spec, load=load)
+        ops.moe(x, logits, *prepared(ops, spec, up, down), spec, load=load)
     chosen = route(logits, spec)[1][slots >= 16]
     assert load.counts.tolist() == (2 * chosen.flatten().bincount(minlength=6)).tolist()

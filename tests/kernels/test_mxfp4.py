@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import DeviceFacts, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.kernels.cpu_experts import NativeExperts
 from slipstream.kernels.ops import GroupedLinear, Linear
 from slipstream.kernels.quantize import E2M1, dequantize, round_linear
 from slipstream.kernels.triton import TritonOps
@@ -61,9 +62,13 @@ def test_a_checkpoint_with_blocks(rounded, ops):
     model = load(path, kernels=ops) if ops != "triton" else None
     model = model or load_model(path, ops=TritonOps(), device=CPU, dtype=torch.float32)
     ours = run(model, TOKENS, (5, 1, 2))
-    assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+    # Beside such weights the C++ kernels round inputs to 8 bits.
+    assert (ours - expected).abs().max() / expected.abs().max() < (0.03 if ops == "cpu" else 1e-4)
     up = model.decoder.layers[0].mlp.up
-    if ops in ("reference", "triton"):  # kept as it is
+    if ops == "cpu":
+        assert isinstance(up, NativeExperts)
+        assert dict(model.decoder.ops.forms_of(up)) == {"MXFP4": up.out_features * 64 * 17 // 32}
+    elif ops in ("reference", "triton"):  # kept as it is
         assert isinstance(up, GroupedLinear)
         own = sum(weights_bytes(model.spec, 4, SCHEMES["mxfp4"]).values())
         scales = sum(x.scales.numel() * 2 for layer in model.decoder.layers for x in (layer.mlp.up, layer.mlp.down))
@@ -98,13 +103,15 @@ def test_experts_that_are_left_out_are_refused(rounded, tmp_path):
 
 
 def test_the_real_model():
-    """20.9 billion parameters, of which the experts' take 4.5 bits; a CPU expands them."""
+    """20.9 billion parameters, of which the experts' take 4.5 bits, on a CPU 4.25."""
     description = read_spec(CONFIGS / "gpt-oss-20b")
     assert (description.spec.num_parameters, description.scheme, description.dtype) == (20_914_757_184, "mxfp4", "bfloat16")
     assert 13.5e9 < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values()) < 14.5e9
     cpu = DeviceFacts(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
     config = resolve(EngineArgs(model="x", kv_cache_bytes=2**30), description, cpu)
     assert config.model.quantization == "mxfp4"
+    on_cpu = sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"], on_cpu=True).values())
+    assert 12.8e9 < on_cpu < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values())
 
 
 def test_rounding_is_to_the_nearest_code():

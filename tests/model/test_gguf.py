@@ -31,7 +31,8 @@ def random_blocks(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(0, 250, num_blocks, dtype=np.uint8)
         return blocks
-    scales = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    both = {name: [0, 2] for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}
+    scales = {**both, "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}.get(kind, [0])
     for at in scales:
         blocks[:, at : at + 2] = (rng.standard_normal((num_blocks, 1)) / 8).astype(np.float16).view(np.uint8)
     return blocks

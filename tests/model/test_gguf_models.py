@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,16 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream import LLM
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.model.description import read_spec
 from slipstream.model.families import find_gguf_family
+from slipstream.model.gguf import GGUFFile
 from slipstream.model.parameters import parameters
 from slipstream.model.positions import rope_table
 from slipstream.model.spec import Llama3Scaling, RopeSpec
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
+
+ROOT = Path(__file__).parents[2]
 
 
 def write(path, tensors, architecture="llama", **metadata):
@@ -463,9 +469,9 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     assert torch.equal(alone, run(ours, tokens[:5], (2, 3)))
 
 
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")], ids="+".join)
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q2_K", "Q4_K"), ("Q3_K", "Q5_K")], ids="+".join)
 def test_superblocks_are_used_as_they_are(tmp_path, kinds):
-    """As llama.cpp's Q4_K_M and Q5_K_M mix them. What they take is what `info` says beforehand."""
+    """As llama.cpp's Q4_K_M, Q5_K_M, Q2_K and Q3_K_M mix them. What they take is what `info` says beforehand."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
     tiny_models.build(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
@@ -490,6 +496,37 @@ def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
 
 
+@pytest.mark.parametrize("kinds", [("Q2_K", "Q3_K"), ("Q4_K", "Q6_K"), ("MXFP4", "Q8_0")], ids="+".join)
+def test_experts_are_used_as_they_are(tmp_path, kinds):
+    """Each token passes all experts, since inputs of 8 bits may choose another one of two that are near."""
+    sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.build(tmp_path / "hf", "mixtral", num_local_experts=3, num_experts_per_tok=3, **sizes)
+    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
+    shapes = parameters(spec)
+    for name, place in find_gguf_family("llama").gguf.names(spec).items():
+        if place.target not in shapes:
+            continue
+        rows, *inner = shapes[place.target]
+        rows = place.rows or rows // (place.copies or 1)
+        shape = (rows, *inner) if place.copies is None else (place.copies, rows, *inner)
+        kind = "F32" if not inner or "gate_inp" in name else kinds[1] if "down" in name or "token" in name else kinds[0]
+        values = any_blocks(rng, kind, math.prod(shape[:-1]), shape[-1], size=1e-4) if kind != "F32" else None
+        if kind == "MXFP4":
+            values.reshape(-1, 17)[:, 0] = rng.integers(118, 121, values.size // 17)
+        made = rng.standard_normal(shape) if inner else np.ones(shape)
+        tensors[name] = (made if values is None else values.reshape(*shape[:-1], -1), kind)
+    metadata = {**LEAST, "block_count": 2, "embedding_length": 256, "feed_forward_length": 256, "attention.head_count_kv": 2}
+    metadata |= {"expert_count": 3, "expert_used_count": 3}
+    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
+    assert ours.decoder.compiled is not None
+    mlp = ours.decoder.layers[1].mlp
+    assert [p.kind for p in mlp.up.parts + mlp.down.parts] == [native.BLOCK_KINDS[kind] for kind in kinds]
+    tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
+    a, b = run(ours, tokens), run(exact, tokens)
+    assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
+
+
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
     tiny_models.build(tmp_path, "llama", initializer_range=0.1)
     model = load(tmp_path, kernels="cpu", dtype=torch.bfloat16)
@@ -501,3 +538,29 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
         single = Paged(model, 1, 200)
         assert torch.equal(single.step([(0, prompt)])[0], together[i])
         assert torch.equal(single.step([(0, [11])])[0], after[i])
+
+
+def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
+    """For the model's description, its weights and its tokenizer."""
+    opened, reading = [], GGUFFile.__init__
+
+    def read(self, path):
+        opened.append(path)
+        reading(self, path)
+
+    tiny_models.build(tmp_path / "hf", "llama", hidden_size=32, intermediate_size=64, vocab_size=256)
+    spec = read_spec(tmp_path / "hf").spec
+    shapes = parameters(spec)
+    tensors = {
+        name: (np.ones((*(s if place.rows is None else (place.rows, *s[1:])),)), "F32")
+        for name, place in find_gguf_family("llama").gguf.names(spec).items()
+        if (s := shapes.get(place.target)) is not None
+    }
+    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())["byte_level"]
+    metadata = {f"llama.{k}": v for k, v in {**LEAST, "block_count": 2, "attention.head_count_kv": 2}.items()}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
+    write(tmp_path / "model.gguf", tensors, **metadata)
+    monkeypatch.setattr(GGUFFile, "__init__", read)
+    with LLM(str(tmp_path / "model.gguf"), device="cpu", max_model_len=64) as llm:
+        assert llm.get_tokenizer().encode("a b")
+    assert opened == [tmp_path / "model.gguf"]

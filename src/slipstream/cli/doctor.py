@@ -221,7 +221,10 @@ def find_missing(
     if cards and packages.get("triton") is None:
         found.append(Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'"))
     if torch is not None and not has_cpu_kernels:
-        found.append(Missing(what="the C++ kernels for the CPU (torch's are several times slower)", command="pip install ."))
+        from slipstream.kernels.build import remedy
+
+        lost = "no quantization, no 8-bit cache, GGUF's weights expanded, and torch's kernels are several times slower"
+        found.append(Missing(what=f"the C++ kernels for the CPU (without them: {lost})", command=remedy()))
     if packages.get("huggingface-hub") is None:
         found.append(Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'"))
     if not has_model:

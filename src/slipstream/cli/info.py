@@ -119,7 +119,7 @@ def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[s
     if formats:
         return held_bytes(spec, size, formats, on_cpu=by_cpu)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
-    if scheme is not None and scheme.experts_only and not config.device.facts.is_cuda:
+    if scheme is not None and scheme.experts_only and config.device.kernels == "torch":
         scheme = None  # expanded
     return weights_bytes(spec, size, scheme, on_cpu=by_cpu)
 

@@ -144,7 +144,7 @@ class AsyncLLM:
         child = _Child.spawn()
         try:
             await child.begin(args)  # it imports torch while we build the tokenizer
-            tokenizer = await asyncio.to_thread(load_tokenizer, args, path)
+            tokenizer = await asyncio.to_thread(load_tokenizer, args, description)
             engine = cls(args, description, tokenizer)
             await engine._adopt(child, progress)
         except BaseException:

@@ -207,7 +207,7 @@ def load_runner(
     found = time.perf_counter() - begin
     progress("weights")
     tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
-    runner = ModelRunner(config, tiles)
+    runner = ModelRunner(config, description, tiles)
     runner.phases["resolve"] = found
     return description, runner, tiles
 

@@ -89,8 +89,8 @@ _ENDS = (
 """Control tokens that end an answer by their name: many files give the number of one such token only."""
 
 
-def from_gguf(path: Path) -> Tokenizer:
-    fields = _Fields(GGUFFile(path).metadata, path)
+def from_gguf(file: GGUFFile) -> Tokenizer:
+    path, fields = file.path, _Fields(file.metadata, file.path)
     kind = fields.get("model", str, None)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(fields.array("tokens", str))]
     if not tokens:

@@ -91,7 +91,7 @@ class LLM:
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         log_canary(self._core.canary)
         progress("tokenizer")
-        self.tokenizer = load_tokenizer(args, self._core.config.model.path)
+        self.tokenizer = load_tokenizer(args, self._core.description)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
 

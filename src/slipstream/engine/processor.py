@@ -13,10 +13,10 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.detokenizer import IncrementalDetokenizer
+from slipstream.engine.gguf_tokenizer import from_gguf
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, EngineError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
@@ -57,12 +57,13 @@ class PreparedRequest:
         return first.encoder_token_ids or first.prompt_token_ids
 
 
-def load_tokenizer(args: EngineArgs, path: Path) -> Tokenizer | None:
-    """The tokenizer that `args` asks for: that of the model at `path`, another one, or none."""
+def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
+    """The tokenizer that `args` asks for: the model's own, another one, or none."""
     if args.skip_tokenizer_init:
         return None
-    named = path if args.tokenizer is None else resolve_model(args.tokenizer, download_dir=args.download_dir)
-    return Tokenizer.from_pretrained(named)
+    if args.tokenizer is not None:
+        return Tokenizer.from_pretrained(resolve_model(args.tokenizer, download_dir=args.download_dir))
+    return Tokenizer.from_pretrained(model.path) if model.gguf is None else from_gguf(model.gguf)
 
 
 def default_sampling(model: ModelDescription) -> SamplingParams:

@@ -61,8 +61,9 @@ class Tokenizer:
             path = next(iter(sorted(path.glob("*.gguf"))), path)
         if path.is_file():
             from slipstream.engine.gguf_tokenizer import from_gguf
+            from slipstream.model.gguf import GGUFFile
 
-            return from_gguf(path)
+            return from_gguf(GGUFFile(path))
         return _from_folder(path)
 
     def save(self, folder: Path) -> None:

@@ -66,7 +66,7 @@ class Scorer:
                 field="model_type",
             )
         config = runner.config
-        tokenizer = load_tokenizer(args, description.path)
+        tokenizer = load_tokenizer(args, description)
         if tokenizer is None:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
         return cls(

@@ -1,40 +1,72 @@
 """Build libslipstream_cpu into this package: `python -m slipstream.kernels.build [--sanitize]`.
 
 For source trees that are run without being installed, with the compiler and CMake that are there. `pip install .` does the same
-through scikit-build-core.
+through scikit-build-core, and installs the package without the library where there is no compiler: `remedy` says what
+to do then.
+No torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+BUILD = "python -m slipstream.kernels.build"
+PACKAGE = Path(__file__).parent
+SOURCE = PACKAGE.parents[2] / "csrc" / "cpu"
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def remedy() -> str:
+    """The command that gets the library where it is missing or of another version, with what it needs."""
+    if (SOURCE / "CMakeLists.txt").is_file():
+        command = BUILD
+    else:  # pip keeps a wheel that it built without a compiler, and would install that again
+        command = f"pip install --force-reinstall --no-deps --no-cache-dir {_origin()}"
+    return command if has_compiler() else f"install a C++ compiler (Debian: apt install g++), then {command}"
+
+
+def has_compiler() -> bool:
+    """Whether CMake would find one: what CXX names, or one by its usual names."""
+    named = os.environ.get("CXX", "").split()
+    return any(shutil.which(name) for name in (*named[:1], *COMPILERS))
+
+
+def _origin() -> str:
+    """What this package was installed from, as pip takes it (PEP 610)."""
+    try:
+        recorded = distribution("slipstream").read_text("direct_url.json")
+    except PackageNotFoundError:
+        recorded = None
+    return json.loads(recorded)["url"] if recorded else "--no-binary slipstream slipstream"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m slipstream.kernels.build", description=__doc__)
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UndefinedBehaviorSanitizer")
     args = parser.parse_args(arguments)
-    package = Path(__file__).parent
-    source = package.parents[2] / "csrc" / "cpu"
-    if not (source / "CMakeLists.txt").is_file():
-        print(
-            f"{source} is not there: this is no source tree; `pip install slipstream` brings the library",
-            file=sys.stderr,
-        )
+    if not (SOURCE / "CMakeLists.txt").is_file():
+        print(f"{SOURCE} is not there: this is no source tree; {remedy()}", file=sys.stderr)
+        return 1
+    if not has_compiler():
+        print(f"there is no C++ compiler on the PATH: {remedy()}", file=sys.stderr)
         return 1
     if shutil.which("cmake") is None:
         print("cmake is needed and not on the PATH: pip install cmake", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as build:
         sanitize = f"-DSLIPSTREAM_SANITIZE={'ON' if args.sanitize else 'OFF'}"
-        subprocess.run(["cmake", "-S", source, "-B", build, "-DCMAKE_BUILD_TYPE=Release", sanitize], check=True)
+        subprocess.run(["cmake", "-S", SOURCE, "-B", build, "-DCMAKE_BUILD_TYPE=Release", sanitize], check=True)
         subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
         (built,) = Path(build).glob("libslipstream_cpu.*")
-        target = package / built.name
+        target = PACKAGE / built.name
         temporary = target.with_suffix(".new")  # a running process may have the old one mapped
         shutil.copy2(built, temporary)
         temporary.replace(target)

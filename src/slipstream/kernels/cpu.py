@@ -1,5 +1,5 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, experts and
-latent attention, which are torch's.
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws and latent attention, which are torch's.
+Mixtures of experts have a file of their own (`cpu_experts.py`).
 
 A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
@@ -20,21 +20,31 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
+from slipstream.kernels.cpu_experts import (
+    NativeExperts,
+    add_choice,
+    add_down,
+    add_expert_linear,
+    add_experts,
+    group_form,
+    pack_experts,
+)
 from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.native import ACTIVATIONS, Arena, Engine, Packed, Program
+from slipstream.kernels.native import Arena, Engine, Packed, Program, activation_of
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
     BlockLinear,
+    ExpertLoad,
     GroupedLinear,
     LayerKV,
     Linear,
     SamplingTensors,
     ScaledLinear,
 )
-from slipstream.kernels.quantize import ROWS_AT_ONCE, round_linear, unpack4
+from slipstream.kernels.quantize import round_linear
 from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.model.spec import Activation, MoESpec, OwnActivation
 
 SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
 SPARSE_FROM_ELSEWHERE = 0.8
@@ -61,14 +71,14 @@ class NativeOps(CpuOps):
 
     name = "cpu"
     block_types = frozenset(CPU_BLOCK_BYTES)
-    rounded = frozenset(("int8", "int4"))
+    rounded = rounded_experts = frozenset(("int8", "int4"))
 
     def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
         self.engine = Engine(num_threads, isa)
         chosen = SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
         self._sparse_from = chosen if sparse_from is None else sparse_from
-        self._arena = Arena()
+        self._arena = Arena(self.engine)
         self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
     def describe(self) -> str:
@@ -78,10 +88,9 @@ class NativeOps(CpuOps):
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
         if scheme is not None and scheme.name == "int4":
-            scales = torch.float16 if scheme.group_size == 32 and weight.dtype == torch.float32 else weight.dtype
-            return self.adopt_linear(round_linear(weight, bias, scheme, scales))
+            return self.adopt_linear(_round_groups(weight, bias, scheme))
         if scheme is not None and scheme.name != "int8":
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8' or 'int4'", field="quantization")
+            raise _no_product(scheme)
         if scheme is not None:
             return _native(weight, bias, (self._eight_bits(weight, None),))
         kind = native.BF16 if weight.dtype == torch.bfloat16 else native.F32
@@ -94,7 +103,10 @@ class NativeOps(CpuOps):
             return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
         if isinstance(w, GroupedLinear):
             stand_in = torch.empty(len(w.weight), w.weight.shape[1] * 4, device="meta", dtype=w.scales.dtype)
-            return _native(stand_in, w.bias, (_pack_groups(w, self._arena),))
+            form = group_form(w)
+            packed = Packed.empty(form.kind, len(w.weight), stand_in.shape[1], self._arena)
+            form.put(packed)
+            return _native(stand_in, w.bias, (packed,))
         if isinstance(w, ScaledLinear) and w.weight.dtype == torch.int8:
             stand_in = torch.empty_like(w.weight, device="meta", dtype=w.out_dtype)
             return _native(stand_in, w.bias, (self._eight_bits(w.weight, w.scales),))
@@ -104,22 +116,24 @@ class NativeOps(CpuOps):
 
     def _eight_bits(self, weight: Tensor, scales: Tensor | None) -> Packed:
         """Codes with their scales, or numbers that are rounded here, in the form that is faster."""
-        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(0))
+        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(self.engine, 0))
         if scales is None:
             dense.put_dense(weight)
         else:
             dense.put_codes(weight, scales)
         return dense.sparse(self._arena) if dense.zeros >= self._sparse_from else dense.moved(self._arena)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
-        if scheme is not None and scheme.name != "mxfp4":
-            raise ConfigError(f"the CPU's kernels have no {scheme.name} product of experts; leave it out", field="quantization")
-        return super().prepare_experts(weight, scheme, bias)
+    def prepare_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> NativeExperts:
+        if scheme is not None and scheme.inputs is None:  # int4, mxfp4
+            return pack_experts(_round_groups(weight, bias, scheme), num_experts, self._arena)
+        if scheme is not None and scheme.name != "int8":
+            raise _no_product(scheme)
+        return pack_experts(Linear(weight=weight, bias=bias), num_experts, self._arena, eight_bits=scheme is not None)
 
-    def adopt_experts(self, w: Linear) -> Linear:
-        if isinstance(w, GroupedLinear) and w.codes == "e2m1":
-            return super().adopt_experts(w)
-        raise ConfigError("the CPU's kernels have no product with rounded experts; use kernels='reference'", field="kernels")
+    def adopt_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
+        return pack_experts(w, num_experts, self._arena)
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
@@ -135,7 +149,7 @@ class NativeOps(CpuOps):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        if not isinstance(w, NativeLinear):
+        if not isinstance(w, (NativeLinear, NativeExperts)):
             return super().forms_of(w)
         return [(native.KIND_NAMES[part.kind], part.data.numel()) for part in w.parts]
 
@@ -194,22 +208,68 @@ class NativeOps(CpuOps):
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
         assert inputs is None
-        if activation not in ACTIVATIONS:
+        if isinstance(activation, OwnActivation):
             return super().gated_activation(gate_up, activation)
         return self._activate(gate_up, activation, gate_up.shape[1] // 2, True)
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         assert inputs is None
-        if activation not in ACTIVATIONS:
+        if isinstance(activation, OwnActivation):
             return super().activation(x, activation)
         return self._activate(x, activation, x.shape[1], False)
 
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
         out = torch.empty(len(x), size)
         p = Program(self.engine)
-        kind = ACTIVATIONS[activation]  # type: ignore[index]
-        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, kind, gated, size)
+        kind = activation_of(activation)
+        assert kind is not None
+        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, *kind, gated, size, 1)
         self._run(p, len(x))
+        return out.to(x.dtype)
+
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        *,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
+    ) -> Tensor:
+        assert isinstance(up, NativeExperts)
+        assert isinstance(down, NativeExperts)
+        step = native.StepInputs(num_tokens=len(x))
+        counts = None
+        if load is not None:
+            counts, step.block_size, step.slots = load.counts[None], load.block_size, load.slots.data_ptr()
+        rows, size, k = _wide(x), x.shape[1], spec.num_experts_per_token
+        logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
+
+        def begun(counted: Tensor | None, form: int) -> tuple[Program, int]:
+            p = Program(self.engine)
+            gathered = p.buffer(form, size, k)
+            places = p.bound(rows), p.bound(logits), p.bound(counted)
+            add_choice(p, *places, spec, correction, gathered, form, size)
+            return p, gathered
+
+        p, gathered = begun(counts, up.form)
+        if isinstance(spec.expert.activation, OwnActivation):  # torch's, between two programs that choose alike
+            wide = torch.empty(len(x) * k, up.rows)
+            add_expert_linear(p, gathered, p.bound(wide), up)
+            p.run(step)
+            act = self.gated_activation if spec.expert.gated else self.activation
+            inner = act(wide, spec.expert.activation)
+            assert isinstance(inner, Tensor)
+            p, _ = begun(None, native.FORM_F32)
+            own = p.buffer(down.form, down.inner, k)
+            p.add("convert", p.bound(_wide(inner)), own, down.form, down.inner, k)
+            results = add_down(p, own, down, spec, lambda _, *sizes: p.buffer(*sizes))
+        else:
+            results = add_experts(p, gathered, up, down, spec, lambda _, *sizes: p.buffer(*sizes))
+        p.add("combine", results, p.bound(out), size, -1, -1, False)
+        p.run(step)
         return out.to(x.dtype)
 
     def rope_and_cache(
@@ -311,7 +371,7 @@ class Product:
         size, x = w.weight.shape[1], self._x
         if w.form != native.FORM_F32:
             x = self._program.buffer(w.form, size)
-            self._program.add("convert", self._x, x, w.form, size)
+            self._program.add("convert", self._x, x, w.form, size, 1)
         add_linear(self._program, x, self._y, w)
 
     @property
@@ -358,26 +418,14 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
     return tuple(parts)
 
 
-def _pack_groups(w: GroupedLinear, arena: Arena) -> Packed:
-    """4-bit codes as they are, with their scales in float32; in groups of 32 in float16, if that holds them exactly, as
-    GGUF's Q4_0."""
-    scales = w.scales.float().T.contiguous()
-    minima = None if w.zeros is None else -w.zeros.float().T * scales
-    kind = native.W4 if minima is None else native.W4M
-    if w.group_size == 32:
-        if minima is None:  # of a group of zeros any scale is right
-            some = (unpack4(part, w.chunk).unflatten(1, (-1, 32)).ne(8).any(-1) for part in w.weight.split(ROWS_AT_ONCE))
-            scales = scales.where(torch.cat([*some]), 0.0)
-        halves = minima is None and torch.equal(scales.half().float(), scales)
-        kind = native.Q4 if halves else native.W4M32
-        minima = -8 * scales if minima is None and not halves else minima
-    rows, inner = len(w.weight), w.weight.shape[1] * 4
-    packed = Packed.empty(kind, rows, inner, arena)
-    for row in range(0, rows, ROWS_AT_ONCE):
-        at = slice(row, row + ROWS_AT_ONCE)
-        codes = unpack4(w.weight[at], w.chunk).to(torch.uint8)
-        packed.put_codes4(codes, scales[at], None if minima is None else minima[at], row)
-    return packed
+def _round_groups(weight: Tensor, bias: Tensor | None, scheme: Scheme) -> Linear:
+    """To nearest. Scales of 32 float32 numbers are float16, as GGUF's."""
+    halves = scheme.name == "int4" and scheme.group_size == 32 and weight.dtype == torch.float32
+    return round_linear(weight, bias, scheme, torch.float16 if halves else weight.dtype)
+
+
+def _no_product(scheme: Scheme) -> ConfigError:
+    return ConfigError(f"the CPU's kernels have no {scheme.name} product; use 'int8' or 'int4'", field="quantization")
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
@@ -133,8 +134,7 @@ class CpuOps(ReferenceOps):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
             raise ConfigError(
-                f"the torch kernels have no {scheme.name} product: build the C++ ones (`python -m slipstream.kernels.build`) or"
-                " use kernels='reference'",
+                f"the torch kernels have no {scheme.name} product: use kernels='reference', or get the C++ ones: {remedy()}",
                 field="kernels",
             )
         if not can_pack(weight.dtype):
@@ -144,20 +144,21 @@ class CpuOps(ReferenceOps):
 
     def adopt_linear(self, w: Linear) -> Linear:
         raise ConfigError(
-            "the torch kernels have no product with rounded weights: build the C++ ones (`python -m slipstream.kernels.build`) "
-            "or use kernels='reference'",
+            f"the torch kernels have no product with rounded weights: use kernels='reference', or get the C++ ones: {remedy()}",
             field="kernels",
         )
 
-    def adopt_experts(self, w: Linear) -> Linear:
-        """Those of `mxfp4` become dense: a CPU has no product with them."""
+    def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        """Those of `mxfp4` become dense: torch has no product with them."""
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
             return Linear(weight=dequantize(w, w.scales.dtype), bias=w.bias)
         return self.adopt_linear(w)
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+    def prepare_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> Linear:
         if scheme is not None and scheme.name == "mxfp4":
-            return self.adopt_experts(round_linear(weight, bias, scheme))
+            return self.adopt_experts(round_linear(weight, bias, scheme), num_experts=num_experts)
         return Linear(weight=weight, bias=bias) if scheme is None else self.prepare_linear(weight, bias, scheme)
 
     def moe(
@@ -257,8 +258,7 @@ class CpuOps(ReferenceOps):
     ) -> Tensor:
         if kv.k_scale is not None:
             raise ConfigError(
-                "the torch kernels have no 8-bit cache; build the C++ ones (`python -m slipstream.kernels.build`), or use "
-                "kv_cache_dtype='auto'",
+                f"the torch kernels have no 8-bit cache; use kv_cache_dtype='auto', or get the C++ ones: {remedy()}",
                 field="kv_cache_dtype",
             )
         heads = qkv.view(-1, num_heads + (1 if kv.latent else 2) * num_kv_heads, head_dim)

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.model.spec import NamedActivation
+from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 5
+ABI = 6
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
-BUILD = "python -m slipstream.kernels.build"
 
-F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32 = range(15)
+F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
 """Kinds of weights: csrc/cpu/formats.h."""
 
 CEILINGS = ("read", "int8", "bfloat16", "float32")
@@ -37,7 +37,10 @@ CEILINGS = ("read", "int8", "bfloat16", "float32")
 ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, row by row as torch keeps them."""
 
-BLOCK_KINDS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M, "Q5_0": Q5, "Q5_1": Q5M, "Q4_K": Q4K, "Q5_K": Q5K, "Q6_K": Q6K}
+BLOCK_KINDS = {
+    "Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M, "Q5_0": Q5, "Q5_1": Q5M, "MXFP4": MX,
+    "Q2_K": Q2K, "Q3_K": Q3K, "Q4_K": Q4K, "Q5_K": Q5K, "Q6_K": Q6K,
+}
 """GGUF's types that are used as they are."""
 
 KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
@@ -55,7 +58,15 @@ FORM_F32, FORM_BF16, FORM_Q = range(3)
 """Forms of activations that products read."""
 
 ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+CLAMPED_SWIGLU = 5
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+def activation_of(activation: Activation) -> tuple[int, float, float] | None:
+    """(kind, alpha, limit), as the operators take it; None: they have none such."""
+    if isinstance(activation, ClampedSwiglu):
+        return CLAMPED_SWIGLU, activation.alpha, activation.limit
+    return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
 
 
 class LayerPointers(ctypes.Structure):
@@ -85,25 +96,29 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine_create": (_P, [_I, _I]),
     "engine_destroy": (None, [_P]),
     "packed_bytes": (_L, [_I, _L, _L]),
-    "pack_dense": (None, [_I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
-    "pack_codes": (None, [_L, _L, _P, _P, _P, _L, _L, _P]),
-    "pack_blocks": (None, [_I, _L, _L, _P, _P, _L, _L, _P]),
-    "pack_codes4": (None, [_I, _L, _L, _P, _P, _P, _P, _L, _L, _P]),
+    "pack_dense": (None, [_P, _I, _L, _L, _P, _P, _I, _L, _L, _L, _P]),
+    "pack_codes": (None, [_P, _L, _L, _P, _P, _P, _L, _L, _P]),
+    "pack_blocks": (None, [_P, _I, _L, _L, _P, _P, _L, _L, _P]),
+    "pack_codes4": (None, [_P, _I, _L, _L, _P, _P, _P, _P, _L, _L, _P]),
     "num_zeros": (_L, [_L, _L, _P]),
     "sparse_bytes": (_L, [_L, _L, _P]),
     "pack_sparse": (None, [_L, _L, _P, _P]),
     "unpack_rows": (None, [_I, _L, _L, _P, _P, _L, _P]),
     "program_create": (_P, [_P]),
     "program_destroy": (None, [_P]),
-    "buffer": (_I, [_P, _L]),
+    "buffer": (_I, [_P, _L, _L]),
     "bind": (None, [_P, _I, _P, _L]),
     "form_bytes": (_L, [_I, _L]),
     "add_embed": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _F, _I]),
     "add_norm": (None, [_P, _I, _I, _I, _I, _I, _L, _P, _P, _F, _F]),
-    "add_convert": (None, [_P, _I, _I, _I, _L]),
+    "add_convert": (None, [_P, _I, _I, _I, _L, _L]),
     "add_linear": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _P, _I]),
-    "add_gated_linear": (None, [_P, _I, _I, _I, _I, _I, _L, _L, _P, _P]),
-    "add_activation": (None, [_P, _I, _I, _I, _I, _I, _L]),
+    "add_gated_linear": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L, _P, _P]),
+    "add_activation": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L]),
+    "add_route": (None, [_P, _I, _L, _L, _I, _I, _F, _P, _L, _L, _I]),
+    "add_gather": (None, [_P, _I, _I, _I, _L, _I]),
+    "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
+    "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
     "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
@@ -128,20 +143,20 @@ def load() -> ctypes.CDLL:
     path = library_path()
     if path is None:
         raise ConfigError(
-            f"the C++ kernels are not built ({LIBRARY} is missing): run `{BUILD}`, or use kernels='torch'",
+            f"the C++ kernels are not built ({LIBRARY} is missing); use kernels='torch', or get them: {remedy()}",
             field="kernels",
         )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ConfigError(f"{path} can't be loaded: {error}; run `{BUILD}`", field="kernels") from error
+        raise ConfigError(f"{path} can't be loaded: {error}; {remedy()}", field="kernels") from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, "ss_" + name, None)
         if function is None:
-            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): run `{BUILD}`", field="kernels")
+            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): {remedy()}", field="kernels")
         function.restype, function.argtypes = result, arguments
     if library.ss_abi() != ABI:
-        raise ConfigError(f"{path} is of another version: run `{BUILD}`", field="kernels")
+        raise ConfigError(f"{path} is of another version: {remedy()}", field="kernels")
     return library
 
 
@@ -174,12 +189,13 @@ class Engine:
 
 class Arena:
     """Memory for weights, in stretches large enough for the system's huge pages: reading through small ones, a thread waits for
-    their table as long as for the weights. Pages are the process's only once they are written."""
+    their table as long as for the weights. Pages are the process's only once they are written. `engine`: whose threads pack
+    what lies there; without, the caller's alone does."""
 
     SIZE = 64 * 2**20
 
-    def __init__(self, size: int = SIZE) -> None:
-        self._size = size
+    def __init__(self, engine: Engine | None = None, size: int = SIZE) -> None:
+        self.engine, self._size = engine, size
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
@@ -199,14 +215,19 @@ class Packed:
     rows: int
     inner: int
     data: Tensor  # uint8
+    engine: Engine | None = None  # whose threads pack it
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
-        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)))
+        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.engine)
 
     @property
     def form(self) -> int:
-        return {F32: FORM_F32, BF16: FORM_BF16}.get(self.kind, FORM_Q)
+        return form_of(self.kind)
+
+    @property
+    def _pool(self) -> int | None:
+        return None if self.engine is None else int(self.engine.pointer)
 
     def put_dense(self, values: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
         """Rows of float32 or bfloat16 [n, inner] become rows row0 … (or `to` int32 [n])."""
@@ -215,6 +236,7 @@ class Packed:
         self._check(values.shape[0], values.shape[1], row0, to)
         bf16, stride = values.dtype == torch.bfloat16, values.stride(0)
         load().ss_pack_dense(
+            self._pool,
             self.kind,
             self.rows,
             self.inner,
@@ -231,9 +253,8 @@ class Packed:
         """int8 [n, inner] and float32 [n]."""
         codes, scales = codes.contiguous(), scales.float().contiguous()
         self._check(codes.shape[0], codes.shape[1], row0, to)
-        load().ss_pack_codes(
-            self.rows, self.inner, self.data.data_ptr(), codes.data_ptr(), scales.data_ptr(), len(codes), row0, _at(to)
-        )
+        at = [_at(t) for t in (self.data, codes, scales)]
+        load().ss_pack_codes(self._pool, self.rows, self.inner, *at, len(codes), row0, _at(to))
 
     def put_codes4(self, codes: Tensor, scales: Tensor, minima: Tensor | None, row0: int = 0) -> None:
         """Codes 0 … 15 uint8 [n, inner]; what they are scaled by and what is added to them, float32 [n, groups]."""
@@ -244,13 +265,14 @@ class Packed:
         assert scales.shape == (len(codes), self.inner // (128 if self.kind in (W4, W4M) else 32))
         assert (minima is not None) == (self.kind in (W4M, W4M32))
         assert minima is None or (minima.dtype, minima.shape) == (scales.dtype, scales.shape)
-        at = [_at(t) for t in (codes, scales, minima)]
-        load().ss_pack_codes4(self.kind, self.rows, self.inner, self.data.data_ptr(), *at, len(codes), row0, None)
+        at = [_at(t) for t in (self.data, codes, scales, minima)]
+        load().ss_pack_codes4(self._pool, self.kind, self.rows, self.inner, *at, len(codes), row0, None)
 
     def put_blocks(self, blocks: int, count: int, row0: int = 0, to: Tensor | None = None) -> None:
         """`count` rows of GGUF's blocks at the address `blocks`."""
         self._check(count, self.inner, row0, to)
-        load().ss_pack_blocks(self.kind, self.rows, self.inner, self.data.data_ptr(), blocks, count, row0, _at(to))
+        data = self.data.data_ptr()
+        load().ss_pack_blocks(self._pool, self.kind, self.rows, self.inner, data, blocks, count, row0, _at(to))
 
     @property
     def zeros(self) -> float:
@@ -267,7 +289,7 @@ class Packed:
         return packed
 
     def moved(self, arena: Arena) -> Packed:
-        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()))
+        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()), arena.engine)
         packed.data.copy_(self.data)
         return packed
 
@@ -291,6 +313,37 @@ class Packed:
             assert 0 <= int(to.min()) <= int(to.max()) < self.rows
 
 
+def form_of(kind: int) -> int:
+    """The form of activations that products with such weights read."""
+    return {F32: FORM_F32, BF16: FORM_BF16}.get(kind, FORM_Q)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The same rows of all experts' weights, [rows, inner] each, one weight after the other."""
+
+    kind: int
+    rows: int
+    inner: int
+    num_experts: int
+    data: Tensor  # uint8
+    engine: Engine | None = None
+
+    @staticmethod
+    def empty(kind: int, rows: int, inner: int, num_experts: int, arena: Arena) -> PackedExperts:
+        stride = -(-load().ss_packed_bytes(kind, rows, inner) // 64) * 64
+        return PackedExperts(kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.engine)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one expert to the next."""
+        return self.data.numel() // self.num_experts
+
+    def of(self, expert: int) -> Packed:
+        own = self.data[expert * self.stride : (expert + 1) * self.stride]
+        return Packed(self.kind, self.rows, self.inner, own, self.engine)
+
+
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -303,7 +356,7 @@ class Operator:
     """`weights`: what a product reads."""
 
     name: str
-    weights: Packed | None = None
+    weights: Packed | PackedExperts | None = None
 
 
 class Program:
@@ -319,15 +372,15 @@ class Program:
         if hasattr(self, "_pointer"):
             self._library.ss_program_destroy(self._pointer)
 
-    def buffer(self, form: int, size: int) -> int:
-        """A row of `size` values a token, in `form`."""
+    def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
+        """A row of `size` values a token, or several, in `form`."""
         num_bytes = self._library.ss_form_bytes(form, size)
-        self.token_bytes += num_bytes
-        return int(self._library.ss_buffer(self._pointer, num_bytes))
+        self.token_bytes += num_bytes * rows_a_token
+        return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
 
     def bound(self, tensor: Tensor | None = None) -> int:
         """A buffer of the caller's: `tensor` [T, n], or what `bind` gives later."""
-        buffer = int(self._library.ss_buffer(self._pointer, 0))
+        buffer = int(self._library.ss_buffer(self._pointer, 0, 1))
         if tensor is not None:
             self.bind(buffer, tensor)
             self._kept.append(tensor)
@@ -338,7 +391,7 @@ class Program:
         assert tensor.stride(1) == 1
         self._library.ss_bind(self._pointer, buffer, tensor.data_ptr(), tensor.stride(0) * tensor.element_size())
 
-    def add(self, name: str, *arguments: Any, weights: Packed | None = None) -> None:
+    def add(self, name: str, *arguments: Any, weights: Packed | PackedExperts | None = None) -> None:
         self._kept += [a for a in arguments if isinstance(a, Tensor)]
         plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         getattr(self._library, "ss_add_" + name)(self._pointer, *plain)

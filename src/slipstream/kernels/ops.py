@@ -217,6 +217,7 @@ class BlockRows:
     blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
     start: int
     order: Tensor | None = None  # int32 [rows]
+    copies: int = 1  # experts: `blocks` holds their rows one below the other, and `start` is in each
 
     @property
     def rows(self) -> int:
@@ -314,12 +315,14 @@ class OpSet(ABC):
         may be the head itself."""
         return table
 
-    def adopt_experts(self, w: Linear) -> Linear:
+    def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
         """`adopt_linear` for the weights of all experts."""
         return w
 
     @abstractmethod
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+    def prepare_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> Linear:
         """`prepare_linear` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
 
     def one_token(

@@ -14,20 +14,24 @@ from torch import Tensor
 
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
-from slipstream.kernels.native import ACTIVATIONS, FORM_F32, Program
+from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
+from slipstream.kernels.native import FORM_F32, Program, activation_of
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import (
     DenseSpec,
     LatentAttentionSpec,
+    MLPSpec,
     ModelSpec,
+    OwnActivation,
     OwnNorm,
+    ParallelBlock,
     PostNormBlock,
     RopeSpec,
     SequentialBlock,
 )
 
 if TYPE_CHECKING:
-    from slipstream.model.decoder import MLP, Attention, Decoder, Norm
+    from slipstream.model.decoder import MLP, Attention, Decoder, MoE, Norm
 
 
 def compile_step(decoder: Decoder) -> CompiledStep | None:
@@ -39,16 +43,16 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: encoder-decoders, latent attention, mixtures of experts, activations and norms of one's own, norms over whole
-    rows of q and k, scaled branches, clipped q, k and v, and of decoders norms after the addition and embeddings with a norm
-    or a width of their own."""
+    """Not yet: encoder-decoders, latent attention, experts beside the attention, activations and norms of one's own, norms over
+    whole rows of q and k, scaled branches, clipped q, k and v, and of decoders norms after the addition and embeddings with a
+    norm or a width of their own."""
     if spec.encoder is not None:
         return False
     if spec.is_encoder:
         return spec.final_norm is None and all(
             isinstance(layer.block, PostNormBlock)
             and isinstance(layer.mlp, DenseSpec)
-            and layer.mlp.activation in ACTIVATIONS
+            and not has_own_activation(layer.mlp)
             and layer.residual_scale == 1.0
             and not any(isinstance(norm.kind, OwnNorm) for norm in layer.norms.values())
             for layer in spec.layers
@@ -61,9 +65,9 @@ def covers(spec: ModelSpec) -> bool:
         a, norms = layer.attention, layer.norms
         if isinstance(a, LatentAttentionSpec) or any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
             return False
-        if not isinstance(layer.mlp, DenseSpec) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
+        if has_own_activation(layer.mlp) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
             return False
-        if layer.mlp.activation not in ACTIVATIONS:
+        if isinstance(layer.block, ParallelBlock) and not isinstance(layer.mlp, DenseSpec):
             return False
         if a.qk_norm is not None and a.qk_norm.over != "head":
             return False
@@ -72,6 +76,11 @@ def covers(spec: ModelSpec) -> bool:
         if isinstance(layer.block, SequentialBlock) and "pre_mlp" not in norms:
             return False
     return True
+
+
+def has_own_activation(mlp: MLPSpec) -> bool:
+    dense = [mlp] if isinstance(mlp, DenseSpec) else [mlp.expert, *([mlp.shared.mlp] if mlp.shared is not None else [])]
+    return any(isinstance(d.activation, OwnActivation) for d in dense)
 
 
 class CompiledStep:
@@ -85,7 +94,8 @@ class CompiledStep:
         self.x = p.buffer(FORM_F32, hidden)  # the residual
         self.pending = p.buffer(FORM_F32, hidden)  # a branch's result, while it waits for a norm of its own
         self.out = p.bound()
-        self._forms: dict[tuple[str, int, int], int] = {}
+        self._forms: dict[tuple[str, int, int, int], int] = {}
+        self._counts: dict[int, int] = {}  # by layer: the buffer where tokens are counted by expert
         self._kv: Sequence[LayerKV] | None = None
         self._layers: object = None
         self.spec = decoder.spec
@@ -96,17 +106,22 @@ class CompiledStep:
         waiting = False  # whether `pending` is still to be added to the residual
         for index, layer in enumerate(decoder.layers):
             norms, attention, mlp = layer.norms, layer.attention, layer.mlp
-            assert not isinstance(mlp, MoE)
             assert not isinstance(attention, LatentAttention)
             if isinstance(layer.spec.block, SequentialBlock):
                 post = norms.get("post_attention"), norms.get("post_mlp")
                 x = self._norm(norms["pre_attention"], attention.qkv, waiting)
                 self._attend(attention, x, index, *self._into(post[0]))
                 waiting = self._normed(post[0])
-                x = self._norm(norms["pre_mlp"], mlp.up, waiting)
-                self._feed(mlp, x, *self._into(post[1]))
+                if isinstance(mlp, MoE):
+                    x = self._buffer("wide", FORM_F32, hidden)
+                    self._add_norm(norms["pre_mlp"], x, FORM_F32, waiting)
+                    self._mix(index, mlp, x, *self._into(post[1]))
+                else:
+                    x = self._norm(norms["pre_mlp"], mlp.up, waiting)
+                    self._feed(mlp, x, *self._into(post[1]))
                 waiting = self._normed(post[1])
             else:
+                assert not isinstance(mlp, MoE)
                 x = self._norm(norms["norm"], attention.qkv, waiting)
                 other = self._norm(norms["mlp_norm"], mlp.up, False, "mlp") if "mlp_norm" in norms else x
                 self._attend(attention, x, index, self.x, True)
@@ -231,28 +246,57 @@ class CompiledStep:
         s, p = mlp.spec, self.program
         assert isinstance(mlp.up, NativeLinear)
         assert isinstance(mlp.down, NativeLinear)
-        form, kind = mlp.down.form, ACTIVATIONS[s.activation]  # type: ignore[index]
+        form, activation = mlp.down.form, activation_of(s.activation)
+        assert activation is not None
         inner = self._buffer("inner", form, s.intermediate_size)
         if s.gated and len(mlp.up.parts) == 1 and s.intermediate_size % 32 == 0:
             part = mlp.up.parts[0]
             weight = (part.kind, part.rows, part.inner, part.data)
-            p.add("gated_linear", x, inner, form, kind, *weight, mlp.up.bias, weights=part)
+            p.add("gated_linear", x, inner, form, *activation, *weight, mlp.up.bias, weights=part)
         else:
             up = self._buffer("up", FORM_F32, mlp.up.out_features)
             add_linear(p, x, up, mlp.up)
-            p.add("activation", up, inner, form, kind, s.gated, s.intermediate_size)
+            p.add("activation", up, inner, form, *activation, s.gated, s.intermediate_size, 1)
         add_linear(p, inner, y, mlp.down, accumulate=accumulate)
+
+    def _mix(self, layer: int, mlp: MoE, x: int, y: int, accumulate: bool) -> None:
+        """A mixture of experts, and the MLP beside them that every token passes; x is float32."""
+        p, size, up, down = self.program, self.hidden_size, mlp.up, mlp.down
+        assert isinstance(up, NativeExperts)
+        assert isinstance(down, NativeExperts)
+        logits = self._product(mlp.router, x, "router")
+        rows = self._buffer("expert rows", up.form, size, mlp.spec.num_experts_per_token)
+        self._counts[layer] = p.bound()
+        add_choice(p, x, logits, self._counts[layer], mlp.spec, mlp.correction, rows, up.form, size)
+        results, shared, weight = add_experts(p, rows, up, down, mlp.spec, self._buffer), -1, -1
+        if mlp.shared_weight is not None:
+            weight = self._product(mlp.shared_weight, x, "shared weight")
+        if mlp.shared is not None:
+            assert isinstance(mlp.shared.up, NativeLinear)
+            shared = self._buffer("shared", FORM_F32, size)
+            self._feed(mlp.shared, self._convert(x, "x", mlp.shared.up, size), shared, False)
+        p.add("combine", results, y, size, shared, weight, accumulate)
+
+    def _product(self, w: object, x: int, name: str) -> int:
+        assert isinstance(w, NativeLinear)
+        out = self._buffer(name, FORM_F32, w.out_features)
+        add_linear(self.program, self._convert(x, "x", w, w.weight.shape[1]), out, w)
+        return out
+
+    def count_experts(self, layer: int, counts: Tensor) -> None:
+        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
+        self.program.bind(self._counts[layer], counts[None])
 
     def _convert(self, x: int, name: str, reader: NativeLinear, size: int) -> int:
         if reader.form == FORM_F32:
             return x
         out = self._buffer(name, reader.form, size)
-        self.program.add("convert", x, out, reader.form, size)
+        self.program.add("convert", x, out, reader.form, size, 1)
         return out
 
-    def _buffer(self, name: str, form: int, size: int) -> int:
+    def _buffer(self, name: str, form: int, size: int, rows_a_token: int = 1) -> int:
         """Layers share their buffers."""
-        key = (name, form, size)
+        key = (name, form, size, rows_a_token)
         if key not in self._forms:
-            self._forms[key] = self.program.buffer(form, size)
+            self._forms[key] = self.program.buffer(form, size, rows_a_token)
         return self._forms[key]

@@ -377,6 +377,8 @@ class Decoder:
             if isinstance(layer.mlp, MoE):
                 counts = torch.zeros(layer.mlp.spec.num_experts, dtype=torch.int64, device=self.device)
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
+                if self.compiled is not None:
+                    self.compiled.count_experts(i, counts)
         return {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
 
     @property
@@ -465,7 +467,9 @@ def build_layer(
         return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
 
     def mixture(s: MoESpec) -> MoE:
-        up, down = (_experts(f"{name}experts.{part}", parameters, ops, of_experts, rounded) for part in ("up", "down"))
+        up, down = (
+            _experts(f"{name}experts.{part}", parameters, ops, of_experts, rounded, s.num_experts) for part in ("up", "down")
+        )
         return MoE(
             s,
             linear("router", None),
@@ -524,10 +528,10 @@ def _linear(
 
 
 def _experts(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear], num_experts: int
 ) -> Linear:
     bias = parameters.pop(f"{name}.bias", None)
     held = rounded.get(f"{name}.weight")
     if held is not None:
-        return ops.adopt_experts(dataclasses.replace(held, bias=bias))
-    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme, bias)
+        return ops.adopt_experts(dataclasses.replace(held, bias=bias), num_experts=num_experts)
+    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme, bias, num_experts=num_experts)

@@ -32,7 +32,8 @@ class StoredType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """`dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, else the config's."""
+    """`dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, else the config's. `gguf` is
+    the open file, so that whoever has the description reads its header no second time."""
 
     name: str
     path: Path
@@ -46,6 +47,7 @@ class ModelDescription:
     pooling: PoolingSpec = LAST_TOKEN
     sampling: Mapping[str, float] = field(default_factory=dict)  # the generation config's, by SamplingParams' names
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
+    gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     @property
     def scheme(self) -> str | None:
@@ -162,7 +164,8 @@ def huggingface_config(description: ModelDescription) -> dict[str, Any]:
     if description.format == "safetensors":
         config = read_json(description.path / "config.json")
         return {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
-    own, family = _gguf_config(GGUFFile(description.path)), description.family
+    assert description.gguf is not None
+    own, family = _gguf_config(description.gguf), description.family
     tokens = {"bos_token_id": description.bos_token_id, "eos_token_id": next(iter(description.eos_token_ids), None)}
     named = {"architectures": [family.architectures[0]], "model_type": family.model_type, "dtype": description.dtype}
     return {**named, **{key: value for key, value in own.items() if value is not None}, **tokens}
@@ -202,6 +205,7 @@ def _read_gguf(path: Path) -> ModelDescription:
         eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
         stored=_stored(file),
+        gguf=file,
     )
 
 

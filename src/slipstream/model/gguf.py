@@ -44,6 +44,8 @@ TYPES: dict[int, QuantType] = {
     6: QuantType("Q5_0", 32, 22),
     7: QuantType("Q5_1", 32, 24),
     8: QuantType("Q8_0", 32, 34),
+    10: QuantType("Q2_K", 256, 84),
+    11: QuantType("Q3_K", 256, 110),
     12: QuantType("Q4_K", 256, 144),
     13: QuantType("Q5_K", 256, 176),
     14: QuantType("Q6_K", 256, 210),
@@ -53,7 +55,7 @@ TYPES: dict[int, QuantType] = {
 """The types that can be read, by their number in the file."""
 
 _OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip

@@ -37,17 +37,20 @@ class BlockWeights:
             tensor = file.tensors.get(name)
             if tensor is None or tensor.type not in types or not place.target.endswith(PRODUCTS):
                 continue
-            if ".experts." in place.target or not isinstance(place.transform, Unpermute | None):
+            if not isinstance(place.transform, Unpermute | None):
                 continue
             out, inner = shapes[place.target]
-            rows = out - place.start if place.rows is None else place.rows
-            if tuple(tensor.shape) != (rows, inner):
+            copies = place.copies or 1
+            rows = out // copies - place.start if place.rows is None else place.rows
+            expected = (rows, inner) if place.copies is None else (copies, rows, inner)
+            if tuple(tensor.shape) != expected:
                 raise CheckpointError(
-                    f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {[rows, inner]}",
+                    f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {list(expected)}",
                     field=name,
                 )
             order = None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
-            piece = BlockRows(type=tensor.type, blocks=file.raw(name).reshape(rows, -1), start=place.start, order=order)
+            blocks = file.raw(name).reshape(copies * rows, -1)
+            piece = BlockRows(type=tensor.type, blocks=blocks, start=place.start, order=order, copies=copies)
             found.setdefault(place.target, []).append(piece)
             self._names[name] = place.target
         # All rows or none: what another type fills in part is dequantised whole.

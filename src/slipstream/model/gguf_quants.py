@@ -83,6 +83,21 @@ def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
     return (scale.float() * _half(b, 0)).unsqueeze(2), (minimum.float() * _half(b, 2)).unsqueeze(2)
 
 
+def _q2_k(b: Tensor) -> Tensor:
+    # Groups of 16: a byte of scale (low half) and minimum; codes as the upper bits of Q6_K.
+    scale, minimum = (b[:, :16] & 15).float() * _half(b, 80), (b[:, :16] >> 4).float() * _half(b, 82)
+    codes = _bits(b[:, 16:80].reshape(-1, 32), 2).view(-1, 16, 16)
+    return codes.float().mul_(scale.unsqueeze(2)).sub_(minimum.unsqueeze(2)).flatten(1)
+
+
+def _q3_k(b: Tensor) -> Tensor:
+    # The third bits of all groups of 32 stand in 32 bytes; 16 scales of six bits are nibbles of eight bytes and pairs of four.
+    codes = _bits(b[:, 32:96].reshape(-1, 32), 2).view(-1, 8, 32) | (_bits(b[:, :32], 1) << 2)
+    six = _nibbles(b[:, 96:104]) | (_bits(b[:, 104:108], 2).flatten(1) << 4)
+    scale = six.float().sub_(32.0) * _half(b, 108)
+    return codes.float().sub_(4.0).view(-1, 16, 16).mul_(scale.unsqueeze(2)).flatten(1)
+
+
 def _q4_k(b: Tensor) -> Tensor:
     scale, minimum = _k_scales(b)
     values = _nibbles(b[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
@@ -118,6 +133,8 @@ _DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "Q4_1": (_q4_1, 32),
     "Q5_0": (_q5_0, 32),
     "Q5_1": (_q5_1, 32),
+    "Q2_K": (_q2_k, 256),
+    "Q3_K": (_q3_k, 256),
     "Q4_K": (_q4_k, 256),
     "Q5_K": (_q5_k, 256),
     "Q6_K": (_q6_k, 256),

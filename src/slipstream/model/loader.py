@@ -14,7 +14,6 @@ from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights, scheme_formats
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
-from slipstream.model.gguf import GGUFFile
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
@@ -42,7 +41,7 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path,
+    source: Path | ModelDescription,
     *,
     ops: OpSet,
     device: torch.device,
@@ -52,11 +51,11 @@ def load_model(
     seed: int = 0,
     scheme: Scheme | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint (or make random weights, `load_format="dummy"`) straight onto `device` in `dtype`; the layers'
-    products are then rounded by `scheme`, one after the other, unless the checkpoint holds them rounded. A GGUF file's
-    blocks are used as they are where `ops` can; else, and with a scheme, they are dequantised first; weights that
-    compressed-tensors rounded are expanded where `ops` has no product with them."""
-    description = read_spec(path)
+    """Load a checkpoint, given by its path or by what was read of it (or make random weights, `load_format="dummy"`) straight
+    onto `device` in `dtype`; the layers' products are then rounded by `scheme`, one after the other, unless the checkpoint
+    holds them rounded. A GGUF file's blocks are used as they are where `ops` can; else, and with a scheme, they are
+    dequantised first; weights that compressed-tensors rounded are expanded where `ops` has no product with them."""
+    description = read_spec(source) if isinstance(source, Path) else source
     stored, shapes = description.quantization, parameters(description.spec)
     if stored is not None and stored.formats is not None:
         # Each weight is held as it is, or expanded; random ones are rounded as a checkpoint's would be.
@@ -65,7 +64,7 @@ def load_model(
         scheme = SCHEMES[stored.scheme]
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
-            f"load_format={load_format!r}, but {path} is a {description.format} checkpoint", field="load_format"
+            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
         )
     if scheme is not None:
         check_scheme(description.spec, scheme)
@@ -85,9 +84,9 @@ def load_model(
                         held = scheme_formats(shapes, stored.scheme or "")
                     rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
                     scheme = None  # what is not held rounded is expanded, and stays so
-                elif description.family.gguf is not None and description.format == "gguf" and scheme is None:
+                elif description.family.gguf is not None and description.gguf is not None and scheme is None:
                     names = description.family.gguf.names(description.spec)
-                    rounded = BlockWeights(GGUFFile(description.path), names, shapes, ops.block_types, dtype)
+                    rounded = BlockWeights(description.gguf, names, shapes, ops.block_types, dtype)
                 if stored is not None and stored.kv_cache is not None:
                     cache_scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
                 values = load_parameters(

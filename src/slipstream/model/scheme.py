@@ -42,9 +42,12 @@ class Scheme:
         return 16 if self.group_size is None else max(64, self.group_size)
 
     def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
-        """Bytes of a weight [rows, inner], scales included. A CPU's kernels hold those of large groups in float32."""
+        """Bytes of a weight [rows, inner], scales included. A CPU's kernels hold those of large groups in float32, and
+        of `mxfp4` exponents alone."""
         groups = 1 if self.group_size is None else inner // self.group_size
         scale_bytes = 4 if self.group_size is None or (on_cpu and self.group_size == 128) else 2
+        if on_cpu and self.name == "mxfp4":
+            scale_bytes = 1
         return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
 
 
@@ -127,9 +130,13 @@ CPU_BLOCK_BYTES = {
     "Q4_1": 160,
     "Q5_0": 176,
     "Q5_1": 192,
+    "MXFP4": 136,
+    "Q2_K": 84,
+    "Q3_K": 114,
     "Q4_K": 148,
     "Q5_K": 180,
     "Q6_K": 210,
 }
 """GGUF's types that a CPU's kernels use as they are, with the bytes that they hold 256 numbers in (csrc/cpu/formats.h): the
-file's, but for Q4_K and Q5_K, whose scales of 6 bits get bytes of their own. Others are dequantised to the model's type."""
+file's, but for Q3_K, Q4_K and Q5_K, whose scales of 6 bits get bytes of their own. Others are dequantised to the model's
+type."""

@@ -206,11 +206,10 @@ def _safetensors_files(path: Path) -> list[Path]:
 
 def _gguf_tensors(description: ModelDescription, dtype: torch.dtype) -> tuple[Iterator[Stored], dict[str, Placement]]:
     """A GGUF file's tensors, and the family's table for them."""
-    from slipstream.model.gguf import GGUFFile
-
-    gguf = description.family.gguf
+    gguf, file = description.family.gguf, description.gguf
     assert gguf is not None
-    file, names = GGUFFile(description.path), gguf.names(description.spec)
+    assert file is not None
+    names = gguf.names(description.spec)
 
     def kind(name: str) -> torch.dtype:
         # Norms keep their precision until one is taken off; everything else goes straight to the final type.

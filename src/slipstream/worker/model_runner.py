@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import math
 import resource
 import sys
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
+from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors, select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
+from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
@@ -37,6 +40,8 @@ from slipstream.worker.sampler import (
     prompt_positions,
     sampling_tensors,
 )
+
+_logger = logging.getLogger("slipstream.engine")
 
 GRAPH_BYTES = 80 * 2**20
 """The driver's own memory for one graph of some three hundred launches, with its share of workspaces (measured: 75 MiB on an
@@ -94,7 +99,7 @@ class InFlightStep:
 class ModelRunner:
     """Loads the model at once; `allocate` must come before `launch`."""
 
-    def __init__(self, config: EngineConfig, tiles: TileTable = NO_TILES) -> None:
+    def __init__(self, config: EngineConfig, description: ModelDescription, tiles: TileTable = NO_TILES) -> None:
         self.config = config
         self.device = torch.device(config.device.facts.device)
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -111,10 +116,15 @@ class ModelRunner:
             deterministic=config.device.deterministic,
             dense_copies=config.device.dense_copies,
         )
+        if config.device.kernels == "auto" and self.ops.name == "torch":
+            _logger.warning(
+                "the C++ kernels are not installed: torch's run instead, several times slower and without quantization; %s",
+                remedy(),
+            )
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
             self.model: LoadedModel = load_model(
-                config.model.path,
+                description,
                 ops=self.ops,
                 device=self.device,
                 dtype=self.dtype,

@@ -18,7 +18,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.native import Engine, Operator, Packed, Program, StepInputs
+from slipstream.kernels.native import Engine, Operator, Packed, PackedExperts, Program, StepInputs
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.compiled import CompiledStep
 from slipstream.model.spec import AttentionSpec
@@ -177,6 +177,8 @@ def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, i
     if op.weights is None:
         return op.name, None, 0, 0
     w = op.weights
+    if isinstance(w, PackedExperts):  # how many of them are read, the tokens decide
+        return f"{op.name} {w.num_experts} × {w.rows} × {w.inner}", None, 0, 0
     return f"{op.name} {w.rows} × {w.inner}", _type(w), w.data.numel(), 2 * w.rows * w.inner * num_tokens
 
 

@@ -71,7 +71,9 @@ class TritonOps(OpSet):
             return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
         return w
 
-    def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
+    def prepare_experts(
+        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+    ) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

@@ -1,0 +1,35 @@
+// What the operators of a program are made of.
+#pragma once
+#include "program.h"
+
+constexpr int CHUNKS_PER_THREAD = 4;  // so that a thread that is held up leaves its share to others
+constexpr int64_t MAX_CHUNKS = 4096;
+
+// Rows of the step, some at a time: its tokens, or `rows_a_token` for each.
+struct RowOp : Op {
+    int64_t rows_a_token = 1, num_rows = 0, per_chunk = 1;
+    int chunks(Program& p) override {
+        const int64_t n = num_rows = p.step().num_tokens * rows_a_token, most = (int64_t)p.threads() * CHUNKS_PER_THREAD;
+        per_chunk = n <= p.threads() ? 1 : (n + most - 1) / most;
+        return (int)((n + per_chunk - 1) / per_chunk);
+    }
+    void run(Program& p, int chunk, int thread) override {
+        const int64_t first = chunk * per_chunk, end = std::min(first + per_chunk, num_rows);
+        for (int64_t t = first; t < end; t++) row(p, t, p.scratch(thread));
+    }
+    virtual void row(Program&, int64_t, float*) {}
+};
+
+template <class T>
+inline T* add(ss_program* program) {
+    auto op = std::make_unique<T>();
+    T* kept = op.get();
+    ((Program*)program)->ops.push_back(std::move(op));
+    return kept;
+}
+
+inline LinearArgs linear_args(int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias, bool accumulate) {
+    LinearArgs a{};
+    a.kind = kind, a.rows = rows, a.inner = inner, a.packed = (const uint8_t*)packed, a.bias = bias, a.accumulate = accumulate;
+    return a;
+}
