@@ -283,7 +283,7 @@ ALL_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "int4-g32"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "int8", "int4", "int4-g32"])
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *SPECIAL])
 def test_every_scheme_loads_on_every_family(tmp_path, family, scheme):
     """Logits are near the unrounded ones (others would be √2 away), and the ledger says what is held."""
@@ -349,8 +349,8 @@ def test_the_latent_cache_is_small(tmp_path):
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"num_key_value_heads": 8}, "num_key_value_heads"),
         (
-            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
-            "quantization_config.quant_method",
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}},
+            "quantization_config.weight_block_size",
         ),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from slipstream.model.compressed import RoundedWeights, expanded
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import GGUF_FREQUENCIES
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.held import is_product
+from slipstream.model.held import is_expandable
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import (
     MinusOne,
@@ -67,7 +67,7 @@ def load_parameters(
 
     def is_expanded(module: str) -> bool:
         place = find(f"{module}.weight")
-        return place is not None and is_product(place.target) and place.target in values
+        return place is not None and is_expandable(place.target) and place.target in values
 
     for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
