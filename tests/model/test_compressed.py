@@ -273,7 +273,7 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
         ({"ignore": ["re:("]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),
         ({"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["LlamaMLP"]}}}, "g.targets"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}}}, "weights.block_structure"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}}}, "block_structure"),
         ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "actorder": "group"}}}}, "weights.actorder"),
         ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 9}}}}, "num_bits"),
     ],
