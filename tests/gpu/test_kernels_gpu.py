@@ -179,7 +179,7 @@ def test_quantised_products(ops, name, num_tokens):
                 assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
 
 
-@pytest.mark.parametrize("inputs", ["fp8", "int8"])
+@pytest.mark.parametrize("inputs", ["fp8", "fp8-block", "int8"])
 def test_8_bit_rows(ops, inputs):
     x = torch.randn(300, 14336 * 2, device="cuda", dtype=torch.bfloat16)
     h, w = x[:, :4096].contiguous(), torch.randn(4096, device="cuda", dtype=torch.bfloat16)
