@@ -221,6 +221,7 @@ _T5 = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
+_NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None, cls_token_id=None, sep_token_id=None)
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {**_BERT, "model_type": "bert"},
     "roberta": {**_BERT, "model_type": "roberta", "type_vocab_size": 1, "pad_token_id": 1},
@@ -234,9 +235,22 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 130,
     },
 }
+def _rotary(**more: Any) -> dict[str, Any]:
+    return {**_BERT, **more, "max_position_embeddings": 200}
+
+
+ENCODERS |= {
+    "modernbert": _rotary(model_type="modernbert", num_hidden_layers=4, local_attention=12, norm_bias=True, **_NO_SPECIAL),
+    "nomic_bert": _rotary(model_type="nomic_bert"),
+    "gte": _rotary(model_type="gte", type_vocab_size=2),
+    "eurobert": _rotary(model_type="eurobert", num_key_value_heads=2, **_NO_SPECIAL),
+    "mpnet": {**_BERT, "model_type": "mpnet", "pad_token_id": 1},
+    "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},
+}
 T5S: dict[str, dict[str, Any]] = {
     "t5": {**_T5, "feed_forward_proj": "relu"},
     "flan-t5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "umt5": {**_T5, "feed_forward_proj": "gated-gelu"},
 }
 
 
@@ -257,10 +271,14 @@ def build_encoder(path: Path, family: str = "bert", *, num_labels: int | None = 
 def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, **more: Any) -> Any:
     """Flan-T5 has a head of its own, which transformers makes only for a checkpoint that has one."""
     import torch
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = T5ForConditionalGeneration(T5Config(**{**T5S[family], **more})).eval()
+    settings = {**T5S[family], **more}
+    if family == "umt5":
+        model: Any = UMT5ForConditionalGeneration(UMT5Config(**settings)).eval()
+    else:
+        model = T5ForConditionalGeneration(T5Config(**settings)).eval()
     if family == "flan-t5":
         model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
         model.config.tie_word_embeddings = False

@@ -83,18 +83,19 @@ def test_states_equal_transformers(family, tmp_path):
     assert spec.is_encoder
     read = [p.numel() for name, p in theirs.named_parameters() if not name.startswith("pooler")]
     assert spec.num_parameters == sum(read) == sum(torch.Size(s).numel() for s in parameters(spec).values())
-    assert spec.kv_bytes_per_token(4) == 2 * 32 * 4  # one layer's, for the time of a step
+    assert spec.kv_bytes_per_token(4) == 2 * spec.layers[0].attention.kv_size * 4  # one layer's, for the time of a step
 
 
-@pytest.mark.parametrize("family", tiny_models.ENCODERS)
+@pytest.mark.parametrize("family", [family for family in tiny_models.ENCODERS if family != "eurobert"])
 def test_scores_of_pairs_equal_transformers(family, tmp_path):
     theirs = tiny_models.build_encoder(tmp_path, family, num_labels=3)
     num_first = [2, 1, 30, 15, 1] if family == "bert" else [len(t) for t in TEXTS]
     for kernels in ("reference", "cpu"):
         model = load(tmp_path, kernels=kernels)
         assert model.decoder.classifier is not None
-        firsts = torch.stack([s[0] for s in states(model, TEXTS, num_first)])
-        scores = model.decoder.classifier(model.decoder.ops, firsts)
+        hidden = states(model, TEXTS, num_first)
+        starts = torch.tensor([0, *(len(text) for text in hidden)]).cumsum(0)
+        scores = model.decoder.classifier(model.decoder.ops, torch.cat(hidden), starts)
         for text, n, ours in zip(TEXTS, num_first, scores, strict=True):
             types = {} if family != "bert" else {"token_type_ids": (torch.arange(len(text)) >= n).long()[None]}
             with torch.no_grad():

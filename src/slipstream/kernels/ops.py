@@ -410,7 +410,7 @@ class OpSet(ABC):
         """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
-        max(0, p − window + 1) … p; without `causal` all L of them (in an encoder, or of one; then there is no window).
+        max(0, p − window + 1) … p; without `causal` (in an encoder, or of one) all L of them, or those less than window away.
         alibi_slopes float32 [H] add slope · (key position − p) to the scores, distance_bias float32 [H, 2R + 1] adds
         distance_bias[h, R + (key position − p cut to −R … R)]. sinks [H] join the softmax as the scores (scaled already,
         never capped) of a key more, whose value is 0 (Xiao et al. 2023, arXiv:2309.17453, learned). Rows of padded

@@ -312,7 +312,7 @@ def attend(
         scores = scores + biases(distance_bias, -distance)
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
-        hidden |= distance >= window
+        hidden |= distance.abs() >= window
     weights = softmax(scores.masked_fill(hidden, -math.inf), None if sinks is None else sinks[:, None, None])
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
 

@@ -223,7 +223,9 @@ class CompiledStep:
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
         of_heads = attention.slopes, None if attention.sinks is None else attention.sinks.float()
-        masks = s.window or 0, s.softcap or 0.0, *of_heads, None, 0, s.causal
+        bias = None if attention.bias is None else attention.bias.float()
+        reach = 0 if bias is None else bias.shape[1] // 2
+        masks = s.window or 0, s.softcap or 0.0, *of_heads, bias, reach, s.causal
         p.add("attention", qkv, seen, layer, *sizes, s.scale, *masks)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 

@@ -343,7 +343,8 @@ class Decoder:
             self.encoder = Encoder(stack(e.layers, "encoder."), _norm(e.final_norm, "encoder.final_norm", parameters))
         if (c := spec.classifier) is not None:
             dense, out = (_linear(f"classifier.{part}", parameters, ops, None, rounded) for part in ("dense", "out"))
-            self.classifier = Classifier(c, dense, out)
+            norm = None if c.norm is None else _norm(c.norm, "classifier.norm", parameters)
+            self.classifier = Classifier(c, dense, norm, out)
         self.layers = list(layers) if layers is not None else stack(spec.layers, "")
         assert not parameters, f"unused: {list(parameters)}"
         self.compiled = compile_step(self)
@@ -418,14 +419,17 @@ class PositionTables:
         self._rope: dict[RopeSpec, Tensor] = {}
         self._biases: dict[BucketSpec, Tensor] = {}
 
-    def of(self, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(cos_sin, slopes, distance_bias) of `Attention`."""
+    def of(self, spec: AttentionSpec, own: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(cos_sin, slopes, distance_bias) of `Attention`; `own`: the layer's weights of distances."""
         position = spec.position
         match position:
             case None:
                 return None, None, None
             case AlibiSpec():
                 return None, alibi_slopes(position, spec.num_heads).to(self.device), None
+            case BucketSpec(own=True):
+                assert own is not None
+                return None, None, distance_bias(position, own)
             case BucketSpec():
                 if position not in self._biases:
                     assert self.distances is not None
@@ -476,7 +480,7 @@ def build_layer(
         qkv, out = linear("attention.qkv"), linear("attention.out")
         q_norm, k_norm = (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
         sinks = parameters.pop(f"{name}attention.sinks.weight", None)
-        cos_sin, slopes, bias = tables.of(s)
+        cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
         return Attention(s, qkv, out, q_norm, k_norm, cos_sin, slopes, sinks, bias)
 
     def cross(s: AttentionSpec) -> CrossAttention:

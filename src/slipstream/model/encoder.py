@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slipstream.model.decoder import Layer, Norm
 
 PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
+ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": F.gelu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,14 @@ class Encoder:
 class Classifier:
     spec: ClassifierSpec
     dense: Linear
+    norm: Norm | None
     out: Linear
 
-    def __call__(self, ops: OpSet, first: Tensor) -> Tensor:
-        """States of each text's first token [S, E] → scores [S, labels]"""
-        h = ops.linear(first, self.dense)
-        return ops.linear(h.tanh() if self.spec.activation == "tanh" else h.relu(), self.out)
+    def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
+        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels]"""
+        h = ops.linear(pool(hidden, starts, self.spec.pooling).to(hidden.dtype), self.dense)
+        h = ACTIVATIONS[self.spec.activation](h)
+        return ops.linear(h if self.norm is None else self.norm(ops, h)[0], self.out)
 
 
 def pool(hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:

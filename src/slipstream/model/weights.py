@@ -27,6 +27,7 @@ from slipstream.model.parameters import (
     MinusOne,
     Placement,
     Shape,
+    Swap,
     Transform,
     Transpose,
     Ungroup,
@@ -153,6 +154,8 @@ def transform(value: Tensor, transform: Transform | None) -> Tensor:
             return value.view(n, value.shape[0] // n // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         case MinusOne():
             return value.float() - 1.0
+        case Swap():
+            return torch.cat(value.chunk(2)[::-1])
         case Untwine(transposed=transposed):
             if transposed:
                 return torch.cat((value[..., ::2].mT, value[..., 1::2].mT), dim=-2)

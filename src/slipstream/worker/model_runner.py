@@ -273,7 +273,7 @@ class ModelRunner:
             return None
         starts, classifier = meta.query_start_loc, self.model.decoder.classifier
         if classifier is not None:
-            vectors = classifier(self.ops, hidden[starts[:-1].long()]).float()
+            vectors = classifier(self.ops, hidden, starts).float()
         elif self.model.spec.is_encoder:
             vectors = pool(hidden, starts, how.kind)
         else:
