@@ -71,6 +71,11 @@ def states(model, texts, num_first=None):
     return model.decoder.forward(tokens, kv, meta).split([len(t) for t in texts])
 
 
+def texts_of(hidden):
+    """(all states, where each text's begin)"""
+    return torch.cat(hidden), torch.tensor([0, *(len(text) for text in hidden)]).cumsum(0)
+
+
 @pytest.mark.parametrize("family", tiny_models.ENCODERS)
 def test_states_equal_transformers(family, tmp_path):
     theirs = tiny_models.build_encoder(tmp_path, family)
@@ -93,13 +98,57 @@ def test_scores_of_pairs_equal_transformers(family, tmp_path):
     for kernels in ("reference", "cpu"):
         model = load(tmp_path, kernels=kernels)
         assert model.decoder.classifier is not None
-        hidden = states(model, TEXTS, num_first)
-        starts = torch.tensor([0, *(len(text) for text in hidden)]).cumsum(0)
-        scores = model.decoder.classifier(model.decoder.ops, torch.cat(hidden), starts)
+        scores = model.decoder.classifier(model.decoder.ops, *texts_of(states(model, TEXTS, num_first)))
         for text, n, ours in zip(TEXTS, num_first, scores, strict=True):
             types = {} if family != "bert" else {"token_type_ids": (torch.arange(len(text)) >= n).long()[None]}
             with torch.no_grad():
                 assert error(ours, theirs(torch.tensor([text]), **types).logits[0]) <= 1e-4
+
+
+AUTHORS = {
+    "nomic_bert": {
+        **dict(model_type="nomic_bert", architectures=["NomicBertModel"], vocab_size=tiny_models.VOCAB, n_embd=32, n_head=4),
+        **dict(n_layer=2, n_inner=64, n_positions=200, activation_function="swiglu", layer_norm_epsilon=1e-12, prenorm=False),
+        **dict(rotary_emb_base=1000, rotary_emb_fraction=1.0, rotary_emb_interleaved=False, rotary_emb_scale_base=None),
+        **dict(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, causal=False, parallel_block=False),
+        **dict(use_rms_norm=False, type_vocab_size=2, scale_attn_weights=True, use_flash_attn=True, max_trained_positions=64),
+    },
+    "gte": {
+        **dict(model_type="new", architectures=["NewModel"], vocab_size=tiny_models.VOCAB, hidden_size=32, hidden_act="gelu"),
+        **dict(num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=200, pack_qkv=True),
+        **dict(rope_theta=160000, layer_norm_eps=1e-12, layer_norm_type="layer_norm", position_embedding_type="rope"),
+        **dict(type_vocab_size=2, logn_attention_scale=False, logn_attention_clip1=False, unpad_inputs=False),
+    },
+    "modernbert": {
+        **dict(model_type="modernbert", architectures=["ModernBertForMaskedLM"], vocab_size=tiny_models.VOCAB, hidden_size=32),
+        **dict(num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, hidden_activation="gelu", norm_eps=1e-5),
+        **dict(layer_norm_eps=1e-5, norm_bias=True, local_attention=12, global_attn_every_n_layers=3, decoder_bias=True),
+        **dict(global_rope_theta=160000.0, local_rope_theta=10000.0, position_embedding_type="absolute", mlp_bias=False),
+        **dict(max_position_embeddings=200, classifier_pooling="mean", classifier_activation="gelu", sparse_prediction=False),
+    },
+}
+
+
+@pytest.mark.parametrize("family", list(AUTHORS))
+def test_the_authors_configs_say_the_same(family, tmp_path):
+    """Those of the hub, whose code is not needed."""
+    tiny_models.build_encoder(tmp_path, family)
+    expected = torch.cat(states(load(tmp_path), TEXTS))
+    (tmp_path / "config.json").write_text(json.dumps(AUTHORS[family]))
+    assert torch.equal(torch.cat(states(load(tmp_path), TEXTS)), expected)
+
+
+@pytest.mark.parametrize(("pooling", "bias"), [("mean", True), ("cls", False)])
+def test_a_classifier_of_means(pooling, bias, tmp_path):
+    theirs = tiny_models.build_encoder(
+        tmp_path, "modernbert", num_labels=1, classifier_pooling=pooling, classifier_bias=bias
+    )
+    model = load(tmp_path, kernels="cpu")
+    scores = model.decoder.classifier(model.decoder.ops, *texts_of(states(model, TEXTS)))
+    for text, ours in zip(TEXTS, scores, strict=True):
+        with torch.no_grad():
+            assert error(ours, theirs(torch.tensor([text])).logits[0]) <= 1e-4
+    assert model.spec.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize("family", tiny_models.T5S)

@@ -117,7 +117,7 @@ FAMILIES = (
             read=read_gte,
             names=table(GTE, layer="encoder.layer.{i}.", changes={"mlp.up": "swap"}),
             prefixes=("", f"{kind}.", "new."),
-            ignored=UNREAD,
+            ignored=(*UNREAD, r"classifier\..*"),  # the multilingual one weighs tokens besides
         )
         for kind, name in (("gte", "Gte"), ("new", "New"))
     ),
