@@ -363,6 +363,9 @@ class Decoder:
         """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots
         of their caches."""
         assert self.encoder is not None
+        if self.compiled is not None and self.compiled.encoder is not None:
+            self.compiled.encoder(self.embedded(token_ids, meta), kv, meta)
+            return
         states = self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta)
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.cross is not None
