@@ -254,7 +254,9 @@ T5S: dict[str, dict[str, Any]] = {
 }
 
 
-def build_encoder(path: Path, family: str = "bert", *, num_labels: int | None = None, seed: int = 0, **more: Any) -> Any:
+def build_encoder(
+    path: Path, family: str = "bert", *, num_labels: int | None = None, seed: int = 0, noise: float = 0.1, **more: Any
+) -> Any:
     """An encoder, or with `num_labels` a classifier."""
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
@@ -265,10 +267,10 @@ def build_encoder(path: Path, family: str = "bert", *, num_labels: int | None = 
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
     kind = AutoModel if num_labels is None else AutoModelForSequenceClassification
-    return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path)
+    return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path, noise)
 
 
-def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, **more: Any) -> Any:
+def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, noise: float = 0.1, **more: Any) -> Any:
     """Flan-T5 has a head of its own, which transformers makes only for a checkpoint that has one."""
     import torch
     from transformers import T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
@@ -280,17 +282,17 @@ def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, **more: Any)
     else:
         model = T5ForConditionalGeneration(T5Config(**settings)).eval()
     if family == "flan-t5":
-        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, model.config.d_model))
         model.config.tie_word_embeddings = False
-    return _shaken(model, path)
+    return _shaken(model, path, noise)
 
 
-def _shaken(model: Any, path: Path) -> Any:
+def _shaken(model: Any, path: Path, noise: float) -> Any:
     import torch
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(path)
     return model
 

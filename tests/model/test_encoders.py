@@ -5,7 +5,6 @@ The measure is max |ours − theirs| / max |theirs| over all tokens; 1e-4 leaves
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 
@@ -13,62 +12,19 @@ import pytest
 import torch
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.description import read_spec
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.parameters import parameters
 from tests import tiny_models
-from tests.model.harness import load
+from tests.model.harness import load, states, written
 
-BLOCK_SIZE = 4
 KERNELS = ["reference", "cpu", "torch"]
 _rng = random.Random(3)
 TEXTS = [[_rng.randrange(5, tiny_models.VOCAB) for _ in range(n)] for n in (5, 1, 70, 16, 17)]
 
 
-def whole(texts, first_block=1):
-    """A step of whole texts in blocks of their own; the first block that is left."""
-    lens = [len(t) for t in texts]
-    needed = [-(-n // BLOCK_SIZE) for n in lens]
-    ids = iter(range(first_block, first_block + sum(needed)))
-    table = torch.zeros(len(texts), max(needed), dtype=torch.int32)
-    for row, n in zip(table, needed, strict=True):
-        row[:n] = torch.tensor([next(ids) for _ in range(n)])
-    text = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(lens))
-    positions = torch.cat([torch.arange(n) for n in lens])
-    meta = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        block_table=table,
-        positions=positions,
-        slot_mapping=table[text, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
-        num_decodes=0,
-        max_query_len=max(lens),
-        max_seq_len=max(lens),
-    )
-    return meta, first_block + sum(needed)
-
-
-def caches(model, num_blocks):
-    a = model.spec.layers[0].attention
-    shape = (num_blocks, a.num_kv_heads, BLOCK_SIZE, a.head_dim)
-    return LayerKV(torch.randn(shape), torch.randn(shape))
-
-
 def error(ours, theirs):
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
-@torch.inference_mode()
-def states(model, texts, num_first=None):
-    """Each text's states, computed in one step."""
-    meta, num_blocks = whole(texts)
-    if num_first is not None:
-        types = [(torch.arange(len(t)) >= n).long() for t, n in zip(texts, num_first, strict=True)]
-        meta = dataclasses.replace(meta, token_types=torch.cat(types))
-    kv = [caches(model, num_blocks)] * model.spec.num_layers  # one for all layers, in turn
-    tokens = torch.tensor([t for text in texts for t in text], dtype=torch.int32)
-    return model.decoder.forward(tokens, kv, meta).split([len(t) for t in texts])
 
 
 def texts_of(hidden):
@@ -166,15 +122,7 @@ def test_t5_logits_equal_transformers(family, shared, tmp_path):
     for kernels in KERNELS:
         model = load(tmp_path, kernels=kernels)
         assert kernels != "cpu" or model.decoder.compiled.encoder is not None
-        with torch.inference_mode():
-            read, next_block = whole(texts)
-            step, num_blocks = whole(answers, next_block)
-            cross = dataclasses.replace(read, query_start_loc=step.query_start_loc, max_query_len=41, num_decodes=2)
-            step = dataclasses.replace(step, num_decodes=2, cross=cross)
-            kv = [caches(model, num_blocks) for _ in range(3)]
-            model.decoder.encode(torch.tensor([t for text in texts for t in text], dtype=torch.int32), kv, read)
-            hidden = model.decoder.forward(torch.tensor([t for a in answers for t in a], dtype=torch.int32), kv, step)
-            found = model.decoder.logits(hidden).split([len(a) for a in answers])
+        found = written(model, texts, answers)
         for text, answer, ours in zip(texts, answers, found, strict=True):
             with torch.no_grad():
                 expected = theirs(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])).logits[0]

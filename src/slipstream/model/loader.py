@@ -122,6 +122,8 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
             f"{scheme.name} is for mixtures of experts, and the model has none; use 'int4', 'fp8' or 'int8'",
             field="quantization",
         )
+    if scheme.head and spec.is_encoder:
+        raise ConfigError(f"an encoder has no output head to round; use {scheme.name!r}", field="quantization")
     if scheme.inputs in ("fp8", "int8"):
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
         kv_rows = [
