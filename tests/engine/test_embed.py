@@ -204,8 +204,8 @@ def test_a_decoder_of_embeddings_as_the_hub_has_it(tmp_path):
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
     tokenizer["post_processor"] = {
-        **{"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, end]},
-        **{"pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}, end]},
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, end],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}, end],
         "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))

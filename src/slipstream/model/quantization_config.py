@@ -77,6 +77,11 @@ class StoredQuantization:
     sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
     formats: StoredFormats | None = None
 
+    @property
+    def rounds(self) -> bool:
+        """Whether some weights are rounded."""
+        return self.scheme is not None or self.formats is not None
+
 
 def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> StoredQuantization:
     """UnsupportedModelError names the field that is not supported."""
