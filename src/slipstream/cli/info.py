@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
     kept = " (for the time of a step)" if spec.is_encoder else ""
+    q = description.quantization
     rows = [
         ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),
         ("family", spec.family),
@@ -83,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         ("hidden size", f"{spec.hidden_size:,}"),
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.all_layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
-        *([("stored as", f"{q.scheme or 'several formats'} ({q.method})")] if (q := description.quantization) and q.rounds else []),
-        *([("stored as", "products without their zeros")] if (q := description.quantization) is not None and q.sparse else []),
+        *([("stored as", f"{q.scheme or 'several formats'} ({q.method})")] if q is not None and q.rounds else []),
+        *([("stored as", "products without their zeros")] if q is not None and q.sparse else []),
         *([("vectors", describe_vectors(description))] if spec.is_encoder else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
