@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, Linear, ScaledLinear, TokenShape
+from slipstream.kernels.ops import (
+    AttentionMetadata,
+    BlockScaledLinear,
+    GroupedLinear,
+    LayerKV,
+    Linear,
+    ScaledLinear,
+    TokenShape,
+)
 from slipstream.model.spec import (
     AttentionSpec,
     DenseSpec,
@@ -78,6 +86,8 @@ def alike(products: Sequence[Linear]) -> bool:
         return type(w), w.weight.dtype
 
     first = products[0]
+    if isinstance(first, BlockScaledLinear):
+        return False
     if isinstance(first, GroupedLinear) and (first.zeros is not None or first.codes != "int4"):
         return False
     if isinstance(first, ScaledLinear) and first.inputs != "fp8":
