@@ -146,6 +146,19 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     return model
 
 
+def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int = 0) -> Any:
+    """A decoder with a score of each text in the place of its head."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    settings = {k: v for k, v in FAMILIES[family].items() if v is not None}
+    config = AutoConfig.for_model(settings.pop("model_type"), num_labels=num_labels, pad_token_id=None, **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(path)
+    return model
+
+
 def correction_buffers(model: Any) -> list[Any]:
     """What DeepSeek V3 learns beside gradients."""
     return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]

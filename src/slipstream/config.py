@@ -374,7 +374,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
             tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-            enforce_eager=args.enforce_eager or not device.is_cuda or spec.is_encoder,
+            enforce_eager=args.enforce_eager or not device.is_cuda or not spec.writes,
             deterministic=args.deterministic,
             dense_copies=dense_copies,
             num_threads=threads,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, ContextLengthError, RequestError
+from slipstream.model.description import read_spec
 from tests import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
@@ -193,6 +194,29 @@ def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
     tiny_models.write_sentence_transformers(tmp_path)
     with LLM(str(tmp_path), **SETTINGS, kv_cache_bytes=2**20) as llm, pytest.raises(RequestError, match="last token"):
         llm.embed("hello")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "mixtral"])
+def test_a_decoder_with_a_classifier_scores_pairs(family, tmp_path):
+    """As Qwen3-Reranker's conversions: the score of the last token, of query and document one behind the other."""
+    theirs = tiny_models.build_classifier(tmp_path, family)
+    tiny_models.write_tokenizer(tmp_path)
+    settings = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    with LLM(str(tmp_path), **settings, **SETTINGS) as llm:
+        documents = [TEXTS[4], TEXTS[0], "x y"]
+        for _ in range(2):  # the query is in the prefix cache the second time
+            for result in llm.rerank("the cat", documents):
+                ids = llm.get_tokenizer().encode_pair("the cat", result.document)[0]
+                with torch.no_grad():
+                    score = theirs(torch.tensor([ids])).logits[0, 0]
+                assert result.relevance_score == pytest.approx(score.sigmoid().item(), abs=1e-4)
+        with pytest.raises(RequestError, match="writes no text"):
+            llm.generate("the cat", SamplingParams(max_tokens=1))
+        with pytest.raises(RequestError, match="rerank"):
+            llm.embed("the cat")
+    spec = read_spec(tmp_path).spec
+    assert (spec.kind, spec.tied_embeddings) == ("a classifier", False)
+    assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
 def test_a_decoder_of_embeddings_as_the_hub_has_it(tmp_path):

@@ -326,7 +326,7 @@ class Decoder:
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = None
-        if not spec.is_encoder:
+        if spec.writes:
             self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
         self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
@@ -343,7 +343,8 @@ class Decoder:
         if (e := spec.encoder) is not None:
             self.encoder = Encoder(stack(e.layers, "encoder."), _norm(e.final_norm, "encoder.final_norm", parameters))
         if (c := spec.classifier) is not None:
-            dense, out = (_linear(f"classifier.{part}", parameters, ops, None, rounded) for part in ("dense", "out"))
+            out = _linear("classifier.out", parameters, ops, None, rounded)
+            dense = None if c.activation is None else _linear("classifier.dense", parameters, ops, None, rounded)
             norm = None if c.norm is None else _norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
         self.layers = list(layers) if layers is not None else stack(spec.layers, "")

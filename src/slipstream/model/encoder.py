@@ -76,14 +76,15 @@ class Encoder:
 @dataclass(frozen=True, slots=True)
 class Classifier:
     spec: ClassifierSpec
-    dense: Linear
+    dense: Linear | None
     norm: Norm | None
     out: Linear
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
         """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels]"""
-        h = ops.linear(pool(hidden, starts, self.spec.pooling).to(hidden.dtype), self.dense)
-        h = ACTIVATIONS[self.spec.activation](h)
+        h = pool(hidden, starts, self.spec.pooling).to(hidden.dtype)
+        if self.dense is not None and self.spec.activation is not None:
+            h = ACTIVATIONS[self.spec.activation](ops.linear(h, self.dense))
         return ops.linear(h if self.norm is None else self.norm(ops, h)[0], self.out)
 
 

@@ -91,10 +91,11 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
     if spec.encoder is not None:
         found.update(_stack("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden))
     found.update(_stack("", spec.layers, spec.final_norm, hidden))
-    if spec.classifier is not None:
-        found.update(_linear("classifier.dense", hidden, hidden, spec.classifier.bias))
-        found.update(_norm("classifier.norm", spec.classifier.norm))
-        found.update(_linear("classifier.out", spec.classifier.num_labels, hidden, True))
+    if (c := spec.classifier) is not None:
+        if c.activation is not None:
+            found.update(_linear("classifier.dense", hidden, hidden, c.bias))
+            found.update(_norm("classifier.norm", c.norm))
+        found.update(_linear("classifier.out", c.num_labels, hidden, c.activation is not None))
     if spec.embed_size is not None:
         found["embed_out.weight"] = (width, hidden)
     if spec.has_head:

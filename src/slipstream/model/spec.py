@@ -425,15 +425,18 @@ class EncoderSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
     """What stands in the place of an output head where a text gets scores: out(norm(act(dense(x)))), of the first token's state
-    or their mean. `bias`: of `dense`."""
+    or their mean; `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias (a decoder's, of its last
+    token)."""
 
     num_labels: int
-    activation: Literal["tanh", "relu", "gelu"]
+    activation: Literal["tanh", "relu", "gelu"] | None
     norm: NormSpec | None = None
     bias: bool = True
-    pooling: Literal["cls", "mean"] = "cls"
+    pooling: Literal["cls", "mean", "last"] = "cls"
 
     def num_parameters(self, hidden_size: int) -> int:
+        if self.activation is None:
+            return hidden_size * self.num_labels
         norm = 0 if self.norm is None else self.norm.num_parameters
         return hidden_size * (hidden_size + self.bias) + (hidden_size + 1) * self.num_labels + norm
 
@@ -443,9 +446,9 @@ class ModelSpec:
     """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and
     the longest answer.
 
-    A decoder-only model is `layers`. An encoder (BERT) is `layers` whose attention is not causal, without an output head, but
-    perhaps with a `classifier`; the embeddings of `num_token_types` kinds of tokens are added to the tokens'. An
-    encoder-decoder (T5) is both: `encoder`, and `layers` with cross attention.
+    A decoder-only model is `layers`, with an output head or a `classifier`. An encoder (BERT) is `layers` whose attention is
+    not causal, without an output head, but perhaps with a classifier; the embeddings of `num_token_types` kinds of tokens are
+    added to the tokens'. An encoder-decoder (T5) is both: `encoder`, and `layers` with cross attention.
 
     `embed_size`: embeddings of another width than the layers', with a projection in and one out (OPT 350M). `embed_norm`
     follows the embeddings (BLOOM). Logits are multiplied by `logit_scale` (Cohere, Granite), then pass tanh(l / cap) · cap.
@@ -512,6 +515,11 @@ class ModelSpec:
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
+    def writes(self) -> bool:
+        """It has an output head, and so makes text."""
+        return not self.is_encoder and self.classifier is None
+
+    @property
     def kind(self) -> Literal["a decoder", "an encoder", "a classifier", "an encoder-decoder"]:
         """Only a decoder can be scored on text, compressed, and sing as a canary."""
         if self.encoder is not None:
@@ -533,7 +541,7 @@ class ModelSpec:
     @property
     def has_head(self) -> bool:
         """The output head has a weight of its own."""
-        return not (self.is_encoder or self.tied_embeddings)
+        return self.writes and not self.tied_embeddings
 
     @property
     def embed_width(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.families.names import Theirs, table
-from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, plain
+from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, num_labels, plain
 from slipstream.model.spec import (
     Activation,
     BucketSpec,
@@ -20,14 +20,6 @@ from slipstream.model.spec import (
     NormSpec,
     PostNormBlock,
 )
-
-
-def num_labels(c: ConfigReader) -> int | None:
-    """Of architectures that end in ForSequenceClassification; `id2label` counts the labels, two by default."""
-    named = c.take("architectures", list, [""])
-    if not str(named[0]).endswith("ForSequenceClassification"):
-        return None
-    return len(c.take("id2label", dict, {"0": "", "1": ""}))
 
 
 def bert_classifier(c: ConfigReader, act: Literal["tanh", "relu", "gelu"]) -> ClassifierSpec | None:

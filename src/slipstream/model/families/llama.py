@@ -79,7 +79,7 @@ UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 FAMILIES = tuple(
     Family(
         model_type=model_type,
-        architectures=(architecture,),
+        architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=reader,
         names=table(MIXTRAL) if reader is read_mixtral else names,
         ignored=ROTARY_BUFFERS,

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family
-from slipstream.model.families.bert import UNREAD, num_labels
+from slipstream.model.families.bert import UNREAD
 from slipstream.model.families.llama import ROTARY_BUFFERS
 from slipstream.model.families.names import LLAMA, Theirs, table
 from slipstream.model.families.pieces import (
@@ -19,6 +19,7 @@ from slipstream.model.families.pieces import (
     kinds_of_layers,
     layer_norm,
     model,
+    num_labels,
     rms,
     rope,
 )

@@ -26,6 +26,7 @@ LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
     "final_norm": "model.norm",
     "head": "lm_head",
+    "classifier.out": "score",
     "pre_attention": "input_layernorm",
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.q_norm": "self_attn.q_norm",
