@@ -35,6 +35,7 @@ SPECIAL = {
 ALL_EXPERTS = {
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
 EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
