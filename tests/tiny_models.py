@@ -122,7 +122,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {**_LLAMA, "model_type": "glm", "head_dim": 16},
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 16},
     "glm4_moe": {
-        **_LLAMA, "model_type": "glm4_moe", "head_dim": 16, "rope_theta": None, "initializer_range": 0.2,
+        **_LLAMA,
+        **dict(model_type="glm4_moe", head_dim=16, rope_theta=None, initializer_range=0.2),
         **dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=32, num_mtp_layers=0),
         **dict(first_k_dense_replace=1, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
     },

@@ -1,5 +1,5 @@
-"""Llama 2 and 3, SmolLM 2 and 3, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which says
-which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
+"""Llama 2 and 3, SmolLM 2 and 3, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which
+says which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
 
 from __future__ import annotations
 
