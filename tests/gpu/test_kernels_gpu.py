@@ -294,6 +294,8 @@ def test_deterministic_products(ops, name):
     ops = type(ops)(deterministic=True)
     for n, k in ((6144, 4096), (4096, 14336), (960, 576)):
         scheme = None if name is None else SCHEMES[name]
+        if scheme is not None and k % scheme.multiple:
+            continue
         w = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
         x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
         whole = ops.linear(x, w)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.cpu import CpuOps, NativeOps
-from slipstream.kernels.ops import LayerKV, by_dim
+from slipstream.kernels.ops import LayerKV, Quantized, by_dim
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -23,7 +23,7 @@ from slipstream.kernels.reference import (
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
 from slipstream.kernels.triton import TritonOps, linear, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
-from slipstream.kernels.triton.blocks import blocks
+from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
 from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
 from slipstream.kernels.triton.parts import Scratch
@@ -229,6 +229,24 @@ def test_products_by_blocks(num_tokens, outer, inner, tile):
             assert not scratch.counters.any()
         close(OURS.linear(x, OURS.adopt_linear(w)), theirs)
         close(TritonOps(deterministic=True).linear(x, w), theirs)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 65, 66])
+def test_the_librarys_product_by_blocks_gets_what_it_wants(monkeypatch, num_tokens):
+    """A multiple of four tokens, and scales that lie block by block; what was added is taken off."""
+
+    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype):
+        assert (a.shape[0] % 4, scale_a.stride(), scale_b.shape) == (0, (1, a.shape[0]), (4, 2))
+        x = numbers(Quantized(a, scale_a))
+        spread = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
+        return (x @ (b.float() * spread)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x = quantize_rows(torch.randn(num_tokens, 512), "fp8-block")
+    for bias in (None, torch.randn(200)):
+        w = round_linear(torch.randn(200, 512), bias, SCHEMES["fp8-block"])
+        close(library(x, w), REFERENCE.linear(x, w))
+    assert not has_library(x, w)  # on a CPU
 
 
 @pytest.mark.parametrize(("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), (128, 768)])

@@ -333,12 +333,11 @@ def experts(
     """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
-    scaled, packed = isinstance(w, ScaledLinear), isinstance(w, GroupedLinear)
+    scaled, packed, blocked = (isinstance(w, kind) for kind in (ScaledLinear, GroupedLinear, BlockScaledLinear))
     scales = w.scales if isinstance(w, (ScaledLinear, BlockScaledLinear, GroupedLinear)) else values
-    blocked = isinstance(w, BlockScaledLinear)
     zeros = w.zeros if isinstance(w, GroupedLinear) else None
     y = torch.empty(groups.order.numel(), rows, dtype=dtype, device=values.device)
-    block_n = 64 if groups.block < 64 else 128
+    block_n = 64 if groups.block < 64 or blocked else 128  # by blocks a taller tile's sums do not fit the registers
     block_k = 64 if packed or values.element_size() == 4 else (256 if groups.block < 128 else 128) // values.element_size()
     block_k = BLOCK if blocked else block_k
     _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
@@ -371,7 +370,7 @@ def experts(
         BLOCK_K=block_k,
         BLOCK_X=triton.next_power_of_2(spec.num_experts),
         num_warps=4 if block_n == 64 else 8,
-        num_stages=3,
+        num_stages=4 if blocked else 3,
     )
     return y
 
