@@ -121,6 +121,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm": {**_LLAMA, "model_type": "glm", "head_dim": 16},
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 16},
+    "glm4_moe": {
+        **_LLAMA,
+        **dict(model_type="glm4_moe", head_dim=16, rope_theta=None, initializer_range=0.2),
+        **dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=32, num_mtp_layers=0),
+        **dict(first_k_dense_replace=1, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
+    },
+    "smollm3": {**_LLAMA, "model_type": "smollm3", "num_hidden_layers": 5, "tie_word_embeddings": True},
 }
 
 
@@ -142,6 +149,19 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
             assert parameter.abs().sum() > 0, name
         for buffer in correction_buffers(model):
             buffer.normal_(0.0, 0.3)
+    model.save_pretrained(path)
+    return model
+
+
+def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int = 0) -> Any:
+    """A decoder with a score of each text in the place of its head."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    settings = {k: v for k, v in FAMILIES[family].items() if v is not None}
+    config = AutoConfig.for_model(settings.pop("model_type"), num_labels=num_labels, pad_token_id=None, **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(path)
     return model
 
@@ -221,6 +241,7 @@ _T5 = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
+_NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None, cls_token_id=None, sep_token_id=None)
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {**_BERT, "model_type": "bert"},
     "roberta": {**_BERT, "model_type": "roberta", "type_vocab_size": 1, "pad_token_id": 1},
@@ -234,13 +255,28 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 130,
     },
 }
+def _rotary(**more: Any) -> dict[str, Any]:
+    return {**_BERT, **more, "max_position_embeddings": 200}
+
+
+ENCODERS |= {
+    "modernbert": _rotary(model_type="modernbert", num_hidden_layers=4, local_attention=12, norm_bias=True, **_NO_SPECIAL),
+    "nomic_bert": _rotary(model_type="nomic_bert"),
+    "gte": _rotary(model_type="gte", type_vocab_size=2),
+    "eurobert": _rotary(model_type="eurobert", num_key_value_heads=2, **_NO_SPECIAL),
+    "mpnet": {**_BERT, "model_type": "mpnet", "pad_token_id": 1},
+    "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},
+}
 T5S: dict[str, dict[str, Any]] = {
     "t5": {**_T5, "feed_forward_proj": "relu"},
     "flan-t5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "umt5": {**_T5, "feed_forward_proj": "gated-gelu"},
 }
 
 
-def build_encoder(path: Path, family: str = "bert", *, num_labels: int | None = None, seed: int = 0, **more: Any) -> Any:
+def build_encoder(
+    path: Path, family: str = "bert", *, num_labels: int | None = None, seed: int = 0, noise: float = 0.1, **more: Any
+) -> Any:
     """An encoder, or with `num_labels` a classifier."""
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
@@ -251,28 +287,32 @@ def build_encoder(path: Path, family: str = "bert", *, num_labels: int | None = 
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
     kind = AutoModel if num_labels is None else AutoModelForSequenceClassification
-    return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path)
+    return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path, noise)
 
 
-def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, **more: Any) -> Any:
+def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, noise: float = 0.1, **more: Any) -> Any:
     """Flan-T5 has a head of its own, which transformers makes only for a checkpoint that has one."""
     import torch
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = T5ForConditionalGeneration(T5Config(**{**T5S[family], **more})).eval()
+    settings = {**T5S[family], **more}
+    if family == "umt5":
+        model: Any = UMT5ForConditionalGeneration(UMT5Config(**settings)).eval()
+    else:
+        model = T5ForConditionalGeneration(T5Config(**settings)).eval()
     if family == "flan-t5":
-        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, model.config.d_model))
         model.config.tie_word_embeddings = False
-    return _shaken(model, path)
+    return _shaken(model, path, noise)
 
 
-def _shaken(model: Any, path: Path) -> Any:
+def _shaken(model: Any, path: Path, noise: float) -> Any:
     import torch
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(path)
     return model
 

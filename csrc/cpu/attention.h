@@ -50,6 +50,7 @@ struct Running {  // softmax so far: the sum stays in lanes until the end
 static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, int64_t n, int64_t position, int64_t head,
                            Running* p) {
     int64_t low = a.window ? position - a.window + 1 - key0 : 0, high = a.causal ? position + 1 - key0 : n;
+    if (a.window && !a.causal) high = position + a.window - key0;
     low = low < 0 ? 0 : low;
     high = high > n ? n : high;
     if (low >= high) {
@@ -375,7 +376,8 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             running[r] = {a.sinks[kv_head * heads + r % heads], load(once)};
         }
     }
-    const int64_t last = a.causal ? first + token1 : a.seq_lens[seq];  // one beyond the last key
+    const int64_t length = a.seq_lens[seq], ahead = a.window ? first + token1 - 1 + a.window : length;
+    const int64_t last = a.causal ? first + token1 : ahead < length ? ahead : length;  // one beyond the last key
     int64_t low = a.window ? first + token0 - a.window + 1 : 0;
     low = low < 0 ? 0 : low / KT * KT;
     for (int64_t key = low; key < last; key += KT) {

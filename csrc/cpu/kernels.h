@@ -67,7 +67,7 @@ struct AttentionArgs {
     const float *slopes, *sinks;
     const float* distance_bias;  // [H, 2 · bias_range + 1], by key position − query position cut to ± bias_range
     int64_t bias_range;
-    bool causal;  // else a token sees all of its sequence
+    bool causal;  // else a token sees all of its sequence, or the window on both sides
     // rope_and_cache
     const int64_t *positions, *slots;
     const float *cos_sin, *q_norm, *k_norm;

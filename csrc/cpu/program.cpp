@@ -120,14 +120,16 @@ struct Linear : Op {
 
 struct WithCache : RowOp {
     int32_t q, layer;
+    bool cross = false;
     AttentionArgs args;
     void look_up(Program& p) {
         const ss_step& s = p.step();
         const ss_layer_kv& kv = s.layers[layer];
         args.qkv = (float*)p.row(q, 0), args.qkv_stride = p.stride(q) / 4;
         args.k = (uint8_t*)kv.k, args.v = (uint8_t*)kv.v, args.k_scale = kv.k_scale, args.v_scale = kv.v_scale;
-        args.cache = s.cache, args.block_size = s.block_size, args.block_table = s.block_table, args.table_stride = s.table_stride;
-        args.query_start_loc = s.query_start_loc, args.seq_lens = s.seq_lens, args.positions = s.positions, args.slots = s.slots;
+        args.cache = s.cache, args.block_size = s.block_size, args.query_start_loc = s.query_start_loc;
+        args.block_table = cross ? s.cross_table : s.block_table, args.table_stride = cross ? s.cross_stride : s.table_stride;
+        args.seq_lens = cross ? s.cross_lens : s.seq_lens, args.positions = s.positions, args.slots = s.slots;
     }
 };
 
@@ -182,7 +184,7 @@ struct Attention : WithCache {
         int32_t num_partials = 0;
         const int64_t wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD;
         for (int64_t i = 0; i < num_decodes; i++) {
-            const int64_t length = s.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
+            const int64_t length = args.seq_lens[i], low = args.window ? std::max<int64_t>(0, length - args.window) : 0;
             const int64_t splits = std::max<int64_t>(1, (length - low + SPLIT_KEYS - 1) / SPLIT_KEYS);
             // The heads of a range in turn: their keys lie side by side in each block.
             for (int64_t j = 0; j < splits; j++)
@@ -351,9 +353,9 @@ void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t nu
 
 void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                       int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes, const float* sinks,
-                      const float* distance_bias, int64_t bias_range, int32_t causal) {
+                      const float* distance_bias, int64_t bias_range, int32_t causal, int32_t cross) {
     auto* op = add<Attention>(p);
-    op->q = q, op->out = out, op->layer = layer, op->args = {};
+    op->q = q, op->out = out, op->layer = layer, op->args = {}, op->cross = cross;
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.scale = scale, a.window = window;
     a.softcap = softcap, a.slopes = slopes, a.sinks = sinks;

@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 6  // changes with anything in this file
+#define SS_ABI 7  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -85,7 +85,8 @@ SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64
                                   const float* q_norm, const float* k_norm, float eps, float offset);
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                              int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes,
-                             const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal);
+                             const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal,
+                             int32_t cross);  // cross: over the keys and values of an encoder
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'
@@ -101,6 +102,8 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/ops.p
     int64_t block_size, table_stride;
     int32_t cache;  // the cache's type: 0 float32, 1 bfloat16, 2 int8
     const int32_t *token_ids, *query_start_loc, *seq_lens, *block_table;
+    const int32_t *cross_lens, *cross_table;  // of the same sequences' encoder texts; null without
+    int64_t cross_stride;
     const int64_t *positions, *slots;
     const ss_layer_kv* layers;
 } ss_step;

@@ -374,7 +374,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
             tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-            enforce_eager=args.enforce_eager or not device.is_cuda or spec.is_encoder,
+            enforce_eager=args.enforce_eager or not device.is_cuda or not spec.writes,
             deterministic=args.deterministic,
             dense_copies=dense_copies,
             num_threads=threads,
@@ -434,7 +434,7 @@ def _reject_unsupported(
                 field=name,
             )
     capability = device.compute_capability
-    if quantization is not None and SCHEMES[quantization].inputs == "fp8" and capability and capability < (8, 9):
+    if quantization is not None and SCHEMES[quantization].inputs in ("fp8", "fp8-block") and capability and capability < (8, 9):
         raise ConfigError(
             f"quantization={quantization!r} needs a GPU of compute capability 8.9 or more; {device.name} has "
             f"{capability[0]}.{capability[1]}: use 'int8' or 'int4'",
@@ -445,7 +445,8 @@ def _reject_unsupported(
 def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], frozenset[str]]:
     """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
     if device.is_cuda or kernels == "reference":
-        return frozenset(("fp8", "int8", "int4")), frozenset(("fp8", "int8", "int4"))
+        every = frozenset(("fp8", "fp8-block", "int8", "int4"))
+        return every, every
     held = frozenset(() if kernels == "torch" else ("int8", "int4"))
     return held, held
 
@@ -453,7 +454,7 @@ def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], fr
 def _check_products(model: ModelDescription, device: DeviceFacts, kernels: str) -> None:
     """Where a checkpoint says product by product how it is rounded, the device has each of these products."""
     capability, held = device.compute_capability, model.held_formats(*held_products(kernels, device))
-    eight = [name for name, fmt in held.items() if fmt.product == "fp8"]
+    eight = [name for name, fmt in held.items() if fmt.kind == "float"]
     if eight and capability and capability < (8, 9):
         raise ConfigError(
             f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "

@@ -38,10 +38,43 @@ def test_the_same_model_is_the_same_everywhere(tmp_path, capsys, family, overrid
     report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
     assert report.same, report
     assert [d.where for d in report.differences][:3] == ["embeddings", "layer 0", "layer 1"]
-    assert report.differences[-1].where == "logits"
+    assert report.differences[-1].where == "logits"  # the reference's kernels make no program of a step
     assert report.top1_agreement == 1.0
     assert main(["check-model", str(tmp_path), "--json", "--num-tokens=1"]) == 0
     assert json.loads(capsys.readouterr().out)["same"]
+
+
+@pytest.mark.parametrize(
+    ("family", "end"),
+    [
+        *((family, "states") for family in ("bert", "modernbert", "mpnet", "distilbert", "eurobert")),
+        *((family, "scores") for family in ("roberta", "modernbert", "nomic_bert")),
+        *((family, "logits") for family in ("t5", "flan-t5", "umt5")),
+    ],
+)
+def test_encoders_and_encoder_decoders(tmp_path, capsys, family, end):
+    if end == "logits":
+        theirs = tiny_models.build_t5(tmp_path, family)
+    else:
+        theirs = tiny_models.build_encoder(tmp_path, family, num_labels=3 if end == "scores" else None)
+    report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
+    assert report.same, report
+    expected = ["embeddings", "layer 0", "layer 1"]
+    assert [d.where for d in report.differences][:3] == [("encoder: " if end == "logits" else "") + x for x in expected]
+    assert report.differences[-1].where == end
+    assert (report.top1_agreement is None) is (end != "logits")
+    assert main(["check-model", str(tmp_path), "--kernels=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "as one program" in out
+    assert ("likeliest" in out) is (end == "logits")
+
+
+def test_a_fault_in_an_encoder_is_found(tmp_path):
+    theirs = tiny_models.build_t5(tmp_path, "umt5")
+    file, name = tmp_path / "model.safetensors", "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name] + 1.0 * torch.arange(8)[:, None]}, file, metadata={"format": "pt"})
+    assert compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4).first_divergence == "encoder: layer 1"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +105,10 @@ def test_what_is_no_number_is_a_divergence(tmp_path):
 def test_the_command_says_where(tmp_path, capsys):
     tiny_models.build(tmp_path, "llama")
     assert main(["check-model", str(tmp_path), "--kernels=reference"]) == 0
-    assert "the same (tolerance 1e-04)" in capsys.readouterr().out
+    assert "the same: no difference is more than 1e-04" in capsys.readouterr().out
     assert main(["check-model", str(tmp_path), "--tolerance=0"]) == 1
     out = capsys.readouterr().out
+    assert out.count("< they part here") == 1
     assert "they part at: " in out
     assert "layer 1" in out
     assert main(["check-model", str(tmp_path / "nothing")]) == 3

@@ -36,9 +36,8 @@ def test_what_is_wrong_is_named(tiny_encoder, capsys, words, field):
     assert json.loads(capsys.readouterr().out)["error"]["field"] == field
 
 
-@pytest.mark.parametrize("verb", [["run", "hello"], ["check-model"]])
-def test_other_verbs_say_what_an_encoder_is(tiny_encoder, capsys, verb):
-    assert main([verb[0], str(tiny_encoder), *verb[1:]]) in (2, 3)
+def test_other_verbs_say_what_an_encoder_is(tiny_encoder, capsys):
+    assert main(["run", str(tiny_encoder), "hello"]) in (2, 3)
     assert "encoder" in capsys.readouterr().err
 
 

@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, ContextLengthError, RequestError
+from slipstream.model.description import read_spec
 from tests import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
@@ -192,3 +194,54 @@ def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
     tiny_models.write_sentence_transformers(tmp_path)
     with LLM(str(tmp_path), **SETTINGS, kv_cache_bytes=2**20) as llm, pytest.raises(RequestError, match="last token"):
         llm.embed("hello")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "mixtral"])
+def test_a_decoder_with_a_classifier_scores_pairs(family, tmp_path):
+    """As Qwen3-Reranker's conversions: the score of the last token, of query and document one behind the other."""
+    theirs = tiny_models.build_classifier(tmp_path, family)
+    tiny_models.write_tokenizer(tmp_path)
+    settings = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    with LLM(str(tmp_path), **settings, **SETTINGS) as llm:
+        documents = [TEXTS[4], TEXTS[0], "x y"]
+        for _ in range(2):  # the query is in the prefix cache the second time
+            for result in llm.rerank("the cat", documents):
+                ids = llm.get_tokenizer().encode_pair("the cat", result.document)[0]
+                with torch.no_grad():
+                    score = theirs(torch.tensor([ids])).logits[0, 0]
+                assert result.relevance_score == pytest.approx(score.sigmoid().item(), abs=1e-4)
+        with pytest.raises(RequestError, match="writes no text"):
+            llm.generate("the cat", SamplingParams(max_tokens=1))
+        with pytest.raises(RequestError, match="rerank"):
+            llm.embed("the cat")
+    spec = read_spec(tmp_path).spec
+    assert (spec.kind, spec.tied_embeddings) == ("a classifier", False)
+    assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
+
+
+def test_a_decoder_of_embeddings_as_the_hub_has_it(tmp_path):
+    """Qwen3-Embedding: the model alone, whose names have no prefix; a tokenizer that ends each text; the last token's state; a
+    prompt that is there by name, and does not stand before texts unasked."""
+    theirs = tiny_models.build_with_tokenizer(tmp_path, "qwen3", tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, end],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}, end],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tiny_models.write_sentence_transformers(tmp_path, mode="lasttoken")
+    says = {"prompts": {"query": "Instruct: find\nQuery:", "document": ""}, "default_prompt_name": None}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(says))
+    with LLM(str(tmp_path), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS) as llm:
+        for _ in range(2):  # in chunks, and with a prefix that is in the cache already
+            for text, output in zip(TEXTS[:2], llm.embed(TEXTS[:2]), strict=True):
+                assert output.prompt == text
+                assert output.prompt_token_ids[-1] == 1
+                vector = expected(theirs.model, output.prompt_token_ids, "last")
+                torch.testing.assert_close(torch.tensor(output.embedding), vector, rtol=1e-4, atol=1e-5)
+        best = llm.rerank(TEXTS[0], [TEXTS[4], TEXTS[0]])[0]
+        assert (best.index, best.relevance_score) == (1, pytest.approx(1.0, abs=1e-5))

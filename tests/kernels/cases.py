@@ -138,7 +138,7 @@ def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
             "distance_bias": st.sampled_from([None, None, *(_biases(num_heads, reach) for reach in (3, 20))]),
             "causal": st.sampled_from([True, True, False]),
         }
-    ).map(lambda options: options if options["causal"] else {**options, "window": None})
+    )
 
 
 def _biases(num_heads: int, reach: int) -> Tensor:

@@ -113,11 +113,12 @@ def test_larger_tiles(block):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "int4-g32"])
-@pytest.mark.parametrize("num_tokens", [1, 19])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "int8", "int4", "int4-g32"])
+@pytest.mark.parametrize("num_tokens", [1, 19, 140])
 def test_rounded_experts(scheme, num_tokens):
     spec, ops = mixture(num_experts=4, size=128), TritonOps()
     x, logits, up, down = case(num_tokens, spec, inner=128)
+    up *= torch.logspace(-1, 1, len(up))[:, None]  # an expert's scales are not another's
     up, down = prepared(REFERENCE, spec, up, down, scheme)
     expected = REFERENCE.moe(x, logits, up, down, spec)
     ours = ops.moe(x, logits, *adopted(ops, spec, up, down), spec)

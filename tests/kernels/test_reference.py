@@ -144,7 +144,7 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks, distan
         for token, head in itertools.product(range(begin, end), range(case.q.shape[1])):
             p = length - end + token
             low = 0 if window is None else max(0, p - window + 1)
-            high = p + 1 if causal else length
+            high = p + 1 if causal else min(length, p + (window or length))
             where = [(int(meta.block_table[i, at // size]), head // group, at % size) for at in range(low, high)]
             keys = torch.stack([kv.k[w] for w in where]).double()
             values = torch.stack([kv.v[w] for w in where]).double()

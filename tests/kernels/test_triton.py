@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.cpu import CpuOps, NativeOps
-from slipstream.kernels.ops import LayerKV, by_dim
-from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
+from slipstream.kernels.ops import LayerKV, Quantized, by_dim
+from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
     apply_bias_and_penalties,
@@ -23,6 +23,7 @@ from slipstream.kernels.reference import (
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
 from slipstream.kernels.triton import TritonOps, linear, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
+from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
 from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
 from slipstream.kernels.triton.parts import Scratch
@@ -42,8 +43,9 @@ def close(ours, theirs):
 def same_rows(ours, theirs):
     """Quantised rows: the same scales, and codes that differ by a step at most, where division rounded otherwise."""
     close(ours.scales, theirs.scales)
-    a, b = (q.values.float() * q.scales for q in (ours, theirs))
-    step = theirs.scales if theirs.values.dtype == torch.int8 else b.abs() / 8 + theirs.scales / 64
+    a, b = numbers(ours), numbers(theirs)
+    scales = theirs.scales.repeat_interleave(b.shape[1] // theirs.scales.shape[1], dim=1)
+    step = scales if theirs.values.dtype == torch.int8 else b.abs() / 8 + scales / 64
     assert ((a - b).abs() <= step * 1.001).all()
     assert (ours.values.float() != theirs.values.float()).float().mean() < 0.02
 
@@ -177,10 +179,11 @@ def test_a_clamped_swiglu(inputs):
     close(ours, theirs) if inputs is None else same_rows(ours, theirs)
 
 
-@pytest.mark.parametrize("inputs", ["fp8", "int8"])
-def test_norms_and_activations_write_8_bit_rows(inputs):
-    x, weight, bias = torch.randn(3, 80) * 2, torch.randn(80), torch.randn(80)
+@pytest.mark.parametrize(("inputs", "size"), [("fp8", 80), ("int8", 80), ("fp8-block", 256), ("fp8-block", 768)])
+def test_norms_and_activations_write_8_bit_rows(inputs, size):
+    x, weight, bias = torch.randn(3, size) * 2, torch.randn(size), torch.randn(size)
     x[1] = 0
+    x[2, : size // 2] *= 1e-3  # a group of its own
     same_rows(OURS.quantize(x, inputs), REFERENCE.quantize(x, inputs))
     for run in (
         lambda o: o.rms_norm(x, weight, 1e-5, residual=x.clone(), inputs=inputs)[0],
@@ -207,6 +210,43 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
             assert not scratch.counters.any()
         close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
         close(TritonOps(deterministic=True).linear(x, w), theirs)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "outer", "inner", "tile"),
+    [(1, 70, 384, (16, 64, 2, 4, 1)), (5, 192, 256, (16, 32, 1, 4, 1)), (17, 300, 128, (16, 128, 1, 4, 1)), (0, 64, 128, None)],
+)
+def test_products_by_blocks(num_tokens, outer, inner, tile):
+    """Blocks of very different sizes, so that a wrong scale shows; tiles that split, and several of tokens."""
+    for bias in (None, torch.randn(outer)):
+        sizes = torch.logspace(-2, 1, -(-outer // 128) * (inner // 128)).view(-1, inner // 128)
+        dense = torch.randn(outer, inner) * sizes.repeat_interleave(128, 0)[:outer].repeat_interleave(128, 1)
+        w = round_linear(dense, bias, SCHEMES["fp8-block"])
+        x = quantize_rows(torch.randn(num_tokens, inner) * torch.logspace(-1, 1, inner), "fp8-block")
+        scratch, theirs = Scratch(torch.device("cpu")), REFERENCE.linear(x, w)
+        for _ in range(2):  # the counters of the parts are as they were
+            close(blocks(x, w, scratch, tile=tile), theirs)
+            assert not scratch.counters.any()
+        close(OURS.linear(x, OURS.adopt_linear(w)), theirs)
+        close(TritonOps(deterministic=True).linear(x, w), theirs)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 65, 66])
+def test_the_librarys_product_by_blocks_gets_what_it_wants(monkeypatch, num_tokens):
+    """A multiple of four tokens, and scales that lie block by block; what was added is taken off."""
+
+    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype):
+        assert (a.shape[0] % 4, scale_a.stride(), scale_b.shape) == (0, (1, a.shape[0]), (4, 2))
+        x = numbers(Quantized(a, scale_a))
+        spread = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
+        return (x @ (b.float() * spread)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x = quantize_rows(torch.randn(num_tokens, 512), "fp8-block")
+    for bias in (None, torch.randn(200)):
+        w = round_linear(torch.randn(200, 512), bias, SCHEMES["fp8-block"])
+        close(library(x, w), REFERENCE.linear(x, w))
+    assert not has_library(x, w)  # on a CPU
 
 
 @pytest.mark.parametrize(("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), (128, 768)])
@@ -240,7 +280,9 @@ def test_rounding_keeps_to_its_error(name):
     weight[3] = 0
     w = round_linear(weight, None, SCHEMES[name])
     error = (dequantize(w) - weight).abs()
-    if name.startswith("fp8"):
+    if name == "fp8-block":
+        assert (error <= weight.abs() / 16 + w.scales.repeat_interleave(128, dim=1) / 256).all()
+    elif name.startswith("fp8"):
         assert (error <= weight.abs() / 16 + w.scales[:, None] / 256).all()
     elif name == "int8":
         assert (error <= w.scales[:, None] * 0.5001).all()

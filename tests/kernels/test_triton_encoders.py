@@ -10,8 +10,8 @@ import torch
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.loader import load_model
 from tests import tiny_models
-from tests.model.harness import CPU, load
-from tests.model.test_encoders import caches, error, states, whole
+from tests.model.harness import CPU, caches, load, states, whole
+from tests.model.test_encoders import error
 
 TEXTS = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (5, 1, 21)]
 
@@ -25,6 +25,15 @@ def test_an_encoder(tmp_path, num_first):
     tiny_models.build_encoder(tmp_path)
     expected = states(load(tmp_path), TEXTS, num_first)
     for ours, theirs in zip(states(with_triton(tmp_path), TEXTS, num_first), expected, strict=True):
+        assert error(ours, theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["modernbert", "mpnet", "gte"])
+def test_windows_distances_and_turns(tmp_path, family):
+    """Of an encoder: to both sides."""
+    tiny_models.build_encoder(tmp_path, family, num_hidden_layers=2)
+    texts = [*TEXTS, [(11 * i) % 250 + 5 for i in range(70)]]
+    for ours, theirs in zip(states(with_triton(tmp_path), texts), states(load(tmp_path), texts), strict=True):
         assert error(ours, theirs) <= 1e-4
 
 

@@ -1,7 +1,8 @@
-"""Runs a `Decoder` over whole sequences, in chunks of any size, with block tables of its own."""
+"""Runs a `Decoder` over whole sequences, in chunks of any size, with block tables of its own; encoders, encoder-decoders."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors, se
 from slipstream.model.loader import LoadedModel, load_model
 
 CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+"""Of whole texts."""
 
 
 def load(path: Path, *, kernels: str = "reference", dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -84,3 +87,63 @@ def greedy(model: LoadedModel, tokens: Sequence[int], count: int) -> list[int]:
         part = [int(cache.step([(0, part)])[0][-1].argmax())]
         found += part
     return found
+
+
+# --- Whole texts ------------------------------------------------------------------------------------------------------
+
+
+def whole(texts: list[list[int]], first_block: int = 1) -> tuple[AttentionMetadata, int]:
+    """A step of whole texts in blocks of their own; the first block that is left."""
+    lens = [len(t) for t in texts]
+    needed = [-(-n // BLOCK_SIZE) for n in lens]
+    ids = iter(range(first_block, first_block + sum(needed)))
+    table = torch.zeros(len(texts), max(needed), dtype=torch.int32)
+    for row, n in zip(table, needed, strict=True):
+        row[:n] = torch.tensor([next(ids) for _ in range(n)])
+    text = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(lens))
+    positions = torch.cat([torch.arange(n) for n in lens])
+    meta = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=table,
+        positions=positions,
+        slot_mapping=table[text, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        num_decodes=0,
+        max_query_len=max(lens),
+        max_seq_len=max(lens),
+    )
+    return meta, first_block + sum(needed)
+
+
+def caches(model: LoadedModel, num_blocks: int) -> LayerKV:
+    a = model.spec.layers[0].attention
+    shape, dtype = (num_blocks, a.num_kv_heads, BLOCK_SIZE, a.head_dim), model.decoder.dtype
+    return LayerKV(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+
+
+@torch.inference_mode()
+def states(model: LoadedModel, texts: list[list[int]], num_first: list[int] | None = None) -> tuple[torch.Tensor, ...]:
+    """Each text's states, computed in one step."""
+    meta, num_blocks = whole(texts)
+    if num_first is not None:
+        types = [(torch.arange(len(t)) >= n).long() for t, n in zip(texts, num_first, strict=True)]
+        meta = dataclasses.replace(meta, token_types=torch.cat(types))
+    kv = [caches(model, num_blocks)] * model.spec.num_layers  # one for all layers, in turn
+    tokens = torch.tensor([t for text in texts for t in text], dtype=torch.int32)
+    return model.decoder.forward(tokens, kv, meta).split([len(t) for t in texts])
+
+
+@torch.inference_mode()
+def written(model: LoadedModel, texts: list[list[int]], answers: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """An encoder-decoder's logits for the tokens of each answer, all in one step; answers of one token stand first."""
+    read, next_block = whole(texts)
+    step, num_blocks = whole(answers, next_block)
+    num_decodes = sum(len(a) == 1 for a in answers)
+    cross = dataclasses.replace(
+        read, query_start_loc=step.query_start_loc, max_query_len=step.max_query_len, num_decodes=num_decodes
+    )
+    step = dataclasses.replace(step, num_decodes=num_decodes, cross=cross)
+    kv = [caches(model, num_blocks) for _ in model.spec.layers]
+    model.decoder.encode(torch.tensor([t for text in texts for t in text], dtype=torch.int32), kv, read)
+    hidden = model.decoder.forward(torch.tensor([t for a in answers for t in a], dtype=torch.int32), kv, step)
+    return model.decoder.logits(hidden).split([len(a) for a in answers])

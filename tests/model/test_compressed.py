@@ -273,7 +273,7 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
         ({"ignore": ["re:("]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),
         ({"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["LlamaMLP"]}}}, "g.targets"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}}}, "weights.strategy"),
+        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}}}, "block_structure"),
         ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "actorder": "group"}}}}, "weights.actorder"),
         ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 9}}}}, "num_bits"),
     ],
@@ -323,11 +323,12 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
     assert (ledger.weights_bytes < dense) is (ops is ReferenceOps or kind != "fp8")
 
 
-@pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "int8", "int4-g32"])
+@pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "fp8-block", "int8", "int4-g32"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):
     """What a loaded model holds is what `plan.memory` says, position tables apart."""
-    tiny_models.build(tmp_path, "llama", **SIZES, tie_word_embeddings=tied)
+    sizes = dict(hidden_size=128, intermediate_size=384, head_dim=48, num_attention_heads=8) if kind == "fp8-block" else SIZES
+    tiny_models.build(tmp_path, "llama", **sizes, tie_word_embeddings=tied)
     ops = ReferenceOps()
     scheme = SCHEMES[kind] if kind else None
     model = load_model(

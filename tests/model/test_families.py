@@ -206,7 +206,7 @@ def edit(path, **changes):
     ("changes", "field"),
     [
         ({"model_type": "mamba"}, "model_type"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"some_new_switch": True}, "some_new_switch"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters"),

@@ -1,6 +1,7 @@
 """`slipstream check-model MODEL`: compare a checkpoint here with the same one in Hugging Face transformers, layer by layer.
 
-Both compute the same random tokens in float32. The exit code is 1 if they part; the first place is named.
+Both compute the same random tokens in float32: decoders, encoders (with their classifier), encoder-decoders. The exit code is
+1 if they part; the first place is named.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import argparse
 
 from slipstream.cli.console import phases, print_facts, print_json
 from slipstream.cli.options import MODEL_HELP, add_output_options
-from slipstream.errors import UnsupportedModelError
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,12 +39,10 @@ def run(args: argparse.Namespace) -> int:
     with phases(f"checking {args.model}") as phase:
         phase("description")
         spec = read_spec(path).spec
-        if spec.reads_whole:
-            raise UnsupportedModelError(f"check-model compares decoders, and {spec.family} has an encoder", field="model")
         rng = random.Random(args.seed)
         tokens = [rng.randrange(spec.vocab_size) for _ in range(min(args.num_tokens, spec.max_position))]
         phase("transformers")
-        theirs = load_folder(path, "float32")
+        theirs = load_folder(path, "float32", spec.kind)
         phase("slipstream")
         report = check(path, theirs, tokens, device=args.device, kernels=args.kernels, tolerance=args.tolerance)
     if args.json:
@@ -61,9 +59,16 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return int(not report.same)
-    rows = [(d.where, f"{d.error:.1e}") for d in report.differences]
-    print_facts(f"{args.model} against transformers, {len(tokens)} tokens", rows)
-    print(f"\nthe same token is likeliest after {report.top1_agreement:.0%} of them")
-    end = "the same" if report.same else f"they part at: {report.first_divergence}"
-    print(f"{end} (tolerance {report.tolerance:.0e})")
-    return int(not report.same)
+    parted = report.first_divergence
+    rows = [(d.where, f"{d.error:.1e}" + ("  < they part here" if d.where == parted else "")) for d in report.differences]
+    title = f"{args.model} against transformers in float32, {len(tokens)} random tokens"
+    print_facts(f"{title}: the largest difference after", rows)
+    print()
+    if report.top1_agreement is not None:
+        print(f"both find the same token likeliest after {report.top1_agreement:.0%} of the tokens")
+    if report.same:
+        print(f"the same: no difference is more than {report.tolerance:.0e} of the largest number there")
+        return 0
+    print(f"they part at: {parted}, the first with more than {report.tolerance:.0e} of the largest number there")
+    print("what to look at: docs/adding-a-model.md, \"Checking it\"")
+    return 1

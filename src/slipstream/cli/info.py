@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
     kept = " (for the time of a step)" if spec.is_encoder else ""
+    q = description.quantization
     rows = [
         ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),
         ("family", spec.family),
@@ -83,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
         ("hidden size", f"{spec.hidden_size:,}"),
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.all_layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
-        *([("stored as", "products without their zeros")] if (q := description.quantization) is not None and q.sparse else []),
-        *([("vectors", describe_vectors(description))] if spec.is_encoder else []),
+        *([("stored as", f"{q.scheme or 'several formats'} ({q.method})")] if q is not None and q.rounds else []),
+        *([("stored as", "products without their zeros")] if q is not None and q.sparse else []),
+        *([("vectors", describe_vectors(description))] if not spec.writes else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
     print_facts(settings.model, rows)
@@ -108,7 +110,8 @@ def describe_vectors(description: ModelDescription) -> str:
     """What an encoder makes of a text."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
-        return f"{classifier.num_labels} scores of the first token"
+        of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[classifier.pooling]
+        return f"{classifier.num_labels} scores of {of}"
     return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (", length 1" if how.normalize else "")
 
 

@@ -23,7 +23,7 @@ ENGINE_HELP = {
     "tokenizer": "another model's tokenizer, by name or path",
     "dtype": "auto, float32, bfloat16 or float16",
     "device": "auto, cpu, cuda or cuda:N",
-    "quantization": "fp8, fp8-head, int8, int4 or int4-g32: round the weights at load (a CPU: the int ones)",
+    "quantization": "fp8, fp8-head, fp8-block, int8, int4 or int4-g32: round the weights at load (a CPU: the int ones)",
     "kv_cache_dtype": "auto (the checkpoint's), fp8 or int8 (GPU)",
     "block_size": "tokens in a block of KV cache",
     "max_model_len": "longest prompt with answer, in tokens",

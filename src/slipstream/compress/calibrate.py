@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear
-from slipstream.kernels.quantize import quantize_rows
+from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
 from slipstream.model.description import ModelDescription
 from slipstream.model.scheme import FORMAT_MAX, InputFormat
@@ -74,7 +74,7 @@ class FakeInputs:
     def __call__(self, x: Tensor) -> Tensor:
         if self.scale is None:
             q = quantize_rows(x, self.form)
-            return (q.values.float() * q.scales).to(x.dtype)
+            return numbers(q).to(x.dtype)
         top = FORMAT_MAX[self.form]
         y = (x.float() / self.scale).clamp(-top, top)
         y = y.round() if self.form == "int8" else y.to(torch.float8_e4m3fn).float()

@@ -28,7 +28,7 @@ from slipstream.model.packing import pack_words, unpack_words
 from slipstream.model.parameters import Placement, Transpose, parameters
 from slipstream.model.quantization_config import StoredFormats
 from slipstream.model.save import copy_surroundings, new_folder, stored, write_config, write_tensors
-from slipstream.model.scheme import InputFormat, WeightFormat
+from slipstream.model.scheme import RowFormat, WeightFormat
 from slipstream.model.weights import place, transform
 
 RECIPE_NAME = "slipstream-recipe.json"
@@ -182,7 +182,7 @@ def quantization_config(formats: StoredFormats, kv_cache: Mapping[str, Any] | No
     }
 
 
-def cache_config(form: InputFormat, per: str) -> dict[str, Any]:
+def cache_config(form: RowFormat, per: str) -> dict[str, Any]:
     kind = "float" if form == "fp8" else "int"
     strategy = "tensor" if per == "tensor" else "attn_head"
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from slipstream.compress.steps import Distill, PruneSettings, Sparsify
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
-from slipstream.model.scheme import InputFormat, WeightFormat
+from slipstream.model.scheme import RowFormat, WeightFormat
 
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
@@ -84,7 +84,7 @@ class Quantize:
     kind: Literal["int", "float"] = "int"
     group_size: GroupSize = "auto"
     symmetric: bool = True
-    inputs: InputFormat | None = None
+    inputs: RowFormat | None = None
     static_inputs: bool = False
     rounding: Literal["nearest", "gptq", "learned"] = "nearest"
     scaling: Literal["awq", "smoothquant"] | None = None
@@ -203,7 +203,7 @@ class QAT:
 class KVCache:
     """Scales of an 8-bit KV cache, one a layer ("tensor") or kv head ("head")."""
 
-    form: InputFormat = "fp8"
+    form: RowFormat = "fp8"
     per: Literal["tensor", "head"] = "tensor"
     margin: float = 1.1  # over the largest magnitude that calibration met
 

@@ -126,9 +126,9 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
         spec = None if self.description is None else self.description.spec
-        if spec is not None and spec.is_encoder:
+        if spec is not None and not spec.writes:
             use = "/rerank, LLM.rerank" if spec.classifier else "/v1/embeddings, LLM.embed or `slipstream embed`"
-            raise RequestError(f"this model ({spec.family}) is an encoder and writes no text; use {use}", field="model")
+            raise RequestError(f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}", field="model")
         text, tokens = self._tokens(prompt, add_special_tokens)
         encoded: tuple[int, ...] = ()
         if spec is not None and spec.encoder is not None:
@@ -229,7 +229,7 @@ class InputProcessor:
         spec, how = self.description.spec, self.description.pooling
         if spec.encoder is not None:
             raise RequestError(f"this model ({spec.family}) is an encoder-decoder and gives no embeddings", field="model")
-        if not spec.is_encoder and how.kind != "last":
+        if not spec.is_encoder and spec.classifier is None and how.kind != "last":
             raise RequestError(f"of a decoder only the last token stands for a text, not {how.kind!r}", field="model")
         if pair and spec.classifier is None:
             raise RequestError("only a cross-encoder takes pairs of texts", field="model")

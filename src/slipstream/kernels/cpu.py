@@ -334,7 +334,7 @@ class NativeOps(CpuOps):
         reach = 0 if bias is None else bias.shape[1] // 2
         sizes = (num_heads, kv.k.shape[1], head_dim)
         rows = p.bound(_wide(q.flatten(1)))
-        masks = window or 0, softcap or 0.0, *of_heads, bias, reach, causal
+        masks = window or 0, softcap or 0.0, *of_heads, bias, reach, causal, False
         p.add("attention", rows, p.bound(out), 0, *sizes, scale, *masks)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)

@@ -468,7 +468,7 @@ def _prefill(
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
     group, latent = num_heads // num_kv_heads, values.shape[2] < head_dim  # whose single kv head is not copied for each of many
-    if not causal or (num_queries == length and not latent and (window is None or window >= length)):
+    if (not causal or (num_queries == length and not latent)) and (window is None or window >= length):
         if group > 1:
             keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
         mixed = F.scaled_dot_product_attention(
@@ -483,10 +483,12 @@ def _prefill(
         end = min(begin + step, num_queries)
         first, last = length - num_queries + begin, length - num_queries + end  # positions of these queries
         low = 0 if window is None else max(0, first - window + 1)
-        at, key_at = torch.arange(first, last)[:, None], torch.arange(low, last)[None, :]
-        hidden = key_at > at
+        at = torch.arange(first, last)[:, None]
+        last = last if causal else min(length, last + (window or length) - 1)
+        ahead = torch.arange(low, last)[None, :] - at
+        hidden = ahead > 0 if causal else ahead >= (window or length)
         if window is not None:
-            hidden |= key_at <= at - window
+            hidden |= ahead <= -window
         mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf).repeat(group, 1)
         # The query heads of a kv head are rows of one problem: [K, group · n, D].
         rows = q[begin:end].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)

@@ -25,7 +25,7 @@ from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 6
+ABI = 7
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -81,8 +81,10 @@ class StepInputs(ctypes.Structure):
         ("cache", c_int32),
         *(
             (name, c_void_p)
-            for name in ("token_ids", "query_start_loc", "seq_lens", "block_table", "positions", "slots")
+            for name in ("token_ids", "query_start_loc", "seq_lens", "block_table", "cross_lens", "cross_table")
         ),
+        ("cross_stride", c_int64),
+        *((name, c_void_p) for name in ("positions", "slots")),
         ("layers", ctypes.POINTER(LayerPointers)),
     )
 
@@ -120,7 +122,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
     "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
-    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
+    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),
@@ -432,6 +434,9 @@ def step_inputs(
     starts, lens, table = (t.to(torch.int32) for t in (meta.query_start_loc, meta.seq_lens, meta.block_table))
     table = table if table.stride(1) == 1 else table.contiguous()
     positions, slots = meta.positions.long().contiguous(), meta.slot_mapping.long().contiguous()
+    cross_lens = cross_table = None
+    if (cross := meta.cross) is not None:
+        cross_lens, cross_table = cross.seq_lens.to(torch.int32), cross.block_table.to(torch.int32).contiguous()
     inputs = StepInputs(
         num_tokens=len(positions),
         num_seqs=len(lens),
@@ -443,8 +448,11 @@ def step_inputs(
         query_start_loc=starts.data_ptr(),
         seq_lens=lens.data_ptr(),
         block_table=table.data_ptr(),
+        cross_lens=_at(cross_lens),
+        cross_table=_at(cross_table),
+        cross_stride=0 if cross_table is None else cross_table.stride(0),
         positions=positions.data_ptr(),
         slots=slots.data_ptr(),
         layers=layers,
     )
-    return inputs, (ids, starts, lens, table, positions, slots)
+    return inputs, (ids, starts, lens, table, cross_lens, cross_table, positions, slots)

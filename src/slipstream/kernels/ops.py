@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.model.scheme import InputFormat, Scheme
+from slipstream.model.scheme import BLOCK, InputFormat, Scheme
 from slipstream.model.spec import Activation, AttentionKind, LatentAttentionSpec, MoESpec, NamedActivation
 
 
@@ -130,10 +130,10 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Activations in 8 bits: row t stands for values[t] · scales[t]."""
+    """Activations in 8 bits: row t stands for values[t] · scales[t], or each 128 of it for theirs times their scale."""
 
     values: Tensor  # float8_e4m3fn or int8 [T, E]
-    scales: Tensor  # float32 [T, 1]
+    scales: Tensor  # float32 [T, 1], or of `fp8-block` [T, E / 128]
 
 
 Activations: TypeAlias = Tensor | Quantized
@@ -178,6 +178,25 @@ class ScaledLinear(Linear):
     @property
     def inputs(self) -> InputFormat:
         return "int8" if self.weight.dtype == torch.int8 else "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScaledLinear(Linear):
+    """`fp8-block`: `weight` float8_e4m3fn [out, in], each block of 128 × 128 of it times one of `scales`; inputs of that form.
+    `in` is a multiple of 128, and of experts the rows of each are."""
+
+    scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
+    out_dtype: torch.dtype
+
+    def part(self, rows: slice) -> BlockScaledLinear:
+        assert rows.start % BLOCK == 0
+        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        bias, scales = self._bias(rows), self.scales[blocks]
+        return BlockScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
+
+    @property
+    def inputs(self) -> InputFormat:
+        return "fp8-block"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +308,7 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `adopt_linear` takes as they are."""
     rounded: frozenset[str] = frozenset()
-    """The schemes, of fp8, int8 and int4, whose weights `adopt_linear` takes; others are expanded before."""
+    """The schemes, of fp8, fp8-block, int8 and int4, whose weights `adopt_linear` takes; others are expanded before."""
     rounded_experts: frozenset[str] = frozenset()
     """The same of `adopt_experts`."""
 
@@ -352,7 +371,7 @@ class OpSet(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
-        """[T, E] → 8 bits with a scale a row: the row's largest magnitude falls on the end of the range."""
+        """[T, E] → 8 bits with a scale a row (or for each 128 of it): its largest magnitude falls on the end of the range."""
 
     @abstractmethod
     def rms_norm(
@@ -428,7 +447,7 @@ class OpSet(ABC):
         """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
-        max(0, p − window + 1) … p; without `causal` all L of them (in an encoder, or of one; then there is no window).
+        max(0, p − window + 1) … p; without `causal` (in an encoder, or of one) all L of them, or those less than window away.
         alibi_slopes float32 [H] add slope · (key position − p) to the scores, distance_bias float32 [H, 2R + 1] adds
         distance_bias[h, R + (key position − p cut to −R … R)]. sinks [H] join the softmax as the scores (scaled already,
         never capped) of a key more, whose value is 0 (Xiao et al. 2023, arXiv:2309.17453, learned). Rows of padded

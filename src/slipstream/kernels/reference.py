@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
+    BlockScaledLinear,
     ExpertLoad,
     GroupedLinear,
     LayerKV,
@@ -23,7 +24,7 @@ from slipstream.kernels.ops import (
     SamplingTensors,
     ScaledLinear,
 )
-from slipstream.kernels.quantize import dequantize, quantize_rows, round_linear
+from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec, OwnActivation
 
@@ -89,9 +90,12 @@ LEAST_WEIGHT = 1e-20
 """Added to the sum of weights that they are divided by: logistic functions may all be 0."""
 
 
+ROUNDED = (ScaledLinear, BlockScaledLinear, GroupedLinear)
+
+
 class ReferenceOps(OpSet):
     name = "reference"
-    rounded = rounded_experts = frozenset(("fp8", "int8", "int4"))
+    rounded = rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
@@ -106,13 +110,13 @@ class ReferenceOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        if isinstance(w, ScaledLinear):
+        if isinstance(w, (ScaledLinear, BlockScaledLinear)):
             q = x if isinstance(x, Quantized) else self.quantize(x, w.inputs)
-            x, dtype = q.values.float() * q.scales, w.out_dtype
+            x, dtype = numbers(q), w.out_dtype
         else:
             assert isinstance(x, Tensor)
             dtype = x.dtype
-        y = x.float() @ (dequantize(w) if isinstance(w, (ScaledLinear, GroupedLinear)) else w.weight.float()).T
+        y = x.float() @ (dequantize(w) if isinstance(w, ROUNDED) else w.weight.float()).T
         return (y if w.bias is None else y + w.bias.float()).to(dtype)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
@@ -310,7 +314,7 @@ def attend(
         scores = scores + biases(distance_bias, -distance)
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
-        hidden |= distance >= window
+        hidden |= distance.abs() >= window
     weights = softmax(scores.masked_fill(hidden, -math.inf), None if sinks is None else sinks[:, None, None])
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
 

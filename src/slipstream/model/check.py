@@ -1,12 +1,14 @@
 """A loaded model against another implementation of the same checkpoint, layer by layer: where they part first is where to look.
 
 The other one is a torch module that takes `input_ids` [1, T] and gives `.logits` [1, T, V], with its layers in a ModuleList
-(transformers' models are so). Both run the same tokens in one piece, from an empty cache. The measure is
+(transformers' models are so); of an encoder `.last_hidden_state`, of a classifier a text's logits; an encoder-decoder has
+`get_encoder` and `get_decoder`, and both read the same tokens. All is in one piece, from an empty cache. The measure is
 max |ours − theirs| / max |theirs|, over all tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +20,19 @@ from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors, select_ops
-from slipstream.model.decoder import Decoder
+from slipstream.model.decoder import Decoder, Layer
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.spec import ModelSpec
 
 BLOCK_SIZE = 16
+ENDS = {"a decoder": "logits", "an encoder-decoder": "logits", "an encoder": "states", "a classifier": "scores"}
+"""What a model's last step is called, by `ModelSpec.kind`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """`where`: embeddings, layer 0, layer 1, …, logits."""
+    """`where`: embeddings, layer 0, layer 1, …, logits (states of an encoder, scores of a classifier), as one program. Of an
+    encoder-decoder "encoder: embeddings", "encoder: layer 0" … stand before."""
 
     where: str
     error: float
@@ -36,7 +42,7 @@ class Difference:
 class CheckReport:
     differences: tuple[Difference, ...]
     tolerance: float
-    top1_agreement: float  # the share of tokens after which both find the same token likeliest
+    top1_agreement: float | None  # the share of tokens after which both find the same token likeliest, if there are logits
 
     @property
     def first_divergence(self) -> str | None:
@@ -59,52 +65,118 @@ def check(
 
 @torch.inference_mode()
 def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float) -> CheckReport:
-    """What follows the embeddings, each layer and the head, side by side."""
-    pairs = zip(our_states(ours.decoder, tokens), _their_states(theirs, tokens, ours.spec.num_layers), strict=True)
-    differences, agreement = [], 0.0
-    for (where, a), b in pairs:
-        a, b = a.float().cpu(), b.float().cpu()
+    """What follows the embeddings, each layer and the head, side by side; then the result once more, as the engine computes it,
+    where that is one program (`Decoder.compiled`)."""
+    found = dict(_our_states(ours.decoder, tokens))
+    expected = dict(_their_states(theirs, tokens, ours.spec))
+    if ours.decoder.compiled is not None:
+        found["as one program"] = _whole_step(ours.decoder, tokens)
+        expected["as one program"] = expected[ENDS[ours.spec.kind]]
+    differences = []
+    for where, state in found.items():
+        a, b = state.float().cpu(), expected[where].float().cpu()
         if a.shape != b.shape:
             raise CheckpointError(f"{where}: ours are {list(a.shape)}, theirs {list(b.shape)}", field=where)
         differences.append(Difference(where=where, error=float((a - b).abs().max() / b.abs().max())))
-        agreement = float((a.argmax(-1) == b.argmax(-1)).float().mean())  # the last are the logits
+    agreement = None
+    if "logits" in found:
+        agreement = float((found["logits"].cpu().argmax(-1) == expected["logits"].cpu().argmax(-1)).float().mean())
     return CheckReport(differences=tuple(differences), tolerance=tolerance, top1_agreement=agreement)
 
 
-def our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """(where, the residual there [T, E]), the logits [T, V] last."""
-    device, count = decoder.device, len(tokens)
-    num_blocks = -(-count // BLOCK_SIZE)
-    meta = AttentionMetadata.alone(0, count, block_size=BLOCK_SIZE, device=device)
-    h = decoder.embedded(torch.tensor(tokens, dtype=torch.int32, device=device), meta)
-    yield "embeddings", h.clone()
-    residual: Tensor | None = None
-    for i, layer in enumerate(decoder.layers):
-        new = partial(torch.zeros, dtype=decoder.dtype, device=device)
-        kv = LayerKV(*cache_tensors(layer.attention.spec, num_blocks + 1, BLOCK_SIZE, new))
-        h, residual = layer(decoder.ops, h, residual, kv, meta)
-        yield f"layer {i}", h.clone() if residual is None else h + residual
-    yield "logits", decoder.logits(decoder.finished(h, residual))
+def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, AttentionMetadata]:
+    """One sequence in blocks of its own, and its encoder's text of the same length in the blocks after them."""
+    meta = AttentionMetadata.alone(0, count, block_size=BLOCK_SIZE, device=decoder.device)
+    num_blocks = meta.block_table.shape[1]
+    read = dataclasses.replace(
+        meta,
+        block_table=meta.block_table + num_blocks,
+        slot_mapping=meta.slot_mapping + num_blocks * BLOCK_SIZE,
+        num_decodes=0,
+    )
+    meta = dataclasses.replace(meta, num_decodes=0 if decoder.spec.is_encoder else meta.num_decodes)
+    return dataclasses.replace(meta, cross=read) if decoder.encoder is not None else meta, read
 
 
-def _their_states(model: nn.Module, tokens: Sequence[int], num_layers: int) -> list[Tensor]:
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not lists:
-        raise CheckpointError(f"the other model has no list of {num_layers} layers", field="num_hidden_layers")
-    layers, found = lists[0], []
+def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
+    """One a layer, or of an encoder one for all in turn."""
+    new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
+    num_blocks, specs = 2 * meta.block_table.shape[1] + 1, [layer.attention.spec for layer in decoder.layers]
+    made = [LayerKV(*cache_tensors(s, num_blocks, BLOCK_SIZE, new)) for s in specs[: 1 if decoder.spec.is_encoder else None]]
+    return made * len(specs) if decoder.spec.is_encoder else made
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"])[0].clone())
 
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        found.append((output[0] if isinstance(output, tuple) else output).reshape(len(tokens), -1).clone())
+def _our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """(where, the residual there [T, E]); last the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
+    meta, read = _metadata(decoder, len(tokens))
+    kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
-    hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-    hooks += [layer.register_forward_hook(after) for layer in layers]
+    def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Iterator[Any]:
+        """The states by name, and in the end what is to be normed."""
+        h, residual = decoder.embedded(ids, meta), None
+        yield f"{name}embeddings", h.clone()
+        for i, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
+            h, residual = layer(decoder.ops, h, residual, cache, meta)
+            yield f"{name}layer {i}", h.clone() if residual is None else h + residual
+        yield h, residual
+
+    if (encoder := decoder.encoder) is not None:
+        *named, (h, residual) = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
+        yield from named
+        states = encoder.final_norm(decoder.ops, h, residual)[0]
+        for layer, cache in zip(decoder.layers, kv, strict=True):
+            assert layer.cross is not None
+            layer.cross.remember(decoder.ops, states, cache, read)
+    *named, (h, residual) = through(decoder.layers, kv, meta, "")
+    yield from named
+    yield ENDS[decoder.spec.kind], _end(decoder, decoder.finished(h, residual), meta)
+
+
+def _end(decoder: Decoder, hidden: Tensor, meta: AttentionMetadata) -> Tensor:
+    if decoder.classifier is not None:
+        return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
+    return hidden if decoder.spec.is_encoder else decoder.logits(hidden)
+
+
+def _whole_step(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    meta, read = _metadata(decoder, len(tokens))
+    kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
+    if decoder.encoder is not None:
+        decoder.encode(ids, kv, read)
+    return _end(decoder, decoder.forward(ids, kv, meta), meta)
+
+
+def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The same of the other model, by the same names."""
+    found: dict[str, Tensor] = {}
+    hooks: list[Any] = []
+
+    def watch(part: nn.Module, num_layers: int, name: str) -> None:
+        lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+        if not lists:
+            raise CheckpointError(f"the other model has no list of {num_layers} layers", field="num_hidden_layers")
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[f"{name}embeddings"] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+
+        def after(where: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            found[where] = (output[0] if isinstance(output, tuple) else output).reshape(len(tokens), -1).clone()
+
+        hooks.append(lists[0][0].register_forward_pre_hook(before, with_kwargs=True))
+        hooks.extend(x.register_forward_hook(partial(after, f"{name}layer {i}")) for i, x in enumerate(lists[0]))
+
+    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    inputs = {"input_ids": ids}
+    if spec.encoder is not None:
+        inputs["decoder_input_ids"] = ids
+        watch(model.get_encoder(), len(spec.encoder.layers), "encoder: ")
+    watch(model.get_decoder() if spec.encoder is not None else model, spec.num_layers, "")
     try:
-        ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
-        found.append(model(input_ids=ids, use_cache=False).logits[0])
+        output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)
+        found[ENDS[spec.kind]] = output.last_hidden_state[0] if spec.kind == "an encoder" else output.logits
+        if spec.kind in ("a decoder", "an encoder-decoder"):
+            found["logits"] = found["logits"][0]
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    yield from found.items()

@@ -1,8 +1,10 @@
-"""A decoder's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states.
+"""A model's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states.
 
 The program is `Decoder.forward` written out once, operator by operator, over buffers of float32 (`x`, the residual, what
 attention saw) and of the form that the next product reads (`native.FORM_*`). Where a branch's result only joins the residual,
-the product adds it there itself; where gate and up are one product, their activation is its epilogue. """
+the product adds it there itself; where gate and up are one product, their activation is its epilogue. An encoder-decoder has
+two programs: what reads prompts, and the step that writes.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import (
     DenseSpec,
     LatentAttentionSpec,
+    LayerSpec,
     MLPSpec,
     ModelSpec,
     OwnActivation,
@@ -31,7 +34,8 @@ from slipstream.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.model.decoder import MLP, Attention, Decoder, MoE, Norm
+    from slipstream.model.decoder import MLP, Attention, Decoder, Layer, MoE, Norm
+    from slipstream.model.encoder import CrossAttention
 
 
 def compile_step(decoder: Decoder) -> CompiledStep | None:
@@ -43,38 +47,31 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: encoder-decoders, latent attention, experts beside the attention, activations and norms of one's own, norms over
-    whole rows of q and k, scaled branches, clipped q, k and v, and of decoders norms after the addition and embeddings with a
-    norm or a width of their own."""
-    if spec.encoder is not None:
+    """Not yet: latent attention, experts beside the attention, activations and norms of one's own, norms over whole rows of q
+    and k, scaled branches, clipped q, k and v, branches without a norm before them, and of decoders embeddings with a norm or
+    a width of their own."""
+    if spec.embed_size is not None or (spec.embed_norm is not None and not spec.is_encoder):
         return False
-    if spec.is_encoder:
-        return spec.final_norm is None and all(
-            isinstance(layer.block, PostNormBlock)
-            and isinstance(layer.mlp, DenseSpec)
-            and not has_own_activation(layer.mlp)
-            and layer.residual_scale == 1.0
-            and not any(isinstance(norm.kind, OwnNorm) for norm in layer.norms.values())
-            for layer in spec.layers
-        )
-    if spec.embed_size is not None or spec.embed_norm is not None or spec.final_norm is None:
+    if any(norm is not None and isinstance(norm.kind, OwnNorm) for norm in spec.norms):
         return False
-    if isinstance(spec.final_norm.kind, OwnNorm):
+    if spec.final_norm is None and not isinstance(spec.layers[-1].block, PostNormBlock):
         return False
-    for layer in spec.layers:
-        a, norms = layer.attention, layer.norms
-        if isinstance(a, LatentAttentionSpec) or any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
-            return False
-        if has_own_activation(layer.mlp) or layer.residual_scale != 1.0 or a.clip_qkv is not None:
-            return False
-        if isinstance(layer.block, ParallelBlock) and not isinstance(layer.mlp, DenseSpec):
-            return False
-        if a.qk_norm is not None and a.qk_norm.over != "head":
-            return False
-        if isinstance(layer.block, PostNormBlock) or not norms.keys() & {"pre_attention", "norm"}:
-            return False
-        if isinstance(layer.block, SequentialBlock) and "pre_mlp" not in norms:
-            return False
+    stacks = (spec.layers, () if spec.encoder is None else spec.encoder.layers)
+    return all(_covers_layer(layer, first=i == 0) for stack in stacks for i, layer in enumerate(stack))
+
+
+def _covers_layer(layer: LayerSpec, *, first: bool) -> bool:
+    a, mlp, norms = layer.attention, layer.mlp, layer.norms
+    if isinstance(a, LatentAttentionSpec) or any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
+        return False
+    if has_own_activation(mlp) or layer.residual_scale != 1.0:
+        return False
+    if not isinstance(mlp, DenseSpec) and not isinstance(layer.block, SequentialBlock):
+        return False
+    if a.clip_qkv is not None or (a.qk_norm is not None and a.qk_norm.over != "head"):
+        return False
+    if isinstance(layer.block, SequentialBlock):
+        return "pre_mlp" in norms and (first or "pre_attention" in norms) and (layer.cross is None or "pre_cross" in norms)
     return True
 
 
@@ -84,96 +81,144 @@ def has_own_activation(mlp: MLPSpec) -> bool:
 
 
 class CompiledStep:
+    """`encoder` is there where the model is an encoder-decoder."""
+
     head: Product  # float32 [N, E] → logits float32 [N, V]; an encoder has none
 
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
-        from slipstream.model.decoder import LatentAttention, MoE
-
-        self.program = p = Program(ops.engine)
-        self.hidden_size = hidden = decoder.spec.hidden_size
-        self.x = p.buffer(FORM_F32, hidden)  # the residual
-        self.pending = p.buffer(FORM_F32, hidden)  # a branch's result, while it waits for a norm of its own
-        self.out = p.bound()
-        self._forms: dict[tuple[str, int, int, int], int] = {}
-        self._counts: dict[int, int] = {}  # by layer: the buffer where tokens are counted by expert
-        self._kv: Sequence[LayerKV] | None = None
-        self._layers: object = None
-        self.spec = decoder.spec
-        if decoder.spec.is_encoder:
-            self._encode(decoder)
-            return
-        self._embed(decoder)
-        waiting = False  # whether `pending` is still to be added to the residual
+        spec = decoder.spec
+        self.spec, self.hidden_size = spec, spec.hidden_size
+        self._layers = written = _Layers(ops, spec.hidden_size, embedded=spec.is_encoder)
+        self.program = written.program
+        self.encoder = None if decoder.encoder is None else CompiledEncoder(decoder, ops)
+        self.out = self.program.bound()
+        if not spec.is_encoder:
+            written.embed(decoder)
+        waiting = False
         for index, layer in enumerate(decoder.layers):
-            norms, attention, mlp = layer.norms, layer.attention, layer.mlp
-            assert not isinstance(attention, LatentAttention)
-            if isinstance(layer.spec.block, SequentialBlock):
-                post = norms.get("post_attention"), norms.get("post_mlp")
-                x = self._norm(norms["pre_attention"], attention.qkv, waiting)
-                self._attend(attention, x, index, *self._into(post[0]))
-                waiting = self._normed(post[0])
-                if isinstance(mlp, MoE):
-                    x = self._buffer("wide", FORM_F32, hidden)
-                    self._add_norm(norms["pre_mlp"], x, FORM_F32, waiting)
-                    self._mix(index, mlp, x, *self._into(post[1]))
-                else:
-                    x = self._norm(norms["pre_mlp"], mlp.up, waiting)
-                    self._feed(mlp, x, *self._into(post[1]))
-                waiting = self._normed(post[1])
-            else:
-                assert not isinstance(mlp, MoE)
-                x = self._norm(norms["norm"], attention.qkv, waiting)
-                other = self._norm(norms["mlp_norm"], mlp.up, False, "mlp") if "mlp_norm" in norms else x
-                self._attend(attention, x, index, self.x, True)
-                self._feed(mlp, other, self.x, True)
-                waiting = False
-        assert decoder.final_norm is not None
-        self._add_norm(decoder.final_norm, self.out, FORM_F32, waiting)
-        assert isinstance(decoder.head, NativeLinear)
-        self.head = Product(ops.engine, decoder.head)
+            last = index + 1 == len(decoder.layers) and decoder.final_norm is None
+            waiting = written.layer(layer, index, waiting, self.out if last else written.x)
+        if decoder.final_norm is not None:
+            written.add_norm(decoder.final_norm, self.out, FORM_F32, waiting)
+        if decoder.head is not None:
+            assert isinstance(decoder.head, NativeLinear)
+            self.head = Product(ops.engine, decoder.head)
 
     def __call__(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, embedded: Tensor | None = None
     ) -> Tensor:
         """As `Decoder.forward`; the result is float32. An encoder's step begins with what is `embedded` [T, E]."""
-        if self._kv is not kv:
-            self._kv, self._layers = kv, native.layer_pointers(kv)
         hidden = torch.empty(len(token_ids), self.hidden_size)
-        if embedded is not None:
-            embedded = embedded.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # added to in place
-            self.program.bind(self.x, embedded)
         self.program.bind(self.out, hidden)
-        inputs, kept = native.step_inputs(meta, self._layers, kv[0], token_ids)
-        self.program.run(inputs)
-        del kept, embedded
+        self._layers.run(kv, meta, token_ids, embedded)
         return hidden
+
+    def count_experts(self, layer: int, counts: Tensor) -> None:
+        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
+        self.program.bind(self._layers.counts[layer], counts[None])
 
     @property
     def token_bytes(self) -> int:
         """What a step takes for each of its tokens: the program's buffers and the hidden states."""
-        return self.program.token_bytes + 4 * self.hidden_size
+        reading = 0 if self.encoder is None else self.encoder.token_bytes
+        return self.program.token_bytes + 4 * self.hidden_size + reading
 
-    def _encode(self, decoder: Decoder) -> None:
-        """Layers with a norm after each half: what is added to is the normed sum itself. The first reads embeddings that the
-        caller has made, since few tokens' worth of them is nothing beside whole texts."""
+
+class CompiledEncoder:
+    """`Decoder.encode` of an encoder-decoder: the encoder's layers, which use the first layer's cache in turn, and what each of
+    the decoder's layers reads of the states."""
+
+    def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
+        assert decoder.encoder is not None
+        self._layers = written = _Layers(ops, decoder.spec.hidden_size, embedded=True)
+        waiting = False
+        for layer in decoder.encoder.layers:
+            waiting = written.layer(layer, 0, waiting, written.x)
+        states: int | None = None
+        for index, layer in enumerate(decoder.layers):
+            assert layer.cross is not None
+            states = written.norm(decoder.encoder.final_norm, layer.cross.kv, waiting, "states") if states is None else states
+            written.remember(layer.cross, states, index)
+
+    def __call__(self, embedded: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Embedded whole texts [T, E]; keys and values go to `meta`'s slots of every layer's cache."""
+        self._layers.run(kv, meta, None, embedded)
+
+    @property
+    def token_bytes(self) -> int:
+        return self._layers.program.token_bytes + 4 * self._layers.hidden_size
+
+
+class _Layers:
+    """Writes layers into a program, and runs it. `x` is the residual, or, after norms that follow additions, the normed sum;
+    `embedded`: the caller's, made before, since few tokens' worth of embeddings is nothing beside whole texts."""
+
+    def __init__(self, ops: NativeOps, hidden_size: int, *, embedded: bool) -> None:
+        self.program = p = Program(ops.engine)
+        self.hidden_size = hidden_size
+        self.x = p.bound() if embedded else p.buffer(FORM_F32, hidden_size)
+        self.pending = p.buffer(FORM_F32, hidden_size)  # a branch's result, while it waits for a norm of its own
+        self._forms: dict[tuple[str, int, int, int], int] = {}
+        self.counts: dict[int, int] = {}  # by layer: the buffer where tokens are counted by expert
+        self._kv: Sequence[LayerKV] | None = None
+        self._pointers: object = None
+
+    def run(
+        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None, embedded: Tensor | None
+    ) -> None:
+        if self._kv is not kv:
+            self._kv, self._pointers = kv, native.layer_pointers(kv)
+        if embedded is not None:
+            embedded = embedded.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # added to in place
+            self.program.bind(self.x, embedded)
+        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
+        self.program.run(inputs)
+        del kept, embedded
+
+    def layer(self, layer: Layer, index: int, waiting: bool, out: int) -> bool:
+        """With the cache of layer `index`. `waiting`: whether `pending` is still to be added to the residual, before and (the
+        result) after. What a norm at the layer's end gives goes to `out`."""
         from slipstream.model.decoder import LatentAttention, MoE
 
-        self.x = self.program.bound()
-        for index, layer in enumerate(decoder.layers):
-            attention, mlp = layer.attention, layer.mlp
-            assert not isinstance(mlp, MoE)
-            assert not isinstance(attention, LatentAttention)
-            assert isinstance(attention.qkv, NativeLinear)
-            assert isinstance(mlp.up, NativeLinear)
-            self._attend(attention, self._convert(self.x, "x", attention.qkv, self.hidden_size), index, self.x, True)
-            self._norm_of(layer.norms["attention_norm"], self.x, -1, self.x, FORM_F32)
-            self._feed(mlp, self._convert(self.x, "x", mlp.up, self.hidden_size), self.x, True)
-            out = self.out if index + 1 == len(decoder.layers) else self.x
-            self._norm_of(layer.norms["mlp_norm"], self.x, -1, out, FORM_F32)
+        norms, attention, mlp, block = layer.norms, layer.attention, layer.mlp, layer.spec.block
+        assert not isinstance(attention, LatentAttention)
+        match block:
+            case PostNormBlock():
+                assert not isinstance(mlp, MoE)
+                self._attend(attention, self._convert(self.x, "x", attention.qkv, self.hidden_size), index, self.x, True)
+                self._norm_of(norms["attention_norm"], self.x, -1, self.x, FORM_F32)
+                self._feed(mlp, self._convert(self.x, "x", mlp.up, self.hidden_size), self.x, True)
+                self._norm_of(norms["mlp_norm"], self.x, -1, out, FORM_F32)
+                return False
+            case ParallelBlock():
+                assert not isinstance(mlp, MoE)
+                x = self.norm(norms["norm"], attention.qkv, waiting)
+                other = self.norm(norms["mlp_norm"], mlp.up, False, "mlp") if "mlp_norm" in norms else x
+                self._attend(attention, x, index, self.x, True)
+                self._feed(mlp, other, self.x, True)
+                return False
+            case SequentialBlock():
+                post = norms.get("post_attention"), norms.get("post_mlp")
+                if "pre_attention" in norms:
+                    x = self.norm(norms["pre_attention"], attention.qkv, waiting)
+                else:
+                    x = self._convert(self.x, "x", attention.qkv, self.hidden_size)
+                self._attend(attention, x, index, *self._into(post[0]))
+                waiting = self._normed(post[0])
+                if layer.cross is not None:
+                    self._cross(layer.cross, self.norm(norms["pre_cross"], layer.cross.q, waiting), index)
+                    waiting = False
+                if isinstance(mlp, MoE):
+                    x = self._buffer("wide", FORM_F32, self.hidden_size)
+                    self.add_norm(norms["pre_mlp"], x, FORM_F32, waiting)
+                    self._mix(index, mlp, x, *self._into(post[1]))
+                else:
+                    self._feed(mlp, self.norm(norms["pre_mlp"], mlp.up, waiting), *self._into(post[1]))
+                return self._normed(post[1])
 
     # --- Pieces -----------------------------------------------------------------------------------------------------
 
-    def _embed(self, decoder: Decoder) -> None:
+    def embed(self, decoder: Decoder) -> None:
         spec = decoder.spec
         table = decoder.embed
         scale = 1.0
@@ -195,14 +240,14 @@ class CompiledStep:
             (rows, inner), data = plain.shape, plain.contiguous()
         self.program.add("embed", self.x, by_position, offset, kind, rows, inner, data, scale, accumulate)
 
-    def _norm(self, norm: Norm, reader: object, waiting: bool, name: str = "x") -> int:
+    def norm(self, norm: Norm, reader: object, waiting: bool, name: str = "x") -> int:
         """The normed residual, in the form that the product `reader` wants."""
         assert isinstance(reader, NativeLinear)
         out = self._buffer(name, reader.form, norm.spec.size)
-        self._add_norm(norm, out, reader.form, waiting)
+        self.add_norm(norm, out, reader.form, waiting)
         return out
 
-    def _add_norm(self, norm: Norm, out: int, form: int, waiting: bool) -> None:
+    def add_norm(self, norm: Norm, out: int, form: int, waiting: bool) -> None:
         x, residual = (self.pending, self.x) if waiting else (self.x, -1)
         self._norm_of(norm, x, residual, out, form)
 
@@ -238,9 +283,30 @@ class CompiledStep:
         add_linear(p, x, qkv, attention.qkv)
         p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
         of_heads = attention.slopes, None if attention.sinks is None else attention.sinks.float()
-        masks = s.window or 0, s.softcap or 0.0, *of_heads, None, 0, s.causal
+        bias = None if attention.bias is None else attention.bias.float()
+        reach = 0 if bias is None else bias.shape[1] // 2
+        masks = s.window or 0, s.softcap or 0.0, *of_heads, bias, reach, s.causal, False
         p.add("attention", qkv, seen, layer, *sizes, s.scale, *masks)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
+
+    def _cross(self, cross: CrossAttention, x: int, layer: int) -> None:
+        """Queries over what `remember` left in the layer's cache, added to the residual."""
+        s, p = cross.spec, self.program
+        assert isinstance(cross.q, NativeLinear)
+        assert isinstance(cross.out, NativeLinear)
+        q, seen = (self._buffer(name, FORM_F32, s.q_size) for name in ("q", "seen"))
+        add_linear(p, x, q, cross.q)
+        sizes = (s.num_heads, s.num_kv_heads, s.head_dim)
+        p.add("attention", q, seen, layer, *sizes, s.scale, 0, 0.0, None, None, None, 0, False, True)
+        add_linear(p, self._convert(seen, "seen", cross.out, s.q_size), self.x, cross.out, accumulate=True)
+
+    def remember(self, cross: CrossAttention, states: int, layer: int) -> None:
+        """Keys and values of an encoder's states go to the step's slots of the layer's cache."""
+        s, p = cross.spec, self.program
+        assert isinstance(cross.kv, NativeLinear)
+        kv = self._buffer("kv", FORM_F32, 2 * s.kv_size)
+        add_linear(p, states, kv, cross.kv)
+        p.add("rope_and_cache", kv, layer, 0, s.num_kv_heads, s.head_dim, None, 0, False, None, None, 0.0, 0.0)
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:
         s, p = mlp.spec, self.program
@@ -266,8 +332,8 @@ class CompiledStep:
         assert isinstance(down, NativeExperts)
         logits = self._product(mlp.router, x, "router")
         rows = self._buffer("expert rows", up.form, size, mlp.spec.num_experts_per_token)
-        self._counts[layer] = p.bound()
-        add_choice(p, x, logits, self._counts[layer], mlp.spec, mlp.correction, rows, up.form, size)
+        self.counts[layer] = p.bound()
+        add_choice(p, x, logits, self.counts[layer], mlp.spec, mlp.correction, rows, up.form, size)
         results, shared, weight = add_experts(p, rows, up, down, mlp.spec, self._buffer), -1, -1
         if mlp.shared_weight is not None:
             weight = self._product(mlp.shared_weight, x, "shared weight")
@@ -283,11 +349,8 @@ class CompiledStep:
         add_linear(self.program, self._convert(x, "x", w, w.weight.shape[1]), out, w)
         return out
 
-    def count_experts(self, layer: int, counts: Tensor) -> None:
-        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
-        self.program.bind(self._counts[layer], counts[None])
-
-    def _convert(self, x: int, name: str, reader: NativeLinear, size: int) -> int:
+    def _convert(self, x: int, name: str, reader: object, size: int) -> int:
+        assert isinstance(reader, NativeLinear)
         if reader.form == FORM_F32:
             return x
         out = self._buffer(name, reader.form, size)

@@ -3,6 +3,8 @@ second rounding.
 
 Beside each product's name stand, instead of `weight` in the model's type, from compressed-tensors:
     fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
+    fp8-block   the same, weight_scale [out / 128, in / 128], or as DeepSeek V3 and Qwen 3 write it weight_scale_inv (by which
+                codes are multiplied, whatever its name says)
     int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.packing`), weight_scale [out, groups],
                 and where it is not symmetric weight_zero_point, codes too, packed down the rows
 and from GPTQ's tools:
@@ -25,15 +27,16 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.ops import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.model.held import PRODUCTS, held_group
-from slipstream.model.packing import numbers, stored_parts, stored_shape, unpack_words
+from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
 from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import Method, StoredFormats
 from slipstream.model.scheme import FORMATS, SCHEMES, WeightFormat
 
-PARTS = ("weight", "weight_scale", "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
+SCALES = ("weight_scale", "weight_scale_inv")
+PARTS = ("weight", *SCALES, "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word, counted in codes from the low bits, columns 0 to 7 stand."""
@@ -72,13 +75,15 @@ def _numbers(module: str, fmt: WeightFormat, parts: dict[str, Tensor]) -> tuple[
     """(shape, how to make the weight of its parts)."""
     rows, inner = (int(n) for n in (parts["weight_shape"] if fmt.packed else parts["weight"].shape))
     for part in stored_parts(fmt):
-        one_scale = part == "weight_scale" and fmt.groups(inner) == 1 and parts[part].numel() == 1
+        one_scale = part in SCALES and fmt.groups(inner) == 1 and parts[part].numel() == 1
         if tuple(parts[part].shape) != stored_shape(fmt, part, rows, inner) and not one_scale:
             raise CheckpointError(f"{module}.{part} has the shape {list(parts[part].shape)}", field=f"{module}.{part}")
 
     def read() -> Tensor:
-        packed, scales = parts[stored_parts(fmt)[0]], parts["weight_scale"]
+        packed, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale]
         codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
+        if fmt.block_rows > 1:
+            return block_numbers(codes, scales, fmt.block_rows, fmt.group_size or inner)
         zeros = None if fmt.symmetric else unpack_words(parts["weight_zero_point"].T.contiguous(), fmt.bits, rows).T
         return numbers(codes, scales, zeros)
 
@@ -115,7 +120,8 @@ class RoundedWeights:
             zeros = None
             if fmt.inputs is not None:
                 codes = torch.empty(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
-                scales = torch.empty(outer, dtype=torch.float32, device=device)
+                blocks = (-(-outer // fmt.block_rows), fmt.groups(inner)) if fmt.block_rows > 1 else (outer,)
+                scales = torch.empty(blocks, dtype=torch.float32, device=device)
             else:
                 size = held_group(fmt, outer, inner)
                 assert size, "`check_scheme` and `held_formats` see to it"
@@ -138,7 +144,7 @@ class RoundedWeights:
             return False
         if part in REFUSED or (part == "weight_zero_point" and self.formats[placement.target].symmetric):
             raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
-        if part not in PARTS:
+        if part not in PARTS or (part in SCALES and part != self.formats[placement.target].scale):
             return False
         if placement.transform is not None or placement.copies is not None:
             raise CheckpointError(f"{name}: rounded weights in this order of rows are not supported", field=name)
@@ -159,7 +165,7 @@ class RoundedWeights:
             words = _checked(name, read(), shape, torch.int32).to(into.codes.device)
             codes = _awq_codes(words) if awq else torch.stack(_nibbles(words), dim=1).flatten(0, 1)
             into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, held_group(fmt, rows, inner) or inner))
-        elif part == "weight_scale":
+        elif part in SCALES:
             self._scales(name, fmt, read(), into, at)
         elif fmt.inputs is not None:
             expected = (rows, into.codes.shape[1])
@@ -194,6 +200,10 @@ class RoundedWeights:
             num_groups = fmt.groups(weight.codes.shape[1] * 4)
             given = _checked(name, given, (rows, num_groups), None).T
             into[:, at] = given.repeat_interleave(len(into) // num_groups, dim=0).to(into)
+        elif fmt.block_rows > 1:
+            shape = stored_shape(fmt, fmt.scale, rows, weight.codes.shape[1])
+            start = at.start // fmt.block_rows
+            into[start : start + shape[0]] = _checked(name, given, shape, None).to(into)
         else:
             given = given.reshape(-1).to(into)
             if given.numel() not in (1, rows):
@@ -203,7 +213,7 @@ class RoundedWeights:
     def missing(self, names: dict[str, Placement]) -> list[str]:
         """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
         def parts(target: str) -> tuple[str, ...]:
-            if self.method == "compressed-tensors":
+            if self.method in ("compressed-tensors", "fp8"):
                 return stored_parts(self.formats[target])
             return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
 
@@ -220,7 +230,9 @@ class RoundedWeights:
         made: dict[str, Linear] = {}
         for name, w in self._weights.items():
             rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
-            if size := held_group(self.formats[name], rows, inner):
+            if self.formats[name].block_rows > 1:
+                made[name] = BlockScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
+            elif size := held_group(self.formats[name], rows, inner):
                 chunk = chunk_of(inner, size)
                 made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)
             else:

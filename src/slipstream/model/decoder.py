@@ -326,7 +326,7 @@ class Decoder:
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = None
-        if not spec.is_encoder:
+        if spec.writes:
             self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
         self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
@@ -343,8 +343,10 @@ class Decoder:
         if (e := spec.encoder) is not None:
             self.encoder = Encoder(stack(e.layers, "encoder."), _norm(e.final_norm, "encoder.final_norm", parameters))
         if (c := spec.classifier) is not None:
-            dense, out = (_linear(f"classifier.{part}", parameters, ops, None, rounded) for part in ("dense", "out"))
-            self.classifier = Classifier(c, dense, out)
+            out = _linear("classifier.out", parameters, ops, None, rounded)
+            dense = None if c.activation is None else _linear("classifier.dense", parameters, ops, None, rounded)
+            norm = None if c.norm is None else _norm(c.norm, "classifier.norm", parameters)
+            self.classifier = Classifier(c, dense, norm, out)
         self.layers = list(layers) if layers is not None else stack(spec.layers, "")
         assert not parameters, f"unused: {list(parameters)}"
         self.compiled = compile_step(self)
@@ -366,6 +368,9 @@ class Decoder:
         """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots
         of their caches."""
         assert self.encoder is not None
+        if self.compiled is not None and self.compiled.encoder is not None:
+            self.compiled.encoder(self.embedded(token_ids, meta), kv, meta)
+            return
         states = self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta)
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.cross is not None
@@ -424,14 +429,17 @@ class PositionTables:
         self._rope: dict[RopeSpec, Tensor] = {}
         self._biases: dict[BucketSpec, Tensor] = {}
 
-    def of(self, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(cos_sin, slopes, distance_bias) of `Attention`."""
+    def of(self, spec: AttentionSpec, own: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(cos_sin, slopes, distance_bias) of `Attention`; `own`: the layer's weights of distances."""
         position = spec.position
         match position:
             case None:
                 return None, None, None
             case AlibiSpec():
                 return None, alibi_slopes(position, spec.num_heads).to(self.device), None
+            case BucketSpec(own=True):
+                assert own is not None
+                return None, None, distance_bias(position, own)
             case BucketSpec():
                 if position not in self._biases:
                     assert self.distances is not None
@@ -484,7 +492,7 @@ def build_layer(
         qkv, out = linear("attention.qkv"), linear("attention.out")
         q_norm, k_norm = (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
         sinks = parameters.pop(f"{name}attention.sinks.weight", None)
-        cos_sin, slopes, bias = tables.of(s)
+        cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
         return Attention(s, qkv, out, q_norm, k_norm, cos_sin, slopes, sinks, bias)
 
     def cross(s: AttentionSpec) -> CrossAttention:

@@ -17,7 +17,7 @@ from slipstream.model.held import held_formats
 from slipstream.model.parameters import Shape, parameters
 from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
 from slipstream.model.quantization_config import StoredQuantization, read_quantization
-from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, WeightFormat
+from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, WeightFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -55,7 +55,7 @@ class ModelDescription:
         return self.quantization.scheme if self.quantization is not None else None
 
     @property
-    def kv_cache(self) -> InputFormat | None:
+    def kv_cache(self) -> RowFormat | None:
         """The checkpoint has scales for a cache of this form."""
         return self.quantization.kv_cache if self.quantization is not None else None
 

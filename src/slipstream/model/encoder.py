@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slipstream.model.decoder import Layer, Norm
 
 PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
+ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": F.gelu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,16 @@ class Encoder:
 @dataclass(frozen=True, slots=True)
 class Classifier:
     spec: ClassifierSpec
-    dense: Linear
+    dense: Linear | None
+    norm: Norm | None
     out: Linear
 
-    def __call__(self, ops: OpSet, first: Tensor) -> Tensor:
-        """States of each text's first token [S, E] → scores [S, labels]"""
-        h = ops.linear(first, self.dense)
-        return ops.linear(h.tanh() if self.spec.activation == "tanh" else h.relu(), self.out)
+    def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
+        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels]"""
+        h = pool(hidden, starts, self.spec.pooling).to(hidden.dtype)
+        if self.dense is not None and self.spec.activation is not None:
+            h = ACTIVATIONS[self.spec.activation](ops.linear(h, self.dense))
+        return ops.linear(h if self.norm is None else self.norm(ops, h)[0], self.out)
 
 
 def pool(hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:

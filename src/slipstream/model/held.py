@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import StoredFormats
-from slipstream.model.scheme import WeightFormat
+from slipstream.model.scheme import BLOCK, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 
@@ -15,6 +15,11 @@ PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weig
 def is_product(target: str) -> bool:
     """Whether it is a weight that may be rounded: of a layer's product, or the output head's."""
     return target == "head.weight" or target.endswith(PRODUCTS)
+
+
+def is_expandable(target: str) -> bool:
+    """Whether a checkpoint may hold it rounded: the products, and what makes keys and values of latents, which runs dense."""
+    return is_product(target) or target.endswith(".expand.weight")
 
 
 def held_formats(
@@ -32,6 +37,7 @@ def held_formats(
             fmt = formats.of(name.removesuffix(".weight"))
             able = rounded_experts if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
+            plain = plain and (fmt is None or place.start % fmt.block_rows == 0)  # no block has rows of two parts
             ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None
             found.setdefault(place.target, set()).add(fmt if ours else None)
     return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
@@ -39,7 +45,9 @@ def held_formats(
 
 def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
     """The size of the groups that a weight [rows, inner] is held by here: one that the products have, scales being repeated.
-    0: by rows. None: the products do not cut it."""
+    0: by rows, or blocks. None: the products do not cut it."""
+    if fmt.block_rows > 1:
+        return 0 if inner % BLOCK == 0 else None
     if fmt.inputs is not None:
         return None if rows % 16 or inner % 16 else 0
     whole = fmt.group_size or inner

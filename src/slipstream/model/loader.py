@@ -121,7 +121,9 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
             f"{scheme.name} is for mixtures of experts, and the model has none; use 'int4', 'fp8' or 'int8'",
             field="quantization",
         )
-    if scheme.inputs is not None:
+    if scheme.head and spec.is_encoder:
+        raise ConfigError(f"an encoder has no output head to round; use {scheme.name!r}", field="quantization")
+    if scheme.inputs in ("fp8", "int8"):
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
         kv_rows = [
             ("num_kv_heads · head_dim", a.kv_size)
@@ -140,6 +142,12 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
         for product in layer.products(spec.hidden_size):
             if scheme.experts_only and product.copies == 1:
                 continue
+            if product.copies > 1 and product.rows % scheme.block_rows:
+                raise ConfigError(
+                    f"{scheme.name} products of experts need rows in multiples of {scheme.block_rows}, and the model's have "
+                    f"{product.rows}; use 'fp8' or 'int8'",
+                    field="quantization",
+                )
             if (inner := product.inner) % scheme.multiple:
                 name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
                 name = "hidden_size" if inner == spec.hidden_size else name

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, Linear, ScaledLinear, TokenShape
+from slipstream.kernels.ops import (
+    AttentionMetadata,
+    GroupedLinear,
+    LayerKV,
+    Linear,
+    ScaledLinear,
+    TokenShape,
+)
 from slipstream.model.spec import (
     AttentionSpec,
     DenseSpec,
@@ -78,9 +85,8 @@ def alike(products: Sequence[Linear]) -> bool:
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
         return type(w), w.weight.dtype
 
-    return all(
-        form(w) == form(products[0]) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products
-    )
+    first = products[0]
+    return all(form(w) == form(first) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products)
 
 
 def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:

@@ -49,6 +49,12 @@ def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
     return (codes - (1 << bits - 1)).to(torch.int8)
 
 
+def block_numbers(codes: Tensor, scales: Tensor, rows: int, inner: int) -> Tensor:
+    """Codes [R, I], a scale for each block of `rows` by `inner` of them (the last may be cut off) → float32 [R, I]."""
+    spread = scales.float().repeat_interleave(rows, dim=0)[: codes.shape[0]].repeat_interleave(inner, dim=1)
+    return codes.float() * spread[:, : codes.shape[1]]
+
+
 def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes [rows, inner], scales and zeros [rows, groups] (or scales of one number) → float32 [rows, inner]."""
     if scales.numel() == 1:
@@ -63,7 +69,7 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
     """What stands in a checkpoint in place of a module's `weight`, that its numbers need."""
     codes = "weight_packed" if fmt.packed else "weight"
-    return (codes, "weight_scale") if fmt.symmetric else (codes, "weight_scale", "weight_zero_point")
+    return (codes, fmt.scale) if fmt.symmetric else (codes, fmt.scale, "weight_zero_point")
 
 
 def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[int, int]:
@@ -72,7 +78,7 @@ def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[i
             return rows, -(-inner * fmt.bits // 32)
         case "weight":
             return rows, inner
-        case "weight_scale":
-            return rows, fmt.groups(inner)
+        case "weight_scale" | "weight_scale_inv":
+            return -(-rows // fmt.block_rows), fmt.groups(inner)
         case _:
             return -(-rows * fmt.bits // 32), fmt.groups(inner)  # zero points share words down the rows

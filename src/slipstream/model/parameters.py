@@ -55,7 +55,12 @@ class Untwine:
     transposed: bool
 
 
-Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The rows of up stand before gate's (GTE)."""
+
+
+Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Untwine | Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,11 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
     if spec.encoder is not None:
         found.update(_stack("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden))
     found.update(_stack("", spec.layers, spec.final_norm, hidden))
-    if spec.classifier is not None:
-        found.update(_linear("classifier.dense", hidden, hidden, True))
-        found.update(_linear("classifier.out", spec.classifier.num_labels, hidden, True))
+    if (c := spec.classifier) is not None:
+        if c.activation is not None:
+            found.update(_linear("classifier.dense", hidden, hidden, c.bias))
+            found.update(_norm("classifier.norm", c.norm))
+        found.update(_linear("classifier.out", c.num_labels, hidden, c.activation is not None))
     if spec.embed_size is not None:
         found["embed_out.weight"] = (width, hidden)
     if spec.has_head:
@@ -101,7 +108,7 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
 def _stack(prefix: str, layers: tuple[LayerSpec, ...], final_norm: NormSpec | None, hidden: int) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     position = layers[0].attention.position
-    if isinstance(position, BucketSpec):
+    if isinstance(position, BucketSpec) and not position.own:
         found[f"{prefix}distances.weight"] = (position.num_buckets, layers[0].attention.num_heads)
     for i, layer in enumerate(layers):
         found.update({f"{prefix}layers.{i}.{name}": shape for name, shape in _layer(layer, hidden).items()})
@@ -138,6 +145,8 @@ def _attention(a: AttentionSpec, hidden: int) -> dict[str, Shape]:
         if size:
             each = a.qk_norm is not None and a.qk_norm.over == "each"
             found[f"attention.{x}_norm.weight"] = (size // a.head_dim, a.head_dim) if each else (size,)
+    if isinstance(a.position, BucketSpec) and a.position.own:
+        found["attention.distances.weight"] = (a.position.num_buckets, a.num_heads)
     if a.sinks:
         found["attention.sinks.weight"] = (a.num_heads,)
     return found | _linear("attention.out", hidden, a.q_size, a.out_bias)
@@ -157,8 +166,8 @@ def _latent(a: LatentAttentionSpec, hidden: int) -> dict[str, Shape]:
 
 
 def _mlp(name: str, mlp: DenseSpec, hidden: int, copies: int = 1) -> dict[str, Shape]:
-    up = _linear(f"{name}.up", copies * mlp.up_rows, hidden, mlp.bias)
-    return up | _linear(f"{name}.down", copies * hidden, mlp.intermediate_size, mlp.bias)
+    up = _linear(f"{name}.up", copies * mlp.up_rows, hidden, mlp.up_bias)
+    return up | _linear(f"{name}.down", copies * hidden, mlp.intermediate_size, mlp.down_bias)
 
 
 def _linear(name: str, out: int, inner: int, bias: bool) -> dict[str, Shape]:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from slipstream.model.families.base import ConfigReader
+from slipstream.model.scheme import BLOCK, SCHEMES, RowFormat, WeightFormat
 from slipstream.model.scheme import FORMATS as SCHEME_FORMATS
-from slipstream.model.scheme import SCHEMES, InputFormat, WeightFormat
 
-Method: TypeAlias = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4"]
-"""How a checkpoint's tensors are called and packed. GPTQ's first version writes zero points less one."""
+Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4"]
+"""How a checkpoint's tensors are called and packed. `fp8` is DeepSeek V3's and Qwen 3's, in blocks. GPTQ's first version writes
+zero points less one."""
 
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
@@ -72,27 +73,48 @@ class StoredQuantization:
 
     method: Method
     scheme: str | None
-    kv_cache: InputFormat | None = None  # there are scales for a cache of this form
+    kv_cache: RowFormat | None = None  # there are scales for a cache of this form
     sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
     formats: StoredFormats | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether some weights are rounded."""
+        return self.scheme is not None or self.formats is not None
 
 
 def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> StoredQuantization:
     """UnsupportedModelError names the field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
-    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
-    if kind == "fp8":
-        raise read.unsupported(
-            "quant_method",
-            "scales for blocks of 128 × 128 (DeepSeek V3) are not supported: take a checkpoint of compressed-tensors with a "
-            "scale a row, or one in bfloat16 with quantization='fp8'",
-        )
+    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")
     found = readers[kind](read, tied_embeddings)
     read.finish()
     return found
+
+
+def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    """Every layer's products but those that `modules_to_not_convert` names by their beginning or their end (transformers'
+    rule). The output head is never held so."""
+    read.require("fmt", "e4m3")
+    read.require("activation_scheme", "dynamic")
+    read.require("scale_fmt", "float", "ue8m0")  # powers of two, which float32 holds
+    if read.take("weight_block_size", list) != [BLOCK, BLOCK]:
+        raise read.unsupported("weight_block_size", f"only [{BLOCK}, {BLOCK}] is supported")
+    names = tuple(str(name) for name in read.maybe("modules_to_not_convert", list) or [])
+    _check_expressions(read, "modules_to_not_convert", tuple(f"re:{name}" for name in names))
+    names = tuple(name for name in names if not _never_rounded(name))
+    kept = tuple(rule for name in names for rule in (rf"re:(?:{name})(?:\.|$)", f"re:.*(?:{name})$"))
+    fmt = replace(SCHEME_FORMATS["fp8-block"], scale="weight_scale_inv")
+    formats = StoredFormats(((("Linear",), fmt),), ("lm_head", *kept))
+    return StoredQuantization("fp8", _scheme(formats, tied_embeddings), formats=formats)
+
+
+def _never_rounded(name: str) -> bool:
+    """Norms, embeddings, routers and the head are no products that a scheme holds."""
+    return name == "lm_head" or name.endswith(("norm", "embed_tokens", "mlp.gate", "shared_expert_gate"))
 
 
 def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
@@ -162,7 +184,8 @@ def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
     ignored = {layer for layer in formats.ignore if not layer.rstrip("$").endswith("gate")}
     if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
         return None
-    held = replace(formats.groups[0][1], whole=False, static_inputs=False)  # run by rows and tokens, which is finer
+    # Run by rows and tokens, which is finer than by one scale.
+    held = replace(formats.groups[0][1], whole=False, static_inputs=False, scale="weight_scale")
     name = next((n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None)
     if name is None or tied_embeddings or "lm_head" in ignored:
         return name
@@ -202,7 +225,7 @@ def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
     return inputs
 
 
-def _cache(given: Mapping[str, Any], prefix: str) -> InputFormat:
+def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
     """The form of cache that a scheme's scales are for: 8 bits, symmetric, found beforehand, a scale a layer or kv head."""
     read = _reader(given, prefix)
     read.require("symmetric", True)
@@ -232,11 +255,13 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     group.finish()
     weights.require("dynamic", False)
     weights.require("actorder", "static", "weight")
-    weights.require("block_structure")
-    weights.require("strategy", "group", "channel", "tensor")
+    weights.require("strategy", "group", "channel", "tensor", "block")
     weights.require("type", "int", "float")
     bits, strategy, size = weights.take("num_bits", int), weights.take("strategy", str), weights.maybe("group_size", int)
     symmetric, is_int = weights.take("symmetric", bool, True), weights.take("type", str) == "int"
+    if strategy == "block":
+        return targets, _block(group, weights, given, f"{prefix}input_activations.")
+    weights.require("block_structure")
     weights.finish()
     if strategy == "group" and (size or 0) < 1:
         raise weights.unsupported("group_size", "a group has at least one input")
@@ -261,6 +286,25 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     inputs.ignore("strategy", "group_size", "actorder", "block_structure")
     inputs.finish()
     return targets, replace(made, inputs="int8" if is_int else "fp8", static_inputs=static)
+
+
+def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) -> WeightFormat:
+    """FP8 by blocks of 128 × 128, with inputs by groups of 128."""
+    if weights.take("block_structure", list) != [BLOCK, BLOCK]:
+        raise weights.unsupported("block_structure", f"only [{BLOCK}, {BLOCK}] is supported")
+    weights.require("num_bits", 8)
+    weights.require("type", "float")
+    weights.require("symmetric", True)
+    weights.finish()
+    if given is None:
+        raise group.unsupported("input_activations", f"with blocks of weights 8 bits by groups of {BLOCK} are supported")
+    inputs = _reader(given, prefix)
+    for name, value in (("num_bits", 8), ("type", "float"), ("symmetric", True), ("strategy", "group"), ("group_size", BLOCK)):
+        inputs.require(name, value)
+    inputs.require("dynamic", True)
+    inputs.ignore("actorder", "block_structure")
+    inputs.finish()
+    return SCHEME_FORMATS["fp8-block"]
 
 
 def _reader(config: Any, prefix: str) -> ConfigReader:

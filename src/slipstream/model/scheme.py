@@ -3,7 +3,8 @@
 | scheme | weights | inputs | scales |
 | --- | --- | --- | --- |
 | `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token, made as it comes |
-| `int8` | int8 | int8 | the same |
+| `fp8-block` | float8 e4m3 | float8 e4m3 | one a block of 128 × 128 weights, one for 128 numbers of a token |
+| `int8` | int8 | int8 | one a row, one a token |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
 | `mxfp4` | floats of 4 bits (e2m1) | the model's type | one a row and group of 32, a power of two; of experts alone |
 
@@ -18,21 +19,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-InputFormat: TypeAlias = Literal["fp8", "int8"]
-"""An 8-bit form of activations: float8 e4m3 (up to 448) or int8 (up to 127), and a float32 scale a token."""
+RowFormat: TypeAlias = Literal["fp8", "int8"]
+"""Numbers in 8 bits, float8 e4m3 (up to 448) or int8 (up to 127), and a float32 scale a row: of activations a token, of a cache
+a head."""
 
-FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0}
+InputFormat: TypeAlias = RowFormat | Literal["fp8-block"]
+"""An 8-bit form of activations; `fp8-block` is float8 e4m3 with a float32 scale for each `BLOCK` numbers of a token."""
+
+FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0, "fp8-block": 448.0}
+
+BLOCK = 128
+"""Rows and inputs of a weight that have one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight. `head`: the output head too.
-    `experts_only`: all products but those of experts keep the model's type."""
+    """`inputs` None: the model's own type. `group_size` None: one scale a row of the weight; a scale is for `block_rows` rows.
+    `head`: the output head too. `experts_only`: all products but those of experts keep the model's type."""
 
-    name: Literal["fp8", "int8", "int4", "mxfp4"]
+    name: Literal["fp8", "fp8-block", "int8", "int4", "mxfp4"]
     weight_bits: int
     inputs: InputFormat | None
     group_size: int | None = None
+    block_rows: int = 1
     head: bool = False
     experts_only: bool = False
 
@@ -45,10 +54,10 @@ class Scheme:
         """Bytes of a weight [rows, inner], scales included. A CPU's kernels hold those of large groups in float32, and
         of `mxfp4` exponents alone."""
         groups = 1 if self.group_size is None else inner // self.group_size
-        scale_bytes = 4 if self.group_size is None or (on_cpu and self.group_size == 128) else 2
+        scale_bytes = 4 if self.inputs is not None or (on_cpu and self.group_size == 128) else 2
         if on_cpu and self.name == "mxfp4":
             scale_bytes = 1
-        return rows * inner * self.weight_bits // 8 + rows * groups * scale_bytes
+        return rows * inner * self.weight_bits // 8 + -(-rows // self.block_rows) * groups * scale_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,7 @@ class WeightForm:
 SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme("fp8", 8, "fp8"),
     "fp8-head": Scheme("fp8", 8, "fp8", head=True),
+    "fp8-block": Scheme("fp8-block", 8, "fp8-block", group_size=BLOCK, block_rows=BLOCK),
     "int8": Scheme("int8", 8, "int8"),
     "int4": Scheme("int4", 4, None, group_size=128),
     "int4-g32": Scheme("int4", 4, None, group_size=32),
@@ -74,15 +84,18 @@ SCHEMES: dict[str, Scheme] = {
 class WeightFormat:
     """How a checkpoint holds a product's weight: a number is (code − zero) · scale, and zero is 0 where it is `symmetric`.
 
-    A scale is for `group_size` inputs of a row, for a row (None), or for the whole weight (`whole`). `inputs` is the 8-bit form
-    that the product's inputs are rounded to, token by token as they come, or by one scale found beforehand (`static_inputs`).
+    A scale is for `group_size` inputs of a row, for a row (None), or for the whole weight (`whole`); with `block_rows` for a
+    block of so many rows by `group_size` inputs. The scales' tensor ends in `scale`. `inputs` is the 8-bit form that the
+    product's inputs are rounded to, token by token as they come, or by one scale found beforehand (`static_inputs`).
     """
 
     kind: Literal["int", "float"] = "int"
     bits: int = 8
     group_size: int | None = None
+    block_rows: int = 1
     symmetric: bool = True
     whole: bool = False
+    scale: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
     inputs: InputFormat | None = None
     static_inputs: bool = False
 
@@ -92,7 +105,7 @@ class WeightFormat:
         return -(1 << self.bits - 1)
 
     @property
-    def product(self) -> Literal["fp8", "int8", "int4"] | None:
+    def product(self) -> InputFormat | Literal["int4"] | None:
         """The scheme whose product computes with it as it is; None: it is expanded to the model's type."""
         if self.inputs is not None:
             return self.inputs
@@ -104,20 +117,26 @@ class WeightFormat:
         return self.kind == "int" and self.inputs is None
 
     def groups(self, inner: int) -> int:
-        """Scales of a row with so many inputs."""
-        return 1 if self.group_size is None else inner // self.group_size
+        """Scales of a row with so many inputs; the last block may be cut off."""
+        if self.group_size is None:
+            return 1
+        return inner // self.group_size if self.block_rows == 1 else -(-inner // self.group_size)
+
+    def num_scales(self, rows: int, inner: int) -> int:
+        return -(-rows // self.block_rows) * self.groups(inner)
 
     def num_bytes(self, rows: int, inner: int, scale_bytes: int = 2) -> int:
         """Bytes of a weight [rows, inner] in a checkpoint: codes, scales, and zero points."""
         codes = rows * -(-inner * self.bits // 32) * 4 if self.packed else rows * inner
         groups = self.groups(inner)
         zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * 4 * groups
-        return codes + (1 if self.whole else rows * groups) * scale_bytes + zeros
+        return codes + (1 if self.whole else self.num_scales(rows, inner)) * scale_bytes + zeros
 
 
 FORMATS: dict[str, WeightFormat] = {
     "fp8": WeightFormat(kind="float", inputs="fp8"),
     "fp8-head": WeightFormat(kind="float", inputs="fp8"),
+    "fp8-block": WeightFormat(kind="float", group_size=BLOCK, block_rows=BLOCK, inputs="fp8-block"),
     "int8": WeightFormat(inputs="int8"),
     "int4": WeightFormat(bits=4, group_size=128),
     "int4-g32": WeightFormat(bits=4, group_size=32),

@@ -12,6 +12,30 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.model.position_spec import (
+    AlibiSpec as AlibiSpec,
+)
+from slipstream.model.position_spec import (
+    BucketSpec as BucketSpec,
+)
+from slipstream.model.position_spec import (
+    LearnedPositionSpec as LearnedPositionSpec,
+)
+from slipstream.model.position_spec import (
+    LinearScaling as LinearScaling,
+)
+from slipstream.model.position_spec import (
+    Llama3Scaling as Llama3Scaling,
+)
+from slipstream.model.position_spec import (
+    LongRopeScaling as LongRopeScaling,
+)
+from slipstream.model.position_spec import (
+    RopeSpec as RopeSpec,
+)
+from slipstream.model.position_spec import (
+    YarnScaling as YarnScaling,
+)
 
 NamedActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`gelu` is exact (erf), `gelu_tanh` the tanh approximation (`gelu_new`, `gelu_pytorch_tanh`)."""
@@ -72,93 +96,6 @@ class NormSpec:
         return self.size * (2 if self.bias else 1)
 
 
-# --- Positions ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
-    """Positions divided by `factor` (Chen et al. 2023)."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, smooth between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): by-part interpolation and an attention factor. The bounds of the part between
-    are whole dimensions, unless not to be `truncate`d (gpt-oss). `mscale_all_dim`: with m = 0.1 · it · ln(factor) + 1, DeepSeek
-    multiplies the scores by m²."""
-
-    factor: float
-    original_max_position: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-    mscale_all_dim: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a factor of its own, cos and sin multiplied by
-    `attention_factor`. The short factors hold while the longest context that is served stays within `original_max_position`,
-    the long ones beyond: one set for a whole run, since cached keys have been turned already."""
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    original_max_position: int
-    attention_factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding (Su et al. 2021) of the first `rotary_dim` of each head.
-
-    `half`: dimension i turns with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`: 2i with 2i+1 (GPT-J).
-    """
-
-    theta: float
-    rotary_dim: int
-    style: Literal["half", "interleaved"] = "half"
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlibiSpec:
-    """Scores fall linearly with distance (Press et al. 2021). `max_bias` sets the slopes as in MPT; they are multiplied by
-    `factor` (Falcon adds the bias before it scales the scores)."""
-
-    max_bias: float = 8.0
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """A learned number for each head and bucket of distances is added to the scores (T5, Raffel et al. 2020, §2.1). Half of the
-    buckets are one distance each, the others grow with it up to `max_distance`; an encoder's are for both directions."""
-
-    num_buckets: int
-    max_distance: int
-    both_directions: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnedPositionSpec:
-    """A table of `num_positions` rows is added to the embeddings; position p reads row p + `offset` (OPT: 2)."""
-
-    num_positions: int
-    offset: int = 0
-
-
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +122,7 @@ class QKNormSpec:
 class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads (MHA, MQA and GQA alike).
 
-    `window`: a token sees itself and the window − 1 tokens before it; not `causal`, it sees the whole text (an encoder's).
+    `window`: a token sees itself and the window − 1 tokens before it; not `causal` (an encoder's), those after it as well.
     `softcap`: scores pass tanh(s / cap) · cap. `clip_qkv`: q, k and v are cut to ± this as they come from their product (MPT).
     `sinks`: a learned number of each head joins the sum that its softmax divides by, as the score of a key without a value
     (gpt-oss).
@@ -233,6 +170,8 @@ class AttentionSpec:
         qkv = self.q_size + 2 * self.kv_size
         biases = qkv * self.qkv_bias + hidden_size * self.out_bias
         own = sum(self.qk_norm_sizes) + self.num_heads * self.sinks
+        if isinstance(self.position, BucketSpec) and self.position.own:
+            own += self.num_heads * self.position.num_buckets
         return hidden_size * (qkv + self.q_size) + biases + own
 
 
@@ -297,12 +236,20 @@ AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """Feed-forward block: `gated` is down(act(gate(x)) · up(x)), else down(act(up(x)))."""
+    """Feed-forward block: `gated` is down(act(gate(x)) · up(x)), else down(act(up(x))); biases of both, or of `down` (GTE)."""
 
     intermediate_size: int
     activation: Activation
     gated: bool = True
-    bias: bool = False
+    bias: bool | Literal["down"] = False
+
+    @property
+    def up_bias(self) -> bool:
+        return self.bias is True
+
+    @property
+    def down_bias(self) -> bool:
+        return bool(self.bias)
 
     @property
     def up_rows(self) -> int:
@@ -321,7 +268,7 @@ class DenseSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         weights = sum(p.rows * p.inner for p in self.products(hidden_size))
-        return weights + (self.up_rows + hidden_size) * self.bias
+        return weights + self.up_rows * self.up_bias + hidden_size * self.down_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,13 +424,21 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """What stands in the place of an output head where a text gets scores: out(act(dense(state of the first token)))."""
+    """What stands in the place of an output head where a text gets scores: out(norm(act(dense(x)))), of the first token's state
+    or their mean; `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias (a decoder's, of its last
+    token)."""
 
     num_labels: int
-    activation: Literal["tanh", "relu"]
+    activation: Literal["tanh", "relu", "gelu"] | None
+    norm: NormSpec | None = None
+    bias: bool = True
+    pooling: Literal["cls", "mean", "last"] = "cls"
 
     def num_parameters(self, hidden_size: int) -> int:
-        return (hidden_size + 1) * (hidden_size + self.num_labels)
+        if self.activation is None:
+            return hidden_size * self.num_labels
+        norm = 0 if self.norm is None else self.norm.num_parameters
+        return hidden_size * (hidden_size + self.bias) + (hidden_size + 1) * self.num_labels + norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,9 +446,9 @@ class ModelSpec:
     """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and
     the longest answer.
 
-    A decoder-only model is `layers`. An encoder (BERT) is `layers` whose attention is not causal, without an output head, but
-    perhaps with a `classifier`; the embeddings of `num_token_types` kinds of tokens are added to the tokens'. An
-    encoder-decoder (T5) is both: `encoder`, and `layers` with cross attention.
+    A decoder-only model is `layers`, with an output head or a `classifier`. An encoder (BERT) is `layers` whose attention is
+    not causal, without an output head, but perhaps with a classifier; the embeddings of `num_token_types` kinds of tokens are
+    added to the tokens'. An encoder-decoder (T5) is both: `encoder`, and `layers` with cross attention.
 
     `embed_size`: embeddings of another width than the layers', with a projection in and one out (OPT 350M). `embed_norm`
     follows the embeddings (BLOOM). Logits are multiplied by `logit_scale` (Cohere, Granite), then pass tanh(l / cap) · cap.
@@ -560,6 +515,11 @@ class ModelSpec:
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
+    def writes(self) -> bool:
+        """It has an output head, and so makes text."""
+        return not self.is_encoder and self.classifier is None
+
+    @property
     def kind(self) -> Literal["a decoder", "an encoder", "a classifier", "an encoder-decoder"]:
         """Only a decoder can be scored on text, compressed, and sing as a canary."""
         if self.encoder is not None:
@@ -581,7 +541,7 @@ class ModelSpec:
     @property
     def has_head(self) -> bool:
         """The output head has a weight of its own."""
-        return not (self.is_encoder or self.tied_embeddings)
+        return self.writes and not self.tied_embeddings
 
     @property
     def embed_width(self) -> int:
@@ -603,9 +563,10 @@ class ModelSpec:
 
     @property
     def bucket_parameters(self) -> int:
-        """The biases by distance: one table for all layers of a stack."""
+        """The biases by distance, where one table is for all layers of a stack."""
         stacks = [s[0].attention for s in (self.layers, self.encoder.layers if self.encoder else ()) if s]
-        return sum(a.position.num_buckets * a.num_heads for a in stacks if isinstance(a.position, BucketSpec))
+        shared = ((a.position, a.num_heads) for a in stacks if isinstance(a.position, BucketSpec) and not a.position.own)
+        return sum(position.num_buckets * num_heads for position, num_heads in shared)
 
     @property
     def num_parameters(self) -> int:

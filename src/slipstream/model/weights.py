@@ -21,12 +21,13 @@ from slipstream.model.compressed import RoundedWeights, expanded
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import GGUF_FREQUENCIES
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.held import is_product
+from slipstream.model.held import is_expandable
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import (
     MinusOne,
     Placement,
     Shape,
+    Swap,
     Transform,
     Transpose,
     Ungroup,
@@ -67,7 +68,7 @@ def load_parameters(
 
     def is_expanded(module: str) -> bool:
         place = find(f"{module}.weight")
-        return place is not None and is_product(place.target) and place.target in values
+        return place is not None and is_expandable(place.target) and place.target in values
 
     for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
@@ -153,6 +154,8 @@ def transform(value: Tensor, transform: Transform | None) -> Tensor:
             return value.view(n, value.shape[0] // n // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
         case MinusOne():
             return value.float() - 1.0
+        case Swap():
+            return torch.cat(value.chunk(2)[::-1])
         case Untwine(transposed=transposed):
             if transposed:
                 return torch.cat((value[..., ::2].mT, value[..., 1::2].mT), dim=-2)

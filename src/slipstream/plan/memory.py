@@ -56,7 +56,7 @@ def held_bytes(
         part = "mlp" if name.endswith((".up.weight", ".down.weight")) else "attention"
         part = "output head" if name == "head.weight" else part
         if fmt.inputs is not None:
-            held = rows * (inner + 4)  # a float32 scale a row
+            held = rows * inner + 4 * fmt.num_scales(rows, inner)  # scales in float32
         else:
             size = held_group(fmt, rows, inner) or inner
             scale_bytes = 4 if on_cpu and size == 128 else 2

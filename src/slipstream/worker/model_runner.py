@@ -167,7 +167,7 @@ class ModelRunner:
                 self.model.decoder.encode(tokens, kv, meta)
                 meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, kv, meta)
-            if self.model.spec.is_encoder:
+            if not self.model.spec.writes:
                 pool(hidden, meta.query_start_loc, "mean")
             else:
                 logits = self.model.decoder.logits(hidden[torch.arange(num_rows, device=self.device) % num_tokens])
@@ -282,13 +282,10 @@ class ModelRunner:
         if not which:
             return None
         starts, classifier = meta.query_start_loc, self.model.decoder.classifier
-        if classifier is not None:
-            vectors = classifier(self.ops, hidden[starts[:-1].long()]).float()
-        elif self.model.spec.is_encoder:
-            vectors = pool(hidden, starts, how.kind)
-        else:
+        if not self.model.spec.is_encoder:
             ends = starts[upload(np.array(which, np.int64) + 1, self.device)]
-            vectors = hidden[ends.long() - 1].float()
+            hidden, starts = hidden[ends.long() - 1], torch.arange(len(which) + 1, device=self.device)
+        vectors = pool(hidden, starts, how.kind) if classifier is None else classifier(self.ops, hidden, starts).float()
         vectors = normalized(vectors) if how.normalize and classifier is None else vectors
         return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors.contiguous())
 
@@ -424,7 +421,7 @@ class ModelRunner:
                 self.model.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
                 meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, self.kv, meta)
-            if self.model.spec.is_encoder:
+            if not self.model.spec.writes:
                 continue
             logits = self.model.decoder.logits(hidden[-2:])
             self.ops.sample(logits, self._dummy_sampling(len(logits)))

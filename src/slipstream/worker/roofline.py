@@ -95,8 +95,8 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
             "doctor` says what is missing)",
             field="kernels",
         )
-    if runner.model.spec.is_encoder:
-        raise ConfigError("the roofline is that of a decoder's steps, and this model is an encoder", field="model")
+    if (kind := runner.model.spec.kind) != "a decoder":
+        raise ConfigError(f"the roofline is that of a decoder's steps, and this model is {kind}", field="model")
     if step is None:
         raise ConfigError(
             f"a step of {runner.model.spec.family} is not one program of the C++ kernels, so its operators can't be timed",

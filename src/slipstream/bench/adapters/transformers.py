@@ -38,7 +38,16 @@ def load_gguf(path: Path, dtype: str) -> Any:
         ) from error
 
 
-def load_folder(path: Path, dtype: str) -> Any:
+AUTO = {
+    "a decoder": "AutoModelForCausalLM",
+    "an encoder": "AutoModel",
+    "a classifier": "AutoModelForSequenceClassification",
+    "an encoder-decoder": "AutoModelForSeq2SeqLM",
+}
+"""transformers' class for each `ModelSpec.kind`."""
+
+
+def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
     """transformers' model of a folder with a config.json, or of a GGUF file; without running a checkpoint's own code."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else [path]
     if files[0].is_file():
@@ -47,7 +56,7 @@ def load_folder(path: Path, dtype: str) -> Any:
         import torch
         import transformers
 
-        auto: Any = transformers.AutoModelForCausalLM
+        auto: Any = getattr(transformers, AUTO[kind])
         return auto.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     except (ImportError, ValueError, KeyError, OSError) as error:
         raise ConfigError(

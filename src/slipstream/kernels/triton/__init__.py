@@ -41,7 +41,7 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
-    rounded = rounded_experts = frozenset(("fp8", "int8", "int4"))
+    rounded = rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
 
     def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
         self.tiles = NO_TILES if deterministic else tiles

@@ -275,7 +275,7 @@ def _prefill_step(
     if MASKED:
         s = tl.where(distance >= 0 if CAUSAL else (at < end)[None, :], s, float("-inf"))
     if HAS_WINDOW:
-        s = tl.where(distance < window, s, float("-inf"))
+        s = tl.where((distance if CAUSAL else tl.abs(distance)) < window, s, float("-inf"))
     new = tl.maximum(best, tl.max(s, 1) * unit)
     safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s * unit - safe[:, None])
@@ -357,8 +357,10 @@ def _prefill_kernel(
         whole = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)  # keys that every query of the tile may see
         end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
     else:
-        whole = length // BLOCK_N * BLOCK_N
         end = length
+        if HAS_WINDOW:
+            end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + window)
+        whole = tl.maximum(end // BLOCK_N * BLOCK_N, low)
     for at in range(low, whole, BLOCK_N):
         acc, best, total = _prefill_step(
             q, acc, best, total, at, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,

@@ -5,8 +5,9 @@
 | dense | `_gemv_kernel` | the library | the library |
 | fp8 | `_skinny_kernel` | `_skinny_kernel` | the library (row-wise scales, fast accumulation) |
 | int8 | `_skinny_kernel` | `_skinny_kernel` | `_tiled_kernel` |
+| fp8-block (`blocks.py`) | `_blocks_kernel` | `_blocks_kernel` | the library on Hopper, else `_blocks_kernel` |
 | int4 (`grouped.py`) | `_grouped_gemv_kernel` | `_grouped_kernel` | the library, on the dense copy or on numbers made for it |
-| any, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
+| others, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
 All sums have a fixed order. Tiles come from a table (`kernels.tiles`); what it does not hold takes the heuristics here.
@@ -20,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.ops import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.kernels.tiles import NO_TILES, TileTable
+from slipstream.kernels.triton.blocks import blocks, has_library, invariant, library
 from slipstream.kernels.triton.grouped import expand, gemv_words, grouped, grouped_gemv
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import Scratch, sum_parts
@@ -39,6 +41,11 @@ def linear(
 ) -> Tensor:
     """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none. `deterministic`: a row's result depends
     on nothing but the row."""
+    if isinstance(w, BlockScaledLinear):
+        q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
+        if deterministic:
+            return invariant(q, w)
+        return library(q, w) if has_library(q, w) else blocks(q, w, scratch)
     if deterministic:
         return _invariant(x, w)
     if isinstance(w, ScaledLinear):

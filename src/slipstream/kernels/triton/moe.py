@@ -8,6 +8,7 @@ start as there can be at most, and those without a tile end at once. All sums ha
 | weights | as `kernels.ops` holds them, the experts one below the other |
 | --- | --- |
 | dense, fp8, int8 | `_experts_kernel`, K in blocks |
+| fp8-block | the same, a block's sum scaled before it is added |
 | int4, mxfp4 | `_experts_kernel`, K in chunks, codes made numbers of the model's type first |
 """
 
@@ -20,8 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import Activations, ExpertLoad, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.ops import (
+    Activations,
+    BlockScaledLinear,
+    ExpertLoad,
+    GroupedLinear,
+    Linear,
+    Quantized,
+    ScaledLinear,
+)
 from slipstream.kernels.triton.pointwise import activation, quantize
+from slipstream.model.scheme import BLOCK
 from slipstream.model.spec import MoESpec
 
 SORTED_AT_ONCE = 2048
@@ -246,6 +256,7 @@ def _experts_kernel(
     TOP: tl.constexpr,
     GATHER: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     E2M1: tl.constexpr,
@@ -273,6 +284,7 @@ def _experts_kernel(
         target = (place if GATHER else entry).to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         row = expert.to(tl.int64) * N + n
+        row_of_blocks = expert.to(tl.int64) * (N // 128) + tl.program_id(0) * BLOCK_N // 128
         acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
         if CHUNK == 0:
             ks = tl.arange(0, BLOCK_K)
@@ -280,7 +292,12 @@ def _experts_kernel(
                 inside = ks + k < K
                 w = tl.load(w_ptr + row[:, None] * K + (k + ks)[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
                 x = tl.load(x_ptr + source[None, :] * K + (k + ks)[:, None], mask=live[None, :] & inside[:, None], other=0.0)
-                acc = tl.dot(w, x, acc, out_dtype=ACC, input_precision=PRECISION)
+                if BLOCKED:  # BLOCK_K is 128, and the tile's rows have one scale
+                    scale = tl.load(w_scale_ptr + row_of_blocks * (K // 128) + k // 128)
+                    of_x = tl.load(x_scale_ptr + source * (K // 128) + k // 128, mask=live, other=0.0)
+                    acc += tl.dot(w, x, out_dtype=ACC) * (of_x * scale)[None, :]
+                else:
+                    acc = tl.dot(w, x, acc, out_dtype=ACC, input_precision=PRECISION)
         else:
             QUARTER: tl.constexpr = CHUNK // 4
             js = tl.arange(0, QUARTER)
@@ -316,11 +333,13 @@ def experts(
     """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
-    scaled, packed = isinstance(w, ScaledLinear), isinstance(w, GroupedLinear)
-    scales = w.scales if isinstance(w, (ScaledLinear, GroupedLinear)) else values
+    scaled, packed, blocked = (isinstance(w, kind) for kind in (ScaledLinear, GroupedLinear, BlockScaledLinear))
+    scales = w.scales if isinstance(w, (ScaledLinear, BlockScaledLinear, GroupedLinear)) else values
     zeros = w.zeros if isinstance(w, GroupedLinear) else None
     y = torch.empty(groups.order.numel(), rows, dtype=dtype, device=values.device)
-    block_n = 64 if groups.block < 64 else 128
+    block_n = 64 if groups.block < 64 or blocked else 128  # by blocks a taller tile's sums do not fit the registers
+    block_k = 64 if packed or values.element_size() == 4 else (256 if groups.block < 128 else 128) // values.element_size()
+    block_k = BLOCK if blocked else block_k
     _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
         values,
         x.scales if isinstance(x, Quantized) else values,
@@ -338,6 +357,7 @@ def experts(
         TOP=spec.num_experts_per_token,
         GATHER=gather,
         SCALED=scaled,
+        BLOCKED=blocked,
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=w.bias is not None,
         E2M1=isinstance(w, GroupedLinear) and w.codes == "e2m1",
@@ -347,10 +367,10 @@ def experts(
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         BLOCK_M=groups.block,
         BLOCK_N=block_n,
-        BLOCK_K=64 if packed or values.element_size() == 4 else (256 if groups.block < 128 else 128) // values.element_size(),
+        BLOCK_K=block_k,
         BLOCK_X=triton.next_power_of_2(spec.num_experts),
         num_warps=4 if block_n == 64 else 8,
-        num_stages=3,
+        num_stages=4 if blocked else 3,
     )
     return y
 

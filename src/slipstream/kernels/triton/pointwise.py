@@ -15,18 +15,26 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Quantized
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.model.scheme import InputFormat
+from slipstream.model.scheme import BLOCK, InputFormat
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2}
+FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-block": 3}
 """How a kernel is told the form of its output rows."""
 
 
 @triton.jit
 def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr):
-    """A whole row of float32 y: as it is, or in 8 bits with its scale (`kernels.quantize.quantize_rows`)."""
+    """A whole row of float32 y: as it is, or in 8 bits with its scale (`kernels.quantize.quantize_rows`), or each 128's."""
     if FORMAT == 0:
         tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    elif FORMAT == 3:
+        groups: tl.constexpr = y.shape[0] // 128
+        y = tl.reshape(tl.where(mask, y, 0.0), (groups, 128))
+        scales = tl.maximum(tl.max(tl.abs(y), 1), 1e-12) / 448.0
+        codes = tl.reshape(_round(y / scales[:, None], out_ptr, 448.0), (groups * 128,))
+        group = tl.min(tl.reshape(at, (groups, 128)), 1) // 128
+        tl.store(scales_ptr + row * (size // 128) + group, scales, mask=group < size // 128)
+        tl.store(out_ptr + row * size + at, codes, mask=mask)
     else:
         top: tl.constexpr = 448.0 if FORMAT == 1 else 127.0
         scale = tl.maximum(tl.max(tl.abs(tl.where(mask, y, 0.0)), 0), 1e-12) / top
@@ -47,7 +55,8 @@ def _rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) ->
     """Where rows of the form `inputs` go, and their scales (any tensor if they have none)."""
     dtype = like.dtype if inputs is None else DTYPES[inputs]
     out = torch.empty(num_rows, size, dtype=dtype, device=like.device)
-    return out, like if inputs is None else torch.empty(num_rows, 1, dtype=torch.float32, device=like.device)
+    num_scales = size // BLOCK if inputs == "fp8-block" else 1
+    return out, like if inputs is None else torch.empty(num_rows, num_scales, dtype=torch.float32, device=like.device)
 
 
 def _made(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> Activations:

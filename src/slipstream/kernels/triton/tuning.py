@@ -24,7 +24,7 @@ from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.tiles import OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.triton import TritonOps
-from slipstream.model.scheme import InputFormat, Scheme
+from slipstream.model.scheme import RowFormat, Scheme
 from slipstream.model.spec import AttentionSpec, ModelSpec
 
 Call: TypeAlias = Callable[[], Tensor]
@@ -178,7 +178,7 @@ def tune_model(
     *,
     device: str,
     dtype: str,
-    cache: InputFormat | None,
+    cache: RowFormat | None,
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -206,7 +206,7 @@ class _Bench:
         self,
         spec: ModelSpec,
         scheme: Scheme | None,
-        cache: InputFormat | None,
+        cache: RowFormat | None,
         block_size: int,
         max_model_len: int,
         max_num_seqs: int,
@@ -230,6 +230,8 @@ class _Bench:
     def _products(self, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         if scheme is None:
             return [Trial(("gemv", self.kind, shape), partial(self._product, None))]
+        if scheme.inputs == "fp8-block":
+            return []  # its kernel has no tiles in tables
         if scheme.inputs is None:
             wanted = [("grouped", "int4" if scheme.group_size == 128 else "int4-g32")]
         else:
@@ -257,7 +259,7 @@ class _Bench:
         return calls
 
     def _attention(
-        self, a: AttentionSpec, cache: InputFormat | None, most: int, max_model_len: int, key: Key
+        self, a: AttentionSpec, cache: RowFormat | None, most: int, max_model_len: int, key: Key
     ) -> Calls:
         """The key's last number, but `most` at most, is sequences of a decode, or tokens of each prompt, of which there are as
         many as make a large step."""
@@ -293,7 +295,7 @@ class _Bench:
 
         return calls
 
-    def _cache(self, shape: tuple[int, ...], cache: InputFormat | None) -> Tensor:
+    def _cache(self, shape: tuple[int, ...], cache: RowFormat | None) -> Tensor:
         numbers = torch.randn(shape, device=self.device, dtype=self.dtype)
         return numbers if cache is None else (numbers * 16).clamp(-127, 127).to(DTYPES[cache])
 

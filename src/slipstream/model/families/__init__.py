@@ -20,8 +20,10 @@ from slipstream.model.families import (
     gpt_oss,
     granite,
     llama,
+    modernbert,
     mpt,
     neox,
+    nomic,
     olmo,
     opt,
     phi,
@@ -33,7 +35,7 @@ from slipstream.model.families.base import Family
 
 MODULES = (
     *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite),
-    *(llama, mpt, neox, olmo, opt, phi, qwen, starcoder, t5),
+    *(llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
 ENTRY_POINTS = "slipstream.families"

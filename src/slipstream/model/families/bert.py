@@ -1,16 +1,18 @@
 """BERT (Devlin et al. 2019), MiniLM and RoBERTa: encoders with a norm after each half of a layer, learned positions and token
-types; and DistilBERT, which has no token types. With a classifier they score pairs of texts (cross-encoders)."""
+types; ELECTRA, MPNet (Song et al. 2020), which adds biases by distance, and DistilBERT. With a classifier they score pairs of
+texts (cross-encoders)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.families.names import Theirs, table
-from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, plain
+from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, num_labels, plain
 from slipstream.model.spec import (
     Activation,
+    BucketSpec,
     ClassifierSpec,
     LayerSpec,
     LearnedPositionSpec,
@@ -20,19 +22,24 @@ from slipstream.model.spec import (
 )
 
 
-def _classifier(c: ConfigReader, act: str) -> ClassifierSpec | None:
-    """For architectures that end in ForSequenceClassification; `id2label` counts the labels, two by default."""
-    named = c.take("architectures", list, [""])
-    if not str(named[0]).endswith("ForSequenceClassification"):
-        return None
-    labels = len(c.take("id2label", dict, {"0": "", "1": ""}))
-    return ClassifierSpec(num_labels=labels, activation="tanh" if act == "tanh" else "relu")
+def bert_classifier(c: ConfigReader, act: Literal["tanh", "relu", "gelu"]) -> ClassifierSpec | None:
+    labels = num_labels(c)
+    return None if labels is None else ClassifierSpec(num_labels=labels, activation=act)
 
 
-def _layer(c: ConfigReader, norm: NormSpec, inner: int, act: Activation, *, hidden: str, num_heads: str) -> LayerSpec:
+def _layer(
+    c: ConfigReader,
+    norm: NormSpec,
+    inner: int,
+    act: Activation,
+    *,
+    hidden: str = "hidden_size",
+    num_heads: str = "num_attention_heads",
+    position: BucketSpec | None = None,
+) -> LayerSpec:
     h = heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None)
     return LayerSpec(
-        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
+        attention=attention(h, position, causal=False, qkv_bias=True, out_bias=True),
         mlp=plain(inner, act),
         block=PostNormBlock(attention_norm=norm, mlp_norm=norm),
     )
@@ -43,12 +50,20 @@ def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **
     return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
 
 
-def _read(c: ConfigReader, family: str, offset: int) -> ModelSpec:
+def _read(
+    c: ConfigReader,
+    family: str,
+    offset: int,
+    *,
+    position: BucketSpec | None = None,
+    types: bool = True,
+    act_of_scores: Literal["tanh", "gelu"] = "tanh",
+) -> ModelSpec:
     """`offset`: rows of the table of positions before the first token's."""
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12))
     act = activation(c, "hidden_act", "gelu")
     inner = c.size("intermediate_size")
-    layer = _layer(c, norm, inner, act, hidden="hidden_size", num_heads="num_attention_heads")
+    layer = _layer(c, norm, inner, act, position=position)
     rows = c.size("max_position_embeddings", 512)
     c.require("position_embedding_type", "absolute")
     c.require("is_decoder", False)
@@ -60,8 +75,8 @@ def _read(c: ConfigReader, family: str, offset: int) -> ModelSpec:
         rows - offset,
         learned_positions=LearnedPositionSpec(num_positions=rows, offset=offset),
         embed_norm=norm,
-        num_token_types=c.size("type_vocab_size", 2),
-        classifier=_classifier(c, "tanh"),
+        num_token_types=c.size("type_vocab_size", 2) if types else 0,
+        classifier=bert_classifier(c, act_of_scores),
     )
 
 
@@ -71,6 +86,19 @@ def read_bert(c: ConfigReader) -> ModelSpec:
 
 def read_roberta(c: ConfigReader) -> ModelSpec:
     return _read(c, "roberta", c.take("pad_token_id", int, 1) + 1)  # positions count from the padding's row on
+
+
+def read_electra(c: ConfigReader) -> ModelSpec:
+    """The large and the base model; smaller ones have narrower embeddings."""
+    c.require("embedding_size", c.size("hidden_size"))
+    c.ignore("summary_last_dropout")
+    return _read(c, "electra", 0, act_of_scores="gelu")
+
+
+def read_mpnet(c: ConfigReader) -> ModelSpec:
+    c.require("relative_attention_num_buckets", 32)
+    position = BucketSpec(num_buckets=32, max_distance=128, both_directions=True)
+    return _read(c, "mpnet", c.take("pad_token_id", int, 1) + 1, position=position, types=False)
 
 
 def read_distilbert(c: ConfigReader) -> ModelSpec:
@@ -88,7 +116,7 @@ def read_distilbert(c: ConfigReader) -> ModelSpec:
         num_layers="n_layers",
         learned_positions=LearnedPositionSpec(num_positions=rows),
         embed_norm=norm,
-        classifier=_classifier(c, "relu"),
+        classifier=bert_classifier(c, "relu"),
     )
 
 
@@ -107,6 +135,13 @@ BERT: dict[str, Theirs] = {
     "classifier.out": "classifier",
 }
 ROBERTA: dict[str, Theirs] = {**BERT, "classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"}
+MPNET: dict[str, Theirs] = {
+    **{name: theirs for name, theirs in ROBERTA.items() if name != "token_types"},
+    "distances": "encoder.relative_attention_bias",
+    "attention.qkv": ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    "attention.out": "attention.attn.o",
+    "attention_norm": "attention.LayerNorm",
+}
 DISTILBERT: dict[str, Theirs] = {
     "embed": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -148,6 +183,22 @@ FAMILIES = (
             ignored=UNREAD,
         )
         for kind, name in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert"))
+    ),
+    Family(
+        model_type="electra",
+        architectures=_architectures("Electra"),
+        read=read_electra,
+        names=table(ROBERTA, layer="encoder.layer.{i}."),
+        prefixes=("", "electra."),
+        ignored=(*UNREAD, r"(generator|discriminator)_\w+\..*"),
+    ),
+    Family(
+        model_type="mpnet",
+        architectures=_architectures("MPNet"),
+        read=read_mpnet,
+        names=table(MPNET, layer="encoder.layer.{i}."),
+        prefixes=("", "mpnet."),
+        ignored=UNREAD,
     ),
     Family(
         model_type="distilbert",

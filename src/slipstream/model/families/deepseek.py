@@ -33,34 +33,39 @@ def read_v2(c: ConfigReader) -> ModelSpec:
     method = c.take("topk_method", str, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise c.unsupported("topk_method", "only 'greedy' or 'group_limited_greedy' is supported")
-    groups = _groups(c, "best") if method == "group_limited_greedy" else None
+    groups = expert_groups(c, "best") if method == "group_limited_greedy" else None
     c.ignore("n_group", "topk_group")
-    moe = _moe(c, normalize=False, groups=groups, weight_scale=c.take("routed_scaling_factor", float, 1.0))
+    moe = mixture(c, normalize=False, groups=groups, weight_scale=c.take("routed_scaling_factor", float, 1.0))
     return _read(c, "deepseek_v2", moe, interleaved=True, dense=c.take("first_k_dense_replace", int, 0))
+
+
+def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
+    """V3's: logistic scores, corrected where experts are chosen."""
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that draft a second token
+    return mixture(
+        c,
+        normalize=c.take("norm_topk_prob", bool, True),
+        scores="sigmoid",
+        correction=True,
+        groups=expert_groups(c, "best_two"),
+        weight_scale=c.take("routed_scaling_factor", float, weight_scale),
+    )
 
 
 def read_v3(c: ConfigReader) -> ModelSpec:
     c.require("scoring_func", "sigmoid")
     c.require("topk_method", "noaux_tc")
-    moe = _moe(
-        c,
-        normalize=c.take("norm_topk_prob", bool, True),
-        scores="sigmoid",
-        correction=True,
-        groups=_groups(c, "best_two"),
-        weight_scale=c.take("routed_scaling_factor", float, 2.5),
-    )
-    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that draft a second token
+    moe = corrected_mixture(c, weight_scale=2.5)
     interleaved = c.take("rope_interleave", bool, True)
     return _read(c, "deepseek_v3", moe, interleaved=interleaved, dense=c.take("first_k_dense_replace", int, 3))
 
 
-def _groups(c: ConfigReader, by: Literal["best", "best_two"]) -> GroupLimit | None:
+def expert_groups(c: ConfigReader, by: Literal["best", "best_two"]) -> GroupLimit | None:
     limit = GroupLimit(num_groups=c.size("n_group"), num_chosen=c.size("topk_group"), by=by)
     return None if limit.num_groups == 1 else limit
 
 
-def _moe(
+def mixture(
     c: ConfigReader,
     *,
     normalize: bool,
@@ -120,16 +125,19 @@ def _read(c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dens
     return model(c, family, layer, norm, max_position)
 
 
-NAMES: dict[str, Theirs] = {
+SHARED: dict[str, Theirs] = {
     **LLAMA,
+    "correction": {"weight": "mlp.gate.e_score_correction_bias"},
+    "shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared.down": "mlp.shared_experts.down_proj",
+}
+NAMES: dict[str, Theirs] = {
+    **SHARED,
     "attention.q_latent": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.latent": "self_attn.kv_a_proj_with_mqa",
     "attention.k_norm": "self_attn.kv_a_layernorm",
     "attention.expand": "self_attn.kv_b_proj",
-    "correction": {"weight": "mlp.gate.e_score_correction_bias"},
-    "shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "shared.down": "mlp.shared_experts.down_proj",
 }
 
 

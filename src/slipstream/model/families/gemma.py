@@ -156,14 +156,14 @@ GGUF_NAMES = gguf_table(changes=dict.fromkeys(NORMS, "minus_one"))
 FAMILIES = (
     Family(
         model_type="gemma",
-        architectures=("GemmaForCausalLM",),
+        architectures=("GemmaForCausalLM", "GemmaForSequenceClassification"),
         read=read_gemma1,
         names=table(LLAMA),
         gguf=GGUFFamily(architecture="gemma", config=gguf_config, names=GGUF_NAMES),
     ),
     Family(
         model_type="gemma2",
-        architectures=("Gemma2ForCausalLM",),
+        architectures=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
         read=read_gemma2,
         names=table(SANDWICH),
         gguf=GGUFFamily(architecture="gemma2", config=gemma2_gguf_config, names=GGUF_NAMES),

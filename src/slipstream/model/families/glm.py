@@ -1,16 +1,17 @@
 """ChatGLM 2 and 3 and GLM-4: half of each head turned, neighbouring dimensions together; gate and up fused. The same model
 under its authors' names (`chatglm`) and under transformers' (`glm`); the models of 2025 (`glm4`) add norms after attention and
-MLP."""
+MLP; GLM-4.5 (`glm4_moe`) is a mixture of experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.deepseek import SHARED, corrected_mixture
 from slipstream.model.families.metadata import llama_gguf_config
 from slipstream.model.families.names import LLAMA, gguf_table, table
 from slipstream.model.families.pieces import Heads, attention, before, gated, heads, model, rms, rope
-from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, RopeSpec, SequentialBlock
+from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 
 def read_glm(c: ConfigReader) -> ModelSpec:
@@ -63,6 +64,25 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     return model(c, "chatglm", lambda i: layer, norm, max_position, vocab="padded_vocab_size", num_layers="num_layers")
 
 
+def read_glm4_moe(c: ConfigReader) -> ModelSpec:
+    """GLM-4.5 and 4.6: grouped heads, and DeepSeek V3's experts."""
+    h, hidden = heads(c), c.size("hidden_size")
+    max_position, eps = c.size("max_position_embeddings", 131072), c.take("rms_norm_eps", float, 1e-5)
+    norm, dense, moe = rms(hidden, eps), gated(c), corrected_mixture(c, weight_scale=1.0)
+    num_dense = c.take("first_k_dense_replace", int, 1)
+    of = attention(
+        h,
+        rope(c, h.head_dim, partial=0.5, max_position=max_position),
+        qkv_bias=c.take("attention_bias", bool, False),
+        qk_norm=QKNormSpec(over="head", eps=eps) if c.take("use_qk_norm", bool, False) else None,
+    )
+
+    def layer(i: int) -> LayerSpec:
+        return LayerSpec(attention=of, mlp=dense if i < num_dense else moe, block=before(norm))
+
+    return model(c, "glm4_moe", layer, norm, max_position)
+
+
 FUSED = {**LLAMA, "mlp.up": "mlp.gate_up_proj"}
 SANDWICH = {**FUSED, "post_attention": "post_self_attn_layernorm", "post_mlp": "post_mlp_layernorm"}
 CHATGLM = {
@@ -96,6 +116,13 @@ FAMILIES = (
         read=read_glm4,
         names=table(SANDWICH),
         gguf=GGUFFamily(architecture="glm4", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})),
+    ),
+    Family(
+        model_type="glm4_moe",
+        architectures=("Glm4MoeForCausalLM",),
+        read=read_glm4_moe,
+        names=table(SHARED),
+        ignored=(r"model\.layers\.(46|92)\..*",),  # the last layer drafts a second token
     ),
     Family(
         model_type="chatglm",

@@ -1,5 +1,5 @@
-"""Llama 2 and 3, SmolLM2, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which says
-which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
+"""Llama 2 and 3, SmolLM 2 and 3, and whatever else writes `model_type: llama`; Mistral, which adds a window, Ministral, which
+says which layers have it, and Mixtral, whose MLPs are mixtures of experts."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def read_ministral(c: ConfigReader) -> ModelSpec:
     return _read(c, "ministral", windows=True)
 
 
+def read_smollm3(c: ConfigReader) -> ModelSpec:
+    """Every fourth layer has no positions."""
+    count, every = c.size("num_hidden_layers"), c.size("no_rope_layer_interval", 4)
+    turned = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
+    c.require("use_sliding_window", False)
+    if len(turned) != count or not set(turned) <= {0, 1}:
+        raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
+    return _read(c, "smollm3", windows=False, turned=turned, tied=True)
+
+
 def read_mixtral(c: ConfigReader) -> ModelSpec:
     expert = gated(c)
     moe = MoESpec(
@@ -37,7 +47,16 @@ def read_mixtral(c: ConfigReader) -> ModelSpec:
     return _read(c, "mixtral", windows=True, mlp=moe)
 
 
-def _read(c: ConfigReader, family: str, *, windows: bool, mlp: MLPSpec | None = None) -> ModelSpec:
+def _read(
+    c: ConfigReader,
+    family: str,
+    *,
+    windows: bool,
+    mlp: MLPSpec | None = None,
+    turned: list[int] | None = None,
+    tied: bool = False,
+) -> ModelSpec:
+    """`turned`: 1 for the layers with positions, all of them without it."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 2048)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6))
@@ -51,11 +70,10 @@ def _read(c: ConfigReader, family: str, *, windows: bool, mlp: MLPSpec | None = 
 
     def layer(i: int) -> LayerSpec:
         seen = window if kinds[i] == "sliding_attention" else None
-        return LayerSpec(
-            attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=seen), mlp=mlp, block=before(norm)
-        )
+        at = position if turned is None or turned[i] else None
+        return LayerSpec(attention=attention(h, at, qkv_bias=bias, out_bias=bias, window=seen), mlp=mlp, block=before(norm))
 
-    return model(c, family, layer, norm, max_position)
+    return model(c, family, layer, norm, max_position, tied=tied)
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
@@ -79,7 +97,7 @@ UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 FAMILIES = tuple(
     Family(
         model_type=model_type,
-        architectures=(architecture,),
+        architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=reader,
         names=table(MIXTRAL) if reader is read_mixtral else names,
         ignored=ROTARY_BUFFERS,
@@ -91,5 +109,6 @@ FAMILIES = tuple(
         ("mistral", "MistralForCausalLM", read_mistral),
         ("ministral", "MinistralForCausalLM", read_ministral),
         ("mixtral", "MixtralForCausalLM", read_mixtral),
+        ("smollm3", "SmolLM3ForCausalLM", read_smollm3),
     )
 )

@@ -9,6 +9,7 @@ from slipstream.model.families.base import Names
 from slipstream.model.parameters import (
     MinusOne,
     Placement,
+    Swap,
     Transform,
     Transpose,
     Ungroup,
@@ -19,12 +20,13 @@ from slipstream.model.parameters import (
 from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
-Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one", "untwine", "untwine_transpose"]
+Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"]
 
 LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
     "final_norm": "model.norm",
     "head": "lm_head",
+    "classifier.out": "score",
     "pre_attention": "input_layernorm",
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.q_norm": "self_attn.q_norm",
@@ -141,8 +143,8 @@ def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: 
         return None
     if change == "transpose":
         return Transpose()
-    if change == "minus_one":
-        return MinusOne()
+    if change in ("minus_one", "swap"):
+        return MinusOne() if change == "minus_one" else Swap()
     if change in ("untwine", "untwine_transpose"):
         return Untwine(change == "untwine_transpose" and kind == "weight")
     assert layer is not None

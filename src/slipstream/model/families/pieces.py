@@ -11,6 +11,7 @@ from slipstream.model.families.base import ConfigReader
 from slipstream.model.spec import (
     Activation,
     AttentionSpec,
+    ClassifierSpec,
     DenseSpec,
     LayerSpec,
     LinearScaling,
@@ -95,7 +96,12 @@ def model(
     tied: bool = False,
     **more: Any,
 ) -> ModelSpec:
-    """The whole, when everything else has been read: no key may be left. `tied` is the default; `more` as in `ModelSpec`."""
+    """The whole, when everything else has been read: no key may be left. `tied` is the default; `more` as in `ModelSpec`. With
+    a classifier's architecture a decoder gets the one that transformers puts on each (`score`)."""
+    if "classifier" not in more and (labels := num_labels(c)) is not None:
+        more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
+    is_classifier = more.get("classifier") is not None
+    is_tied = c.take("tie_word_embeddings", bool, tied)
     spec = ModelSpec(
         family=family,
         vocab_size=c.size(vocab),
@@ -103,11 +109,19 @@ def model(
         max_position=max_position,
         layers=tuple(layer(i) for i in range(c.size(num_layers))),
         final_norm=norm,
-        tied_embeddings=c.take("tie_word_embeddings", bool, tied),
+        tied_embeddings=is_tied and not is_classifier,
         **more,
     )
     c.finish()
     return spec
+
+
+def num_labels(c: ConfigReader) -> int | None:
+    """Of architectures that end in ForSequenceClassification; `id2label` counts the labels, two by default."""
+    named = c.take("architectures", list, [""])
+    if not str(named[0]).endswith("ForSequenceClassification"):
+        return None
+    return len(c.take("id2label", dict, {"0": "", "1": ""}))
 
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:

@@ -105,7 +105,7 @@ def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
 FAMILIES = tuple(
     Family(
         model_type=name,
-        architectures=(architecture,),
+        architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=read,
         names=names,
         ignored=ROTARY_BUFFERS,

@@ -1,9 +1,10 @@
 """T5 and Flan-T5 (Raffel et al. 2020): an encoder and a decoder that reads its states; positions are biases by distance, norms
 are without a mean, scores are not scaled. v1.0 has ReLU and one table for both ends, v1.1 and Flan gated GELU and a head of its
-own."""
+own. UMT5 (Chung et al. 2023) has biases of each layer's own."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, Names
@@ -33,7 +34,8 @@ def _activation(c: ConfigReader) -> tuple[Activation, bool]:
     return ACTIVATIONS[name], is_gated
 
 
-def read(c: ConfigReader) -> ModelSpec:
+def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec:
+    """`own`: each layer has its table of distances."""
     c.require("is_encoder_decoder", True)
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor", "output_past")
@@ -47,7 +49,8 @@ def read(c: ConfigReader) -> ModelSpec:
     def attended(position: BucketSpec | None, **more: Any) -> AttentionSpec:
         return attention(h, position, scale=1.0, **more)
 
-    both, back = (BucketSpec(num_buckets=num_buckets, max_distance=far, both_directions=b) for b in (True, False))
+    buckets = partial(BucketSpec, num_buckets=num_buckets, max_distance=far, own=own)
+    both, back = buckets(both_directions=True), buckets(both_directions=False)
     block = SequentialBlock(pre_attention=norm, pre_mlp=norm)
     reader = LayerSpec(attention=attended(both, causal=False), mlp=mlp, block=block)
     block = SequentialBlock(pre_attention=norm, pre_cross=norm, pre_mlp=norm)
@@ -58,7 +61,7 @@ def read(c: ConfigReader) -> ModelSpec:
     tied = c.take("tie_word_embeddings", bool, True)
     scaled = c.take("scale_decoder_outputs", bool, tied)
     spec = ModelSpec(
-        family="t5",
+        family=family,
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
         max_position=c.size("n_positions", 512),
@@ -103,6 +106,8 @@ T5: dict[str, Theirs] = {
     **{f"attention.{part}": _SELF[part] for part in ("qkv", "out")},
     "pre_cross": "layer.1.layer_norm",
     **{f"cross.{part}": _CROSS[part] for part in ("q", "kv", "out")},
+    "attention.distances": "layer.0.SelfAttention.relative_attention_bias",
+    "encoder.attention.distances": "layer.0.SelfAttention.relative_attention_bias",
     "encoder.final_norm": "encoder.final_layer_norm",
     "encoder.distances": f"encoder.{_DISTANCES}",
     "encoder.pre_attention": "layer.0.layer_norm",
@@ -115,9 +120,13 @@ FAMILIES = tuple(
     Family(
         model_type=kind,
         architectures=(architecture,),
-        read=read,
+        read=partial(read, family=kind, own=True) if kind == "umt5" else read,
         names=names,
         ignored=COPIES,
     )
-    for kind, architecture in (("t5", "T5ForConditionalGeneration"), ("mt5", "MT5ForConditionalGeneration"))
+    for kind, architecture in (
+        ("t5", "T5ForConditionalGeneration"),
+        ("mt5", "MT5ForConditionalGeneration"),
+        ("umt5", "UMT5ForConditionalGeneration"),
+    )
 )

@@ -1,0 +1,122 @@
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663) and EuroBERT: encoders made as decoders are, with norms before each half
+of a layer, rotary positions and gated MLPs. Most of ModernBERT's layers see a window on both sides of a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.families.bert import UNREAD
+from slipstream.model.families.llama import ROTARY_BUFFERS
+from slipstream.model.families.names import LLAMA, Theirs, table
+from slipstream.model.families.pieces import (
+    activation,
+    attention,
+    before,
+    gated,
+    heads,
+    kinds_of_layers,
+    layer_norm,
+    model,
+    num_labels,
+    rms,
+    rope,
+)
+from slipstream.model.spec import ClassifierSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
+
+
+def read_modernbert(c: ConfigReader) -> ModelSpec:
+    hidden, bias = c.size("hidden_size"), c.take("attention_bias", bool, False)
+    norm = layer_norm(hidden, c.take("norm_eps", float, 1e-5), bias=c.take("norm_bias", bool, False))
+    h = heads(c, num_kv_heads=None)
+    max_position = c.size("max_position_embeddings", 8192)
+    every, local = c.size("global_attn_every_n_layers", 3), c.size("local_attention", 128)
+    kinds = kinds_of_layers(c, lambda i: "sliding_attention" if i % every else "full_attention")
+    c.require("layer_norm_eps", norm.eps)  # written a second time
+    c.require("position_embedding_type", "absolute", "rope")  # which is not read
+    c.ignore("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index", "mlp_dropout", "initializer_cutoff_factor")
+    c.ignore("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "initializer_factor")
+    bases = {"full_attention": c.take("global_rope_theta", float, 160000.0), "sliding_attention": 10000.0}
+    bases["sliding_attention"] = c.take("local_rope_theta", float, bases["sliding_attention"])
+    mlp = gated(c, "hidden_activation", "gelu", bias=c.take("mlp_bias", bool, False))
+
+    def layer(i: int) -> LayerSpec:
+        kind = kinds[i]
+        return LayerSpec(
+            attention=attention(
+                h,
+                rope(c, h.head_dim, max_position=max_position, theta=bases[kind], kind=kind),
+                causal=False,
+                window=local // 2 + 1 if kind == "sliding_attention" else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            mlp=mlp,
+            block=before(norm) if i else SequentialBlock(pre_mlp=norm),  # the embeddings have been normed
+        )
+
+    spec = model(c, "modernbert", layer, norm, max_position, embed_norm=norm, classifier=_classifier(c, norm))
+    return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
+
+
+def _classifier(c: ConfigReader, norm: NormSpec) -> ClassifierSpec | None:
+    act, bias = activation(c, "classifier_activation", "gelu"), c.take("classifier_bias", bool, False)
+    pooling = c.take("classifier_pooling", str, "cls")
+    if (labels := num_labels(c)) is None:
+        return None
+    if act != "gelu" or pooling not in ("cls", "mean"):
+        field = "classifier_pooling" if act == "gelu" else "classifier_activation"
+        raise c.unsupported(field, "only 'gelu', and 'cls' or 'mean', are supported")
+    return ClassifierSpec(num_labels=labels, activation="gelu", norm=norm, bias=bias, pooling=pooling)  # type: ignore[arg-type]
+
+
+def read_eurobert(c: ConfigReader) -> ModelSpec:
+    h, max_position = heads(c), c.size("max_position_embeddings", 8192)
+    bias = c.take("attention_bias", bool, False)
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))
+    position = rope(c, h.head_dim, max_position=max_position, theta=250000.0)
+    layer = LayerSpec(
+        attention=attention(h, position, causal=False, qkv_bias=bias, out_bias=bias),
+        mlp=gated(c, bias=c.take("mlp_bias", bool, False)),
+        block=before(norm),
+    )
+    c.ignore("classifier_pooling", "mask_token", "mask_token_id", "clf_pooling")
+    more: dict[str, Any] = {"tied": False}
+    return dataclasses.replace(model(c, "eurobert", lambda i: layer, norm, max_position, **more), tied_embeddings=False)
+
+
+MODERNBERT: dict[str, Theirs] = {
+    "embed": "embeddings.tok_embeddings",
+    "embed_norm": "embeddings.norm",
+    "final_norm": "final_norm",
+    "pre_attention": "attn_norm",
+    "attention.qkv": "attn.Wqkv",
+    "attention.out": "attn.Wo",
+    "pre_mlp": "mlp_norm",
+    "mlp.up": "mlp.Wi",
+    "mlp.down": "mlp.Wo",
+    "classifier.dense": "head.dense",
+    "classifier.norm": "head.norm",
+    "classifier.out": "classifier",
+}
+EUROBERT = {name: theirs.removeprefix("model.") if isinstance(theirs, str) else theirs for name, theirs in LLAMA.items()}
+
+FAMILIES = (
+    Family(
+        model_type="modernbert",
+        architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+        read=read_modernbert,
+        names=table(MODERNBERT, layer="layers.{i}."),
+        prefixes=("", "model."),
+        ignored=(*UNREAD, r"head\..*", r"decoder\..*"),
+    ),
+    Family(
+        model_type="eurobert",
+        architectures=("EuroBertModel", "EuroBertForMaskedLM"),
+        read=read_eurobert,
+        names=table(EUROBERT, layer="layers.{i}."),
+        prefixes=("", "model."),
+        ignored=(*UNREAD, *ROTARY_BUFFERS),
+    ),
+)

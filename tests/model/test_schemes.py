@@ -1,0 +1,120 @@
+"""Every quantisation scheme on every family: decoders, mixtures of experts, encoders and encoder-decoders; on the reference,
+which has all schemes, and on the CPU's kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.loader import load_model
+from slipstream.model.parameters import parameters
+from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import MoESpec
+from slipstream.plan.memory import weights_bytes
+from tests import tiny_models
+from tests.model.harness import CPU, run, states, written
+
+TOKENS = list(range(5, 25))
+STD = 0.06  # small enough that scores stay apart from one-hot, where rounding would tip them
+WIDE = {"init_std": STD, "initializer_range": STD, "hidden_size": 128, "intermediate_size": 128, "n_embd": 128, "d_model": 128}
+WIDE |= {"ffn_dim": 128, "head_dim": 32, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_head_dim": 16}
+WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
+SPECIAL = {
+    "gpt_bigcode-mha": {"multi_query": False},
+    "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
+    "falcon-40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+# Rounding may choose another expert, which says nothing of the products: all are chosen. (And two layers, as elsewhere.)
+ALL_EXPERTS = {
+    "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
+    "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+}
+DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
+EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
+
+
+def build(folder, family):
+    name = family if family in (*tiny_models.ENCODERS, *tiny_models.T5S) else family.split("-")[0]
+    kinds = {**tiny_models.FAMILIES, **tiny_models.ENCODERS, **tiny_models.T5S}
+    sizes = {key: value for key, value in WIDE.items() if kinds[name].get(key) is not None}
+    sizes |= {**SPECIAL.get(family, {}), **ALL_EXPERTS.get(family, {})}
+    if name in tiny_models.T5S:
+        tiny_models.build_t5(folder, name, **sizes, num_heads=4, initializer_factor=0.3, noise=0.01)
+    elif name in tiny_models.ENCODERS:
+        tiny_models.build_encoder(folder, name, **sizes)
+    else:
+        tiny_models.build(folder, name, **sizes)
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    build(path, request.param)
+    return path
+
+
+def load(path, ops, scheme, dtype):
+    return load_model(path, ops=ops, device=CPU, dtype=dtype, scheme=SCHEMES[scheme] if scheme else None)
+
+
+def outputs(model):
+    """Logits, or an encoder's states."""
+    spec = model.spec
+    if spec.encoder is not None:
+        return torch.cat(written(model, [TOKENS], [[0, *TOKENS[:9]]])).float()
+    return torch.cat(states(model, [TOKENS])).float() if spec.is_encoder else run(model, TOKENS).float()
+
+
+def near(ours, dense, scheme):
+    """Others would be √2 away."""
+    error = ((ours - dense).norm() / dense.norm()).item()
+    return 0 < error < (0.5 if scheme.startswith(("int4", "mxfp4")) else 0.2)
+
+
+def is_mixture(spec):
+    return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_every_scheme_loads_on_every_family(folder, scheme):
+    """What comes out is near the unrounded, and the ledger says what is held."""
+    dense = load(folder, ReferenceOps(), None, torch.bfloat16)
+    spec = dense.spec
+    if SCHEMES[scheme].experts_only and not is_mixture(spec):
+        with pytest.raises(ConfigError, match="experts"):
+            load(folder, ReferenceOps(), scheme, torch.bfloat16)
+        return
+    if SCHEMES[scheme].head and spec.is_encoder:
+        with pytest.raises(ConfigError, match="head"):
+            load(folder, ReferenceOps(), scheme, torch.bfloat16)
+        return
+    rounded = load(folder, ReferenceOps(), scheme, torch.bfloat16)
+    assert near(outputs(rounded), outputs(dense), scheme)
+    layers = [*rounded.decoder.layers, *(rounded.decoder.encoder.layers if rounded.decoder.encoder else ())]
+    kept = [[getattr(x.attention, name, None) for x in layers] for name in ("cos_sin", "slopes", "bias")]
+    tables_bytes = sum({t.data_ptr(): t.nbytes for tables in kept for t in tables if t is not None}.values())
+    made = sum(math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name)  # into such tables
+    planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())
+    assert planned + tables_bytes - 2 * made == rounded.weights_bytes
+    corrections = sum(m.num_experts for m in (x.mlp for x in spec.layers) if isinstance(m, MoESpec) and m.correction)
+    assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + corrections * 2
+
+
+@pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32", "mxfp4"])
+def test_what_a_cpu_has_loads_on_every_family(folder, scheme):
+    """Experts are rounded there to MXFP4 alone, and then expanded."""
+    dense = load(folder, NativeOps(1), None, torch.float32)
+    if is_mixture(dense.spec) is not SCHEMES[scheme].experts_only:
+        with pytest.raises(ConfigError, match="experts"):
+            load(folder, NativeOps(1), scheme, torch.float32)
+        return
+    assert near(outputs(load(folder, NativeOps(1), scheme, torch.float32)), outputs(dense), scheme)
