@@ -97,6 +97,8 @@ class Quantize:
     true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
     num_steps: int = 200  # learned rounding
+    step_tokens: int = 2048  # learned rounding
+    catch_up: float = 0.0  # the share of what rounding before a product changed in its inputs that it makes up for
 
     def check(self) -> None:
         if isinstance(self.bits, Budget):
@@ -118,6 +120,9 @@ class Quantize:
         if not 0 < self.damping < 1:
             raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
         _at_least("num_steps", self.num_steps, 1)
+        _at_least("step_tokens", self.step_tokens, 1)
+        if not 0 <= self.catch_up <= 1:
+            raise ConfigError(f"catch_up={self.catch_up} must be a share from 0 to 1", field="catch_up")
         for pattern, given in self.overrides.items():
             unknown = given.keys() - OVERRIDABLE
             if unknown:
@@ -159,7 +164,11 @@ class Quantize:
         asked = (self.rounding, *(given.get("rounding", "nearest") for given in self.overrides.values()))
         static = (self.static_inputs, *(given.get("static_inputs", False) for given in self.overrides.values()))
         return (
-            any(r != "nearest" for r in asked) or any(static) or self.scaling is not None or isinstance(self.bits, Budget)
+            any(r != "nearest" for r in asked)
+            or any(static)
+            or self.scaling is not None
+            or isinstance(self.bits, Budget)
+            or self.catch_up > 0
         )
 
 

@@ -177,6 +177,17 @@ def gptq(
     return Rounded(grid, grid.codes(found[:, back].contiguous()))
 
 
+def caught_up(weight: Tensor, stats: InputStats, share: float, *, damping: float = 0.01) -> Tensor:
+    """The weight [out, in] that comes nearest to what the original gives of the original's inputs x° where it reads x, which
+    earlier layers' rounding made of them: W + share · W (Σ (x° − x) xᵀ) (Σ x xᵀ + damping)⁻¹. Without `stats.shift` as it is.
+    (The aim of GPTAQ, Li et al. 2025, reached before any column is rounded: it goes with every way of rounding.)"""
+    if stats.shift is None or not share:
+        return weight
+    damped = stats.hessian.clone()
+    damped.diagonal().add_(damping * float(damped.diagonal().mean()) + 1e-30)
+    return weight + share * torch.linalg.solve(damped, (weight @ stats.shift).T).T
+
+
 def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped matrix's inverse; damping grows where rounding made it singular."""
     live = hessian.diagonal()[~dead]
