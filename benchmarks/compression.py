@@ -1,14 +1,13 @@
 """What each way of compressing costs in quality: every row a recipe carried out, and compared with the original on text that
 calibrated nothing.
 
-    python benchmarks/compression.py [--model smollm2] [--rows int4-gptq,int4-awq] [--all] [--also NAME=PATH ...]
+    python benchmarks/compression.py [--model smollm2] [--rows "int4 gptq;int4 awq"] [--all] [--also NAME=PATH ...]
     python benchmarks/compression.py --device cuda --calibrate 128x1024 --evaluate 48x1024 --rows structured --speed
 
 `--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same
-way. The yardstick is the original, run in float32. On a GPU everything is measured by the reference kernels, which carry out
-definitions exactly, and so are 8-bit products on a CPU; the rest there by whatever the CPU has. Rows are kept as they come, so
-that a run that was broken off goes on with the rows that are missing (`--again` measures them anew), and `--merge FILE ...`
-puts the rows of several runs with the same settings into one file.
+way. Everything is measured by the reference kernels, which carry out definitions exactly, and the yardstick is the original in
+float32. Rows are kept as they come, so that a run that was broken off goes on with the rows that are missing (`--again` measures
+them anew), and `--merge FILE ...` puts the rows of several runs with the same settings into one file.
 
 Bits are those of the products that were rounded, scales included; bytes those of the weights on disk. `--speed`: tokens/s of
 the original and of each row, as a report has them, in the type and with the kernels that a server would take.
@@ -21,6 +20,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,13 @@ ROWS: dict[str, list[Any]] = {
     "int8 smoothquant": preset("int8") or [],
     "int4 nearest, no clipping": [{"quantize": {**FOUR, "clip": False}}],
     "int4 nearest": [{"quantize": FOUR}],
+    "int4 gptq, catching up": [{"quantize": {**FOUR, **GPTQ, "catch_up": 1.0}}],
     "int4 awq": [{"quantize": {**FOUR, "scaling": "awq"}}],
     "int4 gptq": [{"quantize": {**FOUR, **GPTQ}}],
     "int4 awq gptq": [{"quantize": {**FOUR, **GPTQ, "scaling": "awq"}}],
     "int4 gptq zeros": [{"quantize": {**FOUR, **GPTQ, "symmetric": False}}],
     "int4 learned": [{"quantize": {**FOUR, **LEARNED}}],
+    "int4 learned, catching up": [{"quantize": {**FOUR, **LEARNED, "catch_up": 1.0}}],
     "int4 awq learned": [{"quantize": {**FOUR, **LEARNED, "scaling": "awq"}}],
     "int4 gptq qat": [{"quantize": {**FOUR, **GPTQ}}, {"qat": QAT}],
     "mixed 4.25 gptq": [{"quantize": {"bits": MIXED, "group_size": 64, **GPTQ}}],
@@ -71,6 +73,10 @@ ROWS: dict[str, list[Any]] = {
         for pattern in (None, "2:4")
         for method in ("magnitude", "wanda", "sparsegpt")
     },
+    **{
+        f"{pattern or '50 %'} sparsegpt, catching up": [{"sparsify": {"pattern": pattern, "catch_up": 1.0}}]
+        for pattern in (None, "2:4")
+    },
     "structured": [
         {"prune": {"size": 0.75}},
         {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 6e-4, "nll_weight": 0.5}},
@@ -78,7 +84,7 @@ ROWS: dict[str, list[Any]] = {
     "draft 1/3": [{"prune": {"size": 1 / 3}}, {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 1e-3}}],
 }
 SLOW = (
-    *("int4 learned", "int4 awq learned", "int4 gptq qat", "mixed 4.25 gptq", "int3 gptq qat"),
+    *("int4 learned", "int4 learned, catching up", "int4 awq learned", "int4 gptq qat", "mixed 4.25 gptq", "int3 gptq qat"),
     *("structured", "draft 1/3"),
 )
 """Those that take long on a CPU: only by name, or with --all."""
@@ -123,8 +129,7 @@ def carry_out(source: Any, steps: list[Any], out: Path, calibration: list[Any], 
     facts: dict[str, Any] = {"recipe": recipe.as_data()}
     if recipe.reshapes:
         assert rest(recipe) is None
-        told: list[str] = []
-        made = reshape(source, recipe, out, device=device, say=told.append)
+        made = reshape(source, recipe, out, device=device, say=partial(print, flush=True))
         facts["num_parameters"] = made.spec.num_parameters
         facts["num_layers"] = made.spec.num_layers
         history = json.loads((made.path / "distill.json").read_text())["history"]
@@ -174,7 +179,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of products in calibration")
-    parser.add_argument("--rows", help="names, with commas")
+    parser.add_argument("--rows", help="names, with semicolons")
     parser.add_argument("--all", action="store_true", help="also the rows that take long on a CPU")
     parser.add_argument("--again", action="store_true", help="measure what is in the output already, too")
     parser.add_argument("--set", action="append", default=[], metavar="STEP.NAME=VALUE", help="in the rows' recipes")
@@ -188,15 +193,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.merge:
         return merge(args)
-    names = args.rows.split(",") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
+    names = args.rows.split(";") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
     source = read_spec(resolve_model(args.model))
     tokenizer = Tokenizer.from_pretrained(source.path)
     num_windows, context = args.evaluate
     text = TextSettings(context=context, stride=context, num_windows=num_windows)
     calibration = calibration_windows(tokenizer=tokenizer, num_windows=args.calibrate[0], context=args.calibrate[1])
     device = torch.device("cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu")
-    on_gpu = device.type == "cuda"
-    plain = EngineArgs(model=args.model, device=device.type, dtype="float32", kernels="reference" if on_gpu else "auto")
+    plain = EngineArgs(model=args.model, device=device.type, dtype="float32", kernels="reference")
     settings = {
         "model": args.model,
         "text": dataclasses.asdict(text),
@@ -222,13 +226,10 @@ def main() -> None:
                 continue
             out = folder / shown.replace(" ", "-").replace("/", "of")
             facts = carry_out(source, changed(ROWS[name], args.set), out, calibration, device, getattr(torch, args.dtype))
-            exact = on_gpu or name.startswith(("fp8", "int8"))
-            run_as = dataclasses.replace(plain, model=str(out), kernels="reference" if exact else "auto")
-            row = {**measure(original, run_as, text), **facts}
+            row = {**measure(original, dataclasses.replace(plain, model=str(out)), text), **facts}
             save(shown, row)
             if args.speed:
-                kind = "bfloat16" if on_gpu else "float32"
-                as_served = dataclasses.replace(plain, dtype=kind, kernels="auto")
+                as_served = dataclasses.replace(plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto")
                 speed = speed or tokens_per_s(as_served)
                 own = tokens_per_s(dataclasses.replace(as_served, model=str(out)))
                 save(shown, {**row, "tokens_per_s": own, "tokens_per_s_original": speed})
