@@ -6,7 +6,7 @@ calibrated nothing.
 
 `--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same
 way. Everything is measured by the reference kernels, which carry out definitions exactly, and the yardstick is the original in
-float32. Rows are kept as they come, so that a run that was broken off goes on with the rows that are missing (`--again` measures
+float32. Rows are kept as they come: a run that was broken off goes on with the rows that are missing (`--again` measures
 them anew), and `--merge FILE ...` puts the rows of several runs with the same settings into one file.
 
 Bits are those of the products that were rounded, scales included; bytes those of the weights on disk. `--speed`: tokens/s of
@@ -123,7 +123,9 @@ def changed(steps: list[Any], given: list[str]) -> list[Any]:
     return made
 
 
-def carry_out(source: Any, steps: list[Any], out: Path, calibration: list[Any], device: torch.device, dtype: torch.dtype) -> dict:
+def carry_out(
+    source: Any, steps: list[Any], out: Path, calibration: list[Any], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """The checkpoint at `out`, and what is to be said of it."""
     recipe, begin = parse(steps), time.perf_counter()
     facts: dict[str, Any] = {"recipe": recipe.as_data()}
