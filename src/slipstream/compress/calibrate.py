@@ -226,7 +226,8 @@ class Stream:
         names = [name for name, _ in product_weights(self.layer(index, parameters, ObservingOps()))]
         wanted = [name for name in names if name.partition("@")[0] in products]
         last = wanted[-1] if wanted and "@" not in wanted[-1] and not wanted[-1].startswith("shared.") else None
-        ours = self._each(index, parameters, ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs), self.states)
+        watching = ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs)
+        ours = self._each(index, parameters, watching, self.states)
         if original is None:
             deque(ours, maxlen=0)
             return stats
