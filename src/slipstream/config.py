@@ -446,7 +446,7 @@ def _reject_unsupported(
 def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], frozenset[str]]:
     """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
     if device.is_cuda or kernels == "reference":
-        return frozenset(("fp8", "int8", "int4")), frozenset(("fp8", "int8", "int4"))
+        return frozenset(("fp8", "int8", "int8-split", "int4")), frozenset(("fp8", "int8", "int4"))
     return frozenset(() if kernels == "torch" else ("int8", "int4")), frozenset()
 
 

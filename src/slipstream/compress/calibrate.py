@@ -78,12 +78,16 @@ class InputStats:
 
 @dataclass(frozen=True, slots=True)
 class FakeInputs:
-    """How a product's inputs are rounded: token by token, or by one scale."""
+    """How a product's inputs are rounded: token by token, or by one scale; `columns` of them not."""
 
     form: InputFormat
     scale: float | None = None
+    columns: tuple[int, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.columns:
+            at = torch.tensor(self.columns, device=x.device)
+            return FakeInputs(self.form, self.scale)(x.index_fill(1, at, 0.0)).index_copy(1, at, x[:, at])
         if self.scale is None:
             q = quantize_rows(x, self.form)
             return (q.values.float() * q.scales).to(x.dtype)

@@ -98,6 +98,7 @@ class Quantize:
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
+    outliers: float | None = None  # LLM.int8(): columns of inputs that reach so far keep the model's type
     catch_up: float = 0.0  # the share of what rounding before a product changed in its inputs that it makes up for
 
     def check(self) -> None:
@@ -112,6 +113,11 @@ class Quantize:
         if self.scaling == "smoothquant" and self.inputs is None:
             raise ConfigError(
                 "smoothquant makes inputs easy to round: it needs inputs: int8 or fp8 (or take awq)", field="scaling"
+            )
+        if self.outliers is not None and (self.inputs != "int8" or self.static_inputs or self.outliers <= 0):
+            raise ConfigError(
+                f"outliers={self.outliers} must be above 0, and goes with inputs: int8 that are scaled as they come",
+                field="outliers",
             )
         if self.rounding != "nearest" and self.kind == "float":
             raise ConfigError(f"rounding={self.rounding!r} is for integer weights; take nearest", field="rounding")
@@ -169,6 +175,7 @@ class Quantize:
             or self.scaling is not None
             or isinstance(self.bits, Budget)
             or self.catch_up > 0
+            or self.outliers is not None
         )
 
 
@@ -240,6 +247,7 @@ PRESETS: dict[str, list[Any]] = {
         {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
     ],
     "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
+    "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
     "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
     "2:4": [{"sparsify": {"pattern": "2:4"}}],

@@ -41,7 +41,7 @@ from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import parameters
-from slipstream.model.quantization_config import StoredFormats
+from slipstream.model.quantization_config import COLUMNS_NAME, StoredFormats
 from slipstream.model.save import check_writable
 from slipstream.model.scheme import FORMAT_MAX, WeightFormat
 from slipstream.model.spec import LayerSpec, MoESpec, ParallelBlock
@@ -317,11 +317,13 @@ class _Job:
 
     def fake_inputs(self, index: int) -> dict[str, FakeInputs]:
         """How the inputs of the layer's products are rounded when it runs."""
-        found = {}
+        found, note = {}, self.work.note(f"layer-{index:05d}")
         for name in ORDER:
             fmt = self.formats.get(f"layers.{index}.{name}.weight")
             if fmt is not None and fmt.inputs is not None:
-                found[name] = FakeInputs(fmt.inputs)  # by token also where a scale is written: as Slipstream runs it
+                columns = note["columns"].get(name, ()) if note is not None else ()
+                # By token also where a scale is written: as Slipstream runs it.
+                found[name] = FakeInputs(fmt.inputs, columns=tuple(columns))
         return found
 
     @torch.no_grad()
@@ -333,7 +335,7 @@ class _Job:
             for p in self.plan.products
             if p.name.startswith(prefix) and (p.fmt is not None or p.sparse)
         }
-        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}}
+        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}, "columns": {}}
         rounded: dict[str, Rounded] = {}
         if self.quantize is not None and self.quantize.scaling is not None:
             self.move_scales(index, values, {name: p for name, p in todo.items() if p.fmt is not None}, note)
@@ -361,7 +363,9 @@ class _Job:
                 if (own := stats.get(name)) is not None:
                     note["errors"][name] = relative_error(before, values[f"{name}.weight"], own)
                 if product.fmt is not None and product.fmt.inputs is not None:
-                    done[name] = FakeInputs(product.fmt.inputs)
+                    if self.quantize is not None and self.quantize.outliers is not None and name in stats:
+                        note["columns"][name] = outlier_columns(stats[name].absmax, self.quantize.outliers)
+                    done[name] = FakeInputs(product.fmt.inputs, columns=tuple(note["columns"].get(name, ())))
                 if product.fmt is not None and product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
         return rounded, note
@@ -488,13 +492,33 @@ class _Job:
             config["quantization_config"] = cache_only_config(kv)
         if self.turn is not None:
             config["tie_word_embeddings"] = False
-        self.work.publish(self.original, self.parts, config, self.recipe.as_data(), finish)
+
+        def finished(folder: Path) -> None:
+            if columns := self.columns():
+                (folder / COLUMNS_NAME).write_text(json.dumps(columns) + "\n")
+            finish(folder)
+
+        self.work.publish(self.original, self.parts, config, self.recipe.as_data(), finished)
+
+    def columns(self) -> dict[str, list[int]]:
+        """By the checkpoint's modules, the inputs that keep the model's type."""
+        noted: dict[str, list[int]] = {}
+        for index in range(self.source.spec.num_layers):
+            note = self.work.note(f"layer-{index:05d}") or {}
+            noted.update({f"layers.{index}.{name}.weight": columns for name, columns in note["columns"].items() if columns})
+        return {name.removesuffix(".weight"): noted[at.target] for name, at in self.names.places.items() if at.target in noted}
 
 
 def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
     if settings.rounding == "gptq" and stats is not None:
         return gptq(weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip)
     return nearest(weight, fmt, dtype, clip=settings.clip, stats=stats)
+
+
+def outlier_columns(absmax: Tensor, threshold: float) -> list[int]:
+    """The inputs [in] that reach the threshold, and of the others the largest, up to a multiple of 16, which products like."""
+    count = int((absmax >= threshold).sum())
+    return sorted(absmax.topk(min(len(absmax), -(-count // 16) * 16)).indices.tolist())
 
 
 def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:

@@ -13,7 +13,7 @@ everything from the cache: prefill, chunked prefill and decode are one op.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
@@ -181,6 +181,30 @@ class ScaledLinear(Linear):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLinear(Linear):
+    """`int8-split` (LLM.int8(), Dettmers et al. 2022): of the inputs, `columns` meet `dense` in the model's type, and what is
+    left of them meets `weight`, an int8 `ScaledLinear`'s, which has zeros there. Inputs come in the model's type."""
+
+    scales: Tensor  # float32 [out]
+    out_dtype: torch.dtype
+    columns: Tensor  # int64 [C]
+    dense: Tensor  # of the model's type [out, C]
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
+        """Of all columns' codes int8 [out, in], which are changed."""
+        at = torch.tensor(columns, device=codes.device)
+        dense = (codes[:, at].float() * scales[:, None]).to(dtype)
+        codes[:, at] = 0
+        return cls(weight=codes, scales=scales, out_dtype=dtype, columns=at, dense=dense)
+
+    @property
+    def rest(self) -> ScaledLinear:
+        """With the bias."""
+        return ScaledLinear(weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear(Linear):
     """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
     j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
@@ -265,7 +289,7 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `adopt_linear` takes as they are."""
     rounded: frozenset[str] = frozenset()
-    """The schemes, of fp8, int8 and int4, whose weights `adopt_linear` takes; others are expanded before."""
+    """The schemes, of fp8, int8, int8-split and int4, whose weights `adopt_linear` takes; others are expanded before."""
     rounded_experts: frozenset[str] = frozenset()
     """The same of `adopt_experts`."""
 
@@ -312,6 +336,11 @@ class OpSet(ABC):
     def linear(self, x: Activations, w: Linear) -> Tensor:
         """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x that is not yet as
         `w.inputs` wants it is quantised first; the result has the model's type."""
+
+    def split_linear(self, x: Tensor, w: SplitLinear) -> Tensor:
+        """`linear` of such a weight, by the op set's own product of 8 bits."""
+        rest = self.linear(x.index_fill(1, w.columns, 0.0), w.rest)
+        return torch.addmm(rest, x[:, w.columns], w.dense.T)
 
     @abstractmethod
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:

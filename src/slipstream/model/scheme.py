@@ -73,6 +73,7 @@ class WeightFormat:
 
     A scale is for `group_size` inputs of a row, for a row (None), or for the whole weight (`whole`). `inputs` is the 8-bit form
     that the product's inputs are rounded to, token by token as they come, or by one scale found beforehand (`static_inputs`).
+    With `split` some columns of int8 inputs keep the model's type (`quantization_config.COLUMNS_NAME`).
     """
 
     kind: Literal["int", "float"] = "int"
@@ -82,6 +83,7 @@ class WeightFormat:
     whole: bool = False
     inputs: InputFormat | None = None
     static_inputs: bool = False
+    split: bool = False
 
     @property
     def lowest(self) -> int:
@@ -89,10 +91,10 @@ class WeightFormat:
         return -(1 << self.bits - 1)
 
     @property
-    def product(self) -> Literal["fp8", "int8", "int4"] | None:
+    def product(self) -> Literal["fp8", "int8", "int8-split", "int4"] | None:
         """The scheme whose product computes with it as it is; None: it is expanded to the model's type."""
         if self.inputs is not None:
-            return self.inputs
+            return "int8-split" if self.split else self.inputs
         return "int4" if self.kind == "int" and self.bits <= 4 else None
 
     @property

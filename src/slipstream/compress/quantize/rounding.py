@@ -185,7 +185,8 @@ def caught_up(weight: Tensor, stats: InputStats, share: float, *, damping: float
         return weight
     damped = stats.hessian.clone()
     damped.diagonal().add_(damping * float(damped.diagonal().mean()) + 1e-30)
-    return weight + share * torch.linalg.solve(damped, (weight @ stats.shift).T).T
+    change: Tensor = torch.linalg.solve(damped, (weight @ stats.shift).T).T
+    return weight + share * change
 
 
 def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:

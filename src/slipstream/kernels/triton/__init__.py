@@ -18,6 +18,7 @@ from slipstream.kernels.ops import (
     OpSet,
     Quantized,
     SamplingTensors,
+    SplitLinear,
 )
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
@@ -38,7 +39,8 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
-    rounded = rounded_experts = frozenset(("fp8", "int8", "int4"))
+    rounded_experts = frozenset(("fp8", "int8", "int4"))
+    rounded = rounded_experts | {"int8-split"}
 
     def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
         self.tiles = NO_TILES if deterministic else tiles
@@ -77,6 +79,9 @@ class TritonOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
+        if isinstance(w, SplitLinear):
+            assert isinstance(x, Tensor)
+            return self.split_linear(x, w)
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
