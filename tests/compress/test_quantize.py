@@ -30,6 +30,7 @@ MIXED = {
 RECIPES = {
     **{name: preset(name) for name in PRESETS if name != "2:4"},
     "int8 plain": [{"quantize": {"bits": 8, "inputs": "int8"}}],
+    "fp8 gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
     "outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 1.5}}],
     "caught up": [{"quantize": {"group_size": 32, "rounding": "gptq", "catch_up": 1.0}}],
     "learned, caught up": [{"quantize": {"group_size": 32, "rounding": "learned", "num_steps": 3, "catch_up": 0.5}}],

@@ -119,8 +119,8 @@ class Quantize:
                 f"outliers={self.outliers} must be above 0, and goes with inputs: int8 that are scaled as they come",
                 field="outliers",
             )
-        if self.rounding != "nearest" and self.kind == "float":
-            raise ConfigError(f"rounding={self.rounding!r} is for integer weights; take nearest", field="rounding")
+        if self.rounding == "learned" and self.kind == "float":
+            raise ConfigError("rounding='learned' is for integer weights; take nearest or gptq", field="rounding")
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
         if not 0 < self.damping < 1:

@@ -85,6 +85,15 @@ class WeightFormat:
     static_inputs: bool = False
     split: bool = False
 
+    def __str__(self) -> str:
+        """For a person."""
+        scales = "whole" if self.whole else "by row" if self.group_size is None else f"by {self.group_size}"
+        kind = f"{self.kind}{self.bits} {scales}" + ("" if self.symmetric else ", zero points")
+        if self.inputs is None:
+            return kind
+        how = "one scale found beforehand" if self.static_inputs else "a scale a token"
+        return f"{kind}; inputs in {self.inputs}, {how}" + (", but their outliers" if self.split else "")
+
     @property
     def lowest(self) -> int:
         """The least code of an int; the greatest is lowest + 2^bits − 1."""

@@ -47,8 +47,11 @@ class Grid:
 
     def column(self, column: Tensor, group: int) -> Tensor:
         """One column of weights [out] to nearest, as numbers."""
-        lowest, highest = bounds(self.fmt)
         scale = self.scales[:, group].float()
+        if self.fmt.kind == "float":
+            floats: Tensor = (column / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            return floats
+        lowest, highest = bounds(self.fmt)
         zero = self.zeros[:, group].float() if self.zeros is not None else 0.0
         return ((column / scale + zero).round().clamp(lowest, highest) - zero) * scale
 
