@@ -140,12 +140,21 @@ Activations: TypeAlias = Tensor | Quantized
 """What goes into `linear`: rows of the model's type, or already in the form that the weight's scheme wants."""
 
 
+@dataclass(frozen=True, slots=True)
+class SparseCopy:
+    """A 2:4 weight without its zeros, as a library holds it; the faster one from so many tokens on."""
+
+    packed: Tensor
+    from_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Schemes are subclasses."""
 
     weight: Tensor
     bias: Tensor | None = None
+    sparse: SparseCopy | None = None
 
     @property
     def out_features(self) -> int:
@@ -326,7 +335,11 @@ class OpSet(ABC):
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
         """For a person: how the parts of a product's weight are held, and in how many bytes."""
         tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
-        return [(str(w.weight.dtype).removeprefix("torch."), sum(t.numel() * t.element_size() for t in tensors))]
+        name = str(w.weight.dtype).removeprefix("torch.")
+        if w.sparse is not None:
+            tensors.append(w.sparse.packed)
+            name += f", without zeros from {w.sparse.from_tokens} tokens on"
+        return [(name, sum(t.numel() * t.element_size() for t in tensors))]
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
