@@ -13,7 +13,7 @@ everything from the cache: prefill, chunked prefill and decode are one op.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, AttentionKind, LatentAttentionSpec, MoESpec
+from slipstream.model.spec import Activation, AttentionKind, LatentAttentionSpec, MoESpec, NamedActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +291,29 @@ class SamplingTensors:
     any_min_p: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShape:
+    """What all layers of a decoder have in common, for `OpSet.one_token`."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    gated: bool
+    activation: NamedActivation
+    parallel: bool
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    norm_offset: float
+    mlp_norm: bool  # whether up reads a norm of its own
+    mlp_norm_eps: float
+    interleaved: bool
+    qk_eps: float
+    qk_offset: float
+    scale: float
+
+
 class OpSet(ABC):
     """Every op of the decoder and sampler. Implementations hold no state but tuned choices."""
 
@@ -331,6 +354,17 @@ class OpSet(ABC):
     @abstractmethod
     def prepare_experts(self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None) -> Linear:
         """`prepare_linear` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
+
+    def one_token(
+        self,
+        shape: TokenShape,
+        layers: Sequence[Mapping[str, Tensor | None]],
+        product: Linear,
+        cos_sin: Tensor | None,
+    ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | None:
+        """All layers of a step of one sequence at once: x [1, E] → the residual after the last layer [1, E]. None: this op set
+        runs them one by one. `layers` are the tensors of each, by name; `product` is one of the products, whose form all have."""
+        return None
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
         """For a person: how the parts of a product's weight are held, and in how many bytes."""

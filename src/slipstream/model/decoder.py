@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from slipstream.kernels.ops import Activations, AttentionMetadata, ExpertLoad, LayerKV, Linear, OpSet
 from slipstream.model.compiled import compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
+from slipstream.model.one_token import one_token_step
 from slipstream.model.positions import alibi_slopes, distance_bias, rope_table
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import (
@@ -347,12 +348,15 @@ class Decoder:
         self.layers = list(layers) if layers is not None else stack(spec.layers, "")
         assert not parameters, f"unused: {list(parameters)}"
         self.compiled = compile_step(self)
+        self.one_token = one_token_step(self)
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
         if self.compiled is not None:
             return self.compiled(token_ids, kv, meta, self.embedded(token_ids, meta) if self.spec.is_encoder else None)
         h = self.embedded(token_ids, meta)
+        if self.one_token is not None and len(token_ids) == 1:
+            return self.finished(self.one_token(h, kv, meta), None)
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
             h, residual = layer(self.ops, h, residual, cache, meta)

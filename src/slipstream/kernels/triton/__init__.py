@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from slipstream.kernels.ops import (
     SamplingTensors,
     ScaledLinear,
     SplitLinear,
+    TokenShape,
 )
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
@@ -27,6 +29,7 @@ from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, halves, linear, moe, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention
+from slipstream.kernels.triton.one_token import OneTokenStep
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 
@@ -193,6 +196,15 @@ class TritonOps(OpSet):
 
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return pointwise.activation(x, activation, False, inputs)
+
+    def one_token(
+        self,
+        shape: TokenShape,
+        layers: Sequence[Mapping[str, Tensor | None]],
+        product: Linear,
+        cos_sin: Tensor | None,
+    ) -> OneTokenStep | None:
+        return None if self.deterministic else OneTokenStep(shape, layers, product, cos_sin)
 
     def moe(
         self,

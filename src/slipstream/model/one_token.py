@@ -1,0 +1,135 @@
+"""Which decoders run a step of one token as one kernel, and what that kernel is told of them (`OpSet.one_token`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, Linear, ScaledLinear, TokenShape
+from slipstream.model.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ParallelBlock,
+    QKNormSpec,
+    RopeSpec,
+    SequentialBlock,
+)
+
+if TYPE_CHECKING:
+    from slipstream.model.decoder import Decoder
+
+WIDEST = 1024
+"""Query heads of a kv head, times their size: what the attention of one token holds at once."""
+
+OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
+
+
+def one_token_step(decoder: Decoder) -> OneToken | None:
+    """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, or have what the kernel
+    does not (mixtures, windows, biases by distance, norms after a branch), or the op set has no such kernel."""
+    from slipstream.model.decoder import MLP, Attention
+
+    spec = decoder.spec
+    if spec.encoder is not None or spec.is_encoder or not decoder.layers or (shape := shape_of(spec.layers)) is None:
+        return None
+    layers: list[Mapping[str, Tensor | None]] = []
+    products: list[Linear] = []
+    for layer in decoder.layers:
+        attention, mlp, norms = layer.attention, layer.mlp, layer.norms
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, MLP)
+        first = norms["norm" if shape.parallel else "pre_attention"]
+        second = norms.get("mlp_norm" if shape.parallel else "pre_mlp")
+        own = {"qkv": attention.qkv, "out": attention.out, "up": mlp.up, "down": mlp.down}
+        tensors: dict[str, Tensor | None] = {
+            "norm": first.weight,
+            "norm_bias": first.bias,
+            "mlp_norm": None if second is None else second.weight,
+            "mlp_norm_bias": None if second is None else second.bias,
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+        }
+        for name, w in own.items():
+            tensors[name] = w.weight
+            tensors[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
+            tensors[f"{name}_bias"] = w.bias
+        layers.append(tensors)
+        products += own.values()
+    if not alike(products) or any(x.keys() != layers[0].keys() or _there(x) != _there(layers[0]) for x in layers):
+        return None
+    first_attention = decoder.layers[0].attention
+    assert isinstance(first_attention, Attention)
+    return decoder.ops.one_token(shape, layers, products[0], first_attention.cos_sin)
+
+
+def _there(tensors: Mapping[str, Tensor | None]) -> tuple[bool, ...]:
+    return tuple(t is not None for t in tensors.values())
+
+
+def alike(products: Sequence[Linear]) -> bool:
+    """Whether all of them have one form, lie in memory as the kernel reads them, and codes have no zero points of their own."""
+
+    def form(w: Linear) -> tuple[object, ...]:
+        if isinstance(w, GroupedLinear):
+            return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.chunk, w.codes, w.zeros is None
+        return type(w), w.weight.dtype
+
+    first = products[0]
+    if isinstance(first, GroupedLinear) and (first.zeros is not None or first.codes != "int4"):
+        return False
+    if type(first) not in (Linear, ScaledLinear, GroupedLinear):
+        return False
+    if isinstance(first, ScaledLinear) and first.inputs != "fp8":
+        return False
+    return all(form(w) == form(first) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products)
+
+
+def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
+    layer = layers[0]
+    if any(other != layer for other in layers):
+        return None
+    a, m, block = layer.attention, layer.mlp, layer.block
+    if not isinstance(a, AttentionSpec) or not isinstance(m, DenseSpec) or not isinstance(m.activation, str):
+        return None
+    if layer.residual_scale != 1.0 or layer.cross is not None or not (a.position is None or isinstance(a.position, RopeSpec)):
+        return None
+    if a.window is not None or a.softcap is not None or a.clip_qkv is not None or a.sinks or not a.causal:
+        return None
+    if a.qk_norm is not None and a.qk_norm.over != "head":
+        return None
+    if a.num_heads // a.num_kv_heads * a.head_dim > WIDEST:
+        return None
+    if isinstance(block, SequentialBlock):
+        if set(layer.norms) != {"pre_attention", "pre_mlp"}:
+            return None
+        first, second = layer.norms["pre_attention"], layer.norms["pre_mlp"]
+    elif isinstance(block, ParallelBlock):
+        first, second = layer.norms["norm"], layer.norms.get("mlp_norm")
+    else:
+        return None
+    for norm in (first, second or first):
+        if norm.kind not in ("rms", "layer") or (norm.kind, norm.weight_offset) != (first.kind, first.weight_offset):
+            return None
+    qk = a.qk_norm or QKNormSpec(over="head", eps=0.0)
+    return TokenShape(
+        hidden_size=first.size,
+        intermediate_size=m.intermediate_size,
+        num_heads=a.num_heads,
+        num_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        gated=m.gated,
+        activation=m.activation,
+        parallel=isinstance(block, ParallelBlock),
+        norm="rms" if first.kind == "rms" else "layer",
+        norm_eps=first.eps,
+        norm_offset=first.weight_offset,
+        mlp_norm=second is not None,
+        mlp_norm_eps=(second or first).eps,
+        interleaved=isinstance(a.position, RopeSpec) and a.position.style == "interleaved",
+        qk_eps=qk.eps,
+        qk_offset=qk.weight_offset,
+        scale=a.scale,
+    )
