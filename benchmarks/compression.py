@@ -89,7 +89,15 @@ ROWS: dict[str, list[Any]] = {
     "draft 1/3": [{"prune": {"size": 1 / 3}}, {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 1e-3}}],
 }
 SLOW = (
-    *("int4 learned", "int4 learned, catching up", "int4 awq learned", "int4 gptq qat", "int4 gptq zeros qat", "mixed 4.25 gptq", "int3 gptq qat"),
+    *(
+        "int4 learned",
+        "int4 learned, catching up",
+        "int4 awq learned",
+        "int4 gptq qat",
+        "int4 gptq zeros qat",
+        "mixed 4.25 gptq",
+        "int3 gptq qat",
+    ),
     *("structured", "draft 1/3"),
 )
 """Those that take long on a CPU: only by name, or with --all."""
@@ -196,7 +204,9 @@ def main() -> None:
     parser = common.parser(__doc__, "compression")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of products in calibration")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of products in calibration"
+    )
     parser.add_argument("--rows", help="names, with semicolons")
     parser.add_argument("--all", action="store_true", help="also the rows that take long on a CPU")
     parser.add_argument("--again", action="store_true", help="measure what is in the output already, too")
@@ -206,7 +216,9 @@ def main() -> None:
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints stay (default: they do not)")
-    parser.add_argument("--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)")
+    parser.add_argument(
+        "--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)"
+    )
     parser.add_argument("--evaluate", type=size, default=(32, 512), metavar="NxT", help="(default: 32x512)")
     args = parser.parse_args()
     if args.merge:
@@ -217,7 +229,9 @@ def main() -> None:
     num_windows, context = args.evaluate
     text = TextSettings(context=context, stride=context, num_windows=num_windows)
     calibration = calibration_windows(tokenizer=tokenizer, num_windows=args.calibrate[0], context=args.calibrate[1])
-    device = torch.device("cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu")
+    device = torch.device(
+        "cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu"
+    )
     plain = EngineArgs(model=args.model, device=device.type, dtype="float32", kernels="reference")
     settings = {
         "model": args.model,
@@ -243,11 +257,15 @@ def main() -> None:
             if shown in results:
                 continue
             out = folder / shown.replace(" ", "-").replace("/", "of")
-            facts = carry_out(source, changed(ROWS[name], args.set), out, calibration, device, getattr(torch, args.dtype))
+            facts = carry_out(
+                source, changed(ROWS[name], args.set), out, calibration, device, getattr(torch, args.dtype)
+            )
             row = {**measure(original, dataclasses.replace(plain, model=str(out)), text), **facts}
             save(shown, row)
             if args.speed:
-                as_served = dataclasses.replace(plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto")
+                as_served = dataclasses.replace(
+                    plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto"
+                )
                 speed = speed or tokens_per_s(as_served)
                 own = tokens_per_s(dataclasses.replace(as_served, model=str(out)))
                 save(shown, {**row, "tokens_per_s": own, "tokens_per_s_original": speed})
