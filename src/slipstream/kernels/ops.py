@@ -363,7 +363,7 @@ class OpSet(ABC):
         cos_sin: Tensor | None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | None:
         """All layers of a step of one sequence at once: x [1, E] → the residual after the last layer [1, E]. None: this op set
-        runs them one by one. `layers` are the tensors of each, by name; `product` is one of the products, whose form all have."""
+        runs them one by one. `layers` are the tensors of each, by name; `product` is one of the products, all of one form."""
         return None
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:

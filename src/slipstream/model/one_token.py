@@ -12,6 +12,7 @@ from slipstream.model.spec import (
     AttentionSpec,
     DenseSpec,
     LayerSpec,
+    NormSpec,
     ParallelBlock,
     QKNormSpec,
     RopeSpec,
@@ -70,21 +71,16 @@ def _there(tensors: Mapping[str, Tensor | None]) -> tuple[bool, ...]:
 
 
 def alike(products: Sequence[Linear]) -> bool:
-    """Whether all of them have one form, lie in memory as the kernel reads them, and codes have no zero points of their own."""
+    """Whether all of them have one form and lie in memory as a kernel reads them best."""
 
     def form(w: Linear) -> tuple[object, ...]:
         if isinstance(w, GroupedLinear):
-            return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.chunk, w.codes, w.zeros is None
+            return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
         return type(w), w.weight.dtype
 
-    first = products[0]
-    if isinstance(first, GroupedLinear) and (first.zeros is not None or first.codes != "int4"):
-        return False
-    if type(first) not in (Linear, ScaledLinear, GroupedLinear):
-        return False
-    if isinstance(first, ScaledLinear) and first.inputs != "fp8":
-        return False
-    return all(form(w) == form(first) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products)
+    return type(products[0]) in (Linear, ScaledLinear, GroupedLinear) and all(
+        form(w) == form(products[0]) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products
+    )
 
 
 def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
@@ -94,7 +90,11 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     a, m, block = layer.attention, layer.mlp, layer.block
     if not isinstance(a, AttentionSpec) or not isinstance(m, DenseSpec) or not isinstance(m.activation, str):
         return None
-    if layer.residual_scale != 1.0 or layer.cross is not None or not (a.position is None or isinstance(a.position, RopeSpec)):
+    if (
+        layer.residual_scale != 1.0
+        or layer.cross is not None
+        or not (a.position is None or isinstance(a.position, RopeSpec))
+    ):
         return None
     if a.window is not None or a.softcap is not None or a.clip_qkv is not None or a.sinks or not a.causal:
         return None
@@ -102,6 +102,7 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
         return None
     if a.num_heads // a.num_kv_heads * a.head_dim > WIDEST:
         return None
+    second: NormSpec | None
     if isinstance(block, SequentialBlock):
         if set(layer.norms) != {"pre_attention", "pre_mlp"}:
             return None
@@ -110,8 +111,8 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
         first, second = layer.norms["norm"], layer.norms.get("mlp_norm")
     else:
         return None
-    for norm in (first, second or first):
-        if norm.kind not in ("rms", "layer") or (norm.kind, norm.weight_offset) != (first.kind, first.weight_offset):
+    for own in (first, second or first):
+        if own.kind not in ("rms", "layer") or (own.kind, own.weight_offset) != (first.kind, first.weight_offset):
             return None
     qk = a.qk_norm or QKNormSpec(over="head", eps=0.0)
     return TokenShape(

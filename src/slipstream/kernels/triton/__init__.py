@@ -204,7 +204,9 @@ class TritonOps(OpSet):
         product: Linear,
         cos_sin: Tensor | None,
     ) -> OneTokenStep | None:
-        return None if self.deterministic else OneTokenStep(shape, layers, product, cos_sin)
+        if self.deterministic or not isinstance(product, GroupedLinear) or product.codes != "int4" or product.zeros is not None:
+            return None
+        return OneTokenStep(shape, layers, product.group_size, cos_sin)
 
     def moe(
         self,

@@ -1,4 +1,5 @@
-"""Exact attention over the paged cache: one launch for decodes (and one that combines their parts), one for prefill chunks.
+"""Exact attention over the paged cache: one launch for decodes (and one that combines their parts), one for prefill chunks
+(on Hopper mostly `hopper`'s).
 
 Decode is bound by reading the cache, so the query heads that share a kv head stand in one tile and every block is read
 once; a sequence is split over several programs when there are too few sequences to fill the chip (flash-decoding, Dao et
@@ -12,20 +13,22 @@ How a sequence is split depends on its own length and on the launch, never on ti
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.triton import hopper
 from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.parts import processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
 CTAS_PER_SM = 4
 """Decode programs wanted per multiprocessor before sequences are no longer split."""
+FEW_ROWS = 64
+"""Queries times heads of a kv head, up to which Hopper's kernel (128 rows) would multiply mostly nothing."""
 
 
 @triton.jit
@@ -388,7 +391,8 @@ def paged_attention(
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). `deterministic`: one kernel and
+    """`OpSet.attention`. Tiles: (BLOCK_N, warps, stages) and (BLOCK_M, BLOCK_N, warps, stages). Prefill with a tile goes
+    through this file's kernel, without one through `hopper`'s where that is there. `deterministic`: one kernel and
     one tile for all, so that what a token sees is summed in an order that depends on nothing but its place."""
     out = torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
@@ -428,14 +432,21 @@ def paged_attention(
             _combine_kernel[grid](
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
-    if num_seqs > num_decodes:
+    num_rows = meta.max_query_len * shape["G"]
+    plain = alibi_slopes is None and distance_bias is None and causal and prefill_tile is None and not deterministic
+    if num_seqs == num_decodes:
+        return out
+    if plain and num_rows > FEW_ROWS and hopper.covers(q, kv):
+        hopper.prefill(
+            q, kv, meta, out, first_seq=num_decodes, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )  # fmt: skip
+    else:
         usual = (64, 32, 8, 2)
         if block_d <= 128:
             usual = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
         if q.dtype == torch.float32:
             usual = (32, 32, 4, 2)
         block_m, block_n, warps, stages = prefill_tile or usual
-        num_rows = meta.max_query_len * shape["G"]
         if num_rows <= 32 and not deterministic:
             block_m, warps = min(block_m, 32), min(warps, 4)
         tiles = triton.cdiv(num_rows, block_m)
@@ -453,8 +464,3 @@ def num_splits(num_programs: int, max_seq_len: int, block_n: int, num_processors
     most = max(1, max_seq_len // (2 * block_n))
     splits = int(min(wanted, most, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

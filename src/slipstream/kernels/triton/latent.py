@@ -22,8 +22,8 @@ from slipstream.kernels.triton.attention import (
     _load,
     _tile_of_keys,
     num_splits,
-    processors,
 )
+from slipstream.kernels.triton.parts import processors
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "splits"])

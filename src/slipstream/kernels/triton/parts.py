@@ -6,6 +6,8 @@ kernels may not run beside each other: one stream only.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,11 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -1,0 +1,74 @@
+"""Hopper's prefill kernel against float32 and against the kernel for every chip. Run: pytest -m gpu tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels.ops import LayerKV, by_dim
+from slipstream.kernels.quantize import DTYPES
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.triton import hopper
+from slipstream.kernels.triton.attention import paged_attention
+from tests.gpu.test_kernels_gpu import error, step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an NVIDIA GPU (sm_90)"
+    ),
+]
+NOTHING = {"window": None, "softcap": None, "alibi_slopes": None}
+
+
+def in_8_bits(kv, kind):
+    numbers = [t.float() * 30 if kind == "int8" else t for t in (kv.k, kv.v)]
+    k, v = (t.round().clamp(-127, 127).to(DTYPES[kind]) if kind == "int8" else t.to(DTYPES[kind]) for t in numbers)
+    return LayerKV(k, by_dim(v), *(torch.rand(k.shape[1], device="cuda") / 32 + 1 / 32 for _ in range(2)))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("query_lens", "contexts", "shape"),
+    [
+        ([128] * 60, [0] * 60, {}),
+        ([33] * 9, list(range(0, 270, 30)), {}),
+        ([1, 1, 500, 2047, 17], [10, 900, 0, 1000, 4000], {}),
+        ([700, 65], [5, 4000], {"heads": 8, "kv_heads": 1, "size": 32}),
+        ([700, 65], [5, 4000], {"heads": 28, "kv_heads": 4, "size": 64}),
+        ([700, 130], [5, 400], {"heads": 9, "kv_heads": 3, "dim": 64}),
+        ([700, 130], [5, 400], {"heads": 4, "kv_heads": 4, "dim": 256}),
+    ],
+    ids=["short", "ends", "mixed", "mqa", "groups of 7", "smollm2", "256"],
+)
+def test_against_the_reference(query_lens, contexts, shape, kind):
+    q, kv, meta = step(query_lens, contexts, **shape)
+    if kind != "bfloat16":
+        kv = in_8_bits(kv, kind)
+    assert hopper.covers(q, kv)
+    for options in (NOTHING, {**NOTHING, "window": 200, "softcap": 20.0})[: 2 if len(meta.seq_lens) == 5 else 1]:
+        ours = paged_attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
+        theirs = ReferenceOps().attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
+        assert error(ours, theirs) < 5e-3
+
+
+def test_a_long_prompt_many_times():
+    """16,384 tokens, too many for the reference: against the kernel for every chip. Who computes what changes nothing."""
+    q, kv, meta = step([16384, 100], [0, 50])
+    ours = [paged_attention(q, kv, meta, scale=128**-0.5, **NOTHING) for _ in range(20)]
+    theirs = paged_attention(q, kv, meta, scale=128**-0.5, prefill_tile=(128, 32, 4, 3), **NOTHING)
+    assert error(ours[0], theirs) < 5e-3
+    assert not torch.equal(ours[0], theirs)  # two kernels: sums in another order
+    assert all(torch.equal(other, ours[0]) for other in ours)
+
+
+def test_in_a_graph():
+    q, kv, meta = step([300, 20], [0, 1000])
+    expected = paged_attention(q, kv, meta, scale=128**-0.5, **NOTHING)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(q, kv, meta, scale=128**-0.5, **NOTHING)
+    out.zero_()
+    graph.replay()
+    graph.replay()
+    assert torch.equal(out, expected)
