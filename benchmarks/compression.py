@@ -1,33 +1,38 @@
 """What each way of compressing costs in quality: every row a recipe carried out, and compared with the original on text that
 calibrated nothing.
 
-    python benchmarks/compression.py [--model smollm2] [--rows int4-gptq,int4-awq] [--windows 32] [--also NAME=PATH ...]
+    python benchmarks/compression.py [--model smollm2] [--rows "int4 gptq;int4 awq"] [--all] [--also NAME=PATH ...]
+    python benchmarks/compression.py --device cuda --calibrate 128x1024 --evaluate 48x1024 --rows structured --speed
 
 `--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same
-way. The yardstick is the original, run in float32. 8-bit products run on the reference kernels, which carry out their
-definition
-exactly; the rest on whatever the device has. Rows are kept as they come, so that a run that was broken off goes on with the
-rows
-that are missing (`--again` measures them anew).
+way. Everything is measured by the reference kernels, which carry out definitions exactly, and the yardstick is the original in
+float32. Rows are kept as they come: a run that was broken off goes on with the rows that are missing (`--again` measures
+them anew), and `--merge FILE ...` puts the rows of several runs with the same settings into one file.
 
-Bits are those of the products that were rounded, scales included; bytes those of the weights on disk.
+Bits are those of the products that were rounded, scales included; bytes those of the weights on disk. `--speed`: tokens/s of
+the original and of each row, as a report has them, in the type and with the kernels that a server would take.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
+from torch import Tensor
 
 from slipstream.bench.report import print_table
+from slipstream.compress.pipeline import publish, reshape, rest
 from slipstream.compress.recipe import parse, preset
-from slipstream.compress.report import model_bytes
+from slipstream.compress.report import model_bytes, tokens_per_s
 from slipstream.compress.run import compress
 from slipstream.config import EngineArgs
 from slipstream.engine.tokenizer import Tokenizer
@@ -37,100 +42,136 @@ from slipstream.evals.text import TextSettings, calibration_windows, read_window
 from slipstream.hub import resolve_model
 from slipstream.model.description import read_spec
 
-CONTEXT = 512
 FOUR = {"bits": 4, "group_size": 64}  # 128 does not divide this model's width
 THREE = {"bits": 3, "group_size": 64}
+GPTQ = {"rounding": "gptq"}
+LEARNED = {"rounding": "learned", "num_steps": 200, "step_tokens": 4096}
+QAT = {"num_steps": 300, "step_tokens": 4096, "learning_rate": 2e-4}
+MIXED = {"average": 4.25, "choices": [3, 4, 5, 6], "num_windows": 16, "context": 512}
+DISTILL = {"batch_size": 32, "micro_batch": 32, "num_windows": 7500, "eval_every": 250, "save_every": 100_000}
 ROWS: dict[str, list[Any]] = {
     "fp8": preset("fp8") or [],
     "fp8 static": preset("fp8-static") or [],
     "int8 plain": [{"quantize": {"bits": 8, "inputs": "int8"}}],
     "int8 smoothquant": preset("int8") or [],
+    "int8 outliers": preset("int8-outliers") or [],
+    "fp8 gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", **GPTQ}}],
     "int4 nearest, no clipping": [{"quantize": {**FOUR, "clip": False}}],
     "int4 nearest": [{"quantize": FOUR}],
+    "int4 gptq, catching up": [{"quantize": {**FOUR, **GPTQ, "catch_up": 1.0}}],
     "int4 awq": [{"quantize": {**FOUR, "scaling": "awq"}}],
-    "int4 gptq": [{"quantize": {**FOUR, "rounding": "gptq"}}],
-    "int4 awq gptq": [{"quantize": {**FOUR, "scaling": "awq", "rounding": "gptq"}}],
-    "int4 learned": [{"quantize": {**FOUR, "rounding": "learned"}}],
-    "int4 gptq zeros": [{"quantize": {**FOUR, "rounding": "gptq", "symmetric": False}}],
-    "mixed 4.25 gptq": [{"quantize": {"bits": {"average": 4.25}, "group_size": 64, "rounding": "gptq"}}],
+    "int4 gptq": [{"quantize": {**FOUR, **GPTQ}}],
+    "int4 awq gptq": [{"quantize": {**FOUR, **GPTQ, "scaling": "awq"}}],
+    "int4 gptq zeros": [{"quantize": {**FOUR, **GPTQ, "symmetric": False}}],
+    "int4 learned": [{"quantize": {**FOUR, **LEARNED}}],
+    "int4 learned, catching up": [{"quantize": {**FOUR, **LEARNED, "catch_up": 1.0}}],
+    "int4 awq learned": [{"quantize": {**FOUR, **LEARNED, "scaling": "awq"}}],
+    "int4 gptq qat": [{"quantize": {**FOUR, **GPTQ}}, {"qat": QAT}],
+    "int4 gptq zeros qat": [{"quantize": {**FOUR, **GPTQ, "symmetric": False}}, {"qat": QAT}],
+    "mixed 4.25 gptq": [{"quantize": {"bits": MIXED, "group_size": 64, **GPTQ}}],
     "int3 nearest": [{"quantize": THREE}],
-    "int3 gptq": [{"quantize": {**THREE, "rounding": "gptq"}}],
-    "int3 gptq qat": [{"quantize": {**THREE, "rounding": "gptq"}}, {"qat": {"num_steps": 300}}],
+    "int3 gptq": [{"quantize": {**THREE, **GPTQ}}],
+    "int3 gptq qat": [{"quantize": {**THREE, **GPTQ}}, {"qat": QAT}],
     "fp8 cache": [{"kv_cache": {"form": "fp8"}}],
+    **{
+        f"{pattern or '50 %'} {method}": [{"sparsify": {"method": method, "pattern": pattern}}]
+        for pattern in (None, "2:4")
+        for method in ("magnitude", "wanda", "sparsegpt")
+    },
+    **{
+        f"{pattern or '50 %'} sparsegpt, catching up": [{"sparsify": {"pattern": pattern, "catch_up": 1.0}}]
+        for pattern in (None, "2:4")
+    },
+    "structured": [
+        {"prune": {"size": 0.75}},
+        {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 6e-4, "nll_weight": 0.5}},
+    ],
+    "draft 1/3": [{"prune": {"size": 1 / 3}}, {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 1e-3}}],
 }
-SLOW = ("int4 learned", "mixed 4.25 gptq", "int3 gptq qat")
+SLOW = (
+    *(
+        "int4 learned",
+        "int4 learned, catching up",
+        "int4 awq learned",
+        "int4 gptq qat",
+        "int4 gptq zeros qat",
+        "mixed 4.25 gptq",
+        "int3 gptq qat",
+    ),
+    *("structured", "draft 1/3"),
+)
 """Those that take long on a CPU: only by name, or with --all."""
+
+
+def size(text: str) -> tuple[int, int]:
+    windows, context = text.split("x")
+    return int(windows), int(context)
 
 
 def measure(original: Scorer, args: EngineArgs, text: TextSettings) -> dict[str, float]:
     windows = read_windows(text, original.tokenizer)
-    found = compare(original, Scorer.load(args, context=CONTEXT), windows, num_worst=0, layers=False)
+    found = compare(original, Scorer.load(args, context=text.context), windows, num_worst=0, layers=False)
     return {
         "perplexity": found.perplexity_b,
         "perplexity_ratio": found.perplexity_ratio,
+        "perplexity_ratio_stderr": found.perplexity_ratio_stderr,
         "kl_mean": found.kl.mean,
         "kl_stderr": found.kl.stderr,
         "kl_p99": found.kl.p99,
         "top1_agreement": found.top1_agreement,
         "top5_agreement": found.top5_agreement,
+        "num_tokens": found.num_tokens,
     }
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "compression")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rows", help="names, with commas")
-    parser.add_argument("--all", action="store_true", help="also the rows that take long on a CPU")
-    parser.add_argument("--again", action="store_true", help="measure what is in the output already, too")
-    parser.add_argument("--also", action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--windows", type=int, default=32, help="to measure on")
-    parser.add_argument("--calibration-windows", type=int, default=64)
-    args = parser.parse_args()
-    names = args.rows.split(",") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
-    source = read_spec(resolve_model(args.model))
-    tokenizer = Tokenizer.from_pretrained(source.path)
-    text = TextSettings(context=CONTEXT, stride=CONTEXT, num_windows=args.windows)
-    calibration = calibration_windows(tokenizer=tokenizer, num_windows=args.calibration_windows, context=CONTEXT)
-    plain = EngineArgs(model=args.model, device=args.device, dtype="float32")
-    device = torch.device("cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu")
-    settings = {
-        "model": args.model,
-        "text": dataclasses.asdict(text),
-        "calibration_windows": args.calibration_windows,
-        "calibration_context": CONTEXT,
-        "device": str(device),
-    }
-    kept = json.loads(args.output.read_text()) if args.output.is_file() and not args.again else {}
-    results: dict[str, Any] = kept.get("results", {}) if kept.get("settings") == settings else {}
-    with tempfile.TemporaryDirectory() as folder:
-        original = Scorer.load(plain, context=CONTEXT)
-        for name in names:
-            if name in results:
-                continue
-            out, begin = Path(folder) / name.replace(" ", "-"), time.perf_counter()
-            recipe = parse(ROWS[name])
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-            done = compress(source, recipe, out, windows=calibration, device=device, dtype=dtype)
-            seconds = time.perf_counter() - begin
-            exact = name.startswith(("fp8", "int8")) and device.type == "cpu"
-            run_as = dataclasses.replace(plain, model=str(out), kernels="reference" if exact else "auto")
-            results[name] = {
-                **measure(original, run_as, text),
-                "bits_per_weight": done.bits_per_weight,
-                "file_bytes": model_bytes(out),
-                "compress_s": seconds,
-                "recipe": recipe.as_data(),
-            }
-            common.save(args.output, "compression", settings=settings, results=results)
-            print(name, {k: v for k, v in results[name].items() if k != "recipe"}, flush=True)
-        for name, _, path in (pair.partition("=") for pair in args.also):
-            found = measure(original, dataclasses.replace(plain, model=path), text)
-            results[name] = {**found, "file_bytes": model_bytes(Path(path))}
-            common.save(args.output, "compression", settings=settings, results=results)
+class Remembering(Scorer):
+    """What a model makes of a window is computed once: the original meets every row on the same text."""
+
+    def hidden(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
+        known: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("known", {})
+        key = (start, *token_ids)
+        if key not in known:
+            known[key] = super().hidden(token_ids, start)
+        return known[key]
+
+
+def changed(steps: list[Any], given: list[str]) -> list[Any]:
+    """The recipe with settings of `--set STEP.NAME=VALUE` where it has the step."""
+    made = [{kind: dict(settings) for kind, settings in step.items()} for step in steps]
+    for text in given:
+        where, _, value = text.partition("=")
+        kind, _, name = where.partition(".")
+        for step in made:
+            if kind in step:
+                step[kind][name] = json.loads(value)
+    return made
+
+
+def carry_out(
+    source: Any, steps: list[Any], out: Path, calibration: list[Any], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The checkpoint at `out`, and what is to be said of it."""
+    recipe, begin = parse(steps), time.perf_counter()
+    facts: dict[str, Any] = {"recipe": recipe.as_data()}
+    if recipe.reshapes:
+        assert rest(recipe) is None
+        made = reshape(source, recipe, out, device=device, say=partial(print, flush=True))
+        facts["num_parameters"] = made.spec.num_parameters
+        facts["num_layers"] = made.spec.num_layers
+        history = json.loads((made.path / "distill.json").read_text())["history"]
+        facts["history"] = [r for r in history if r["held_out_kl"] is not None or r["step"] % 50 == 0]
+        publish(made, recipe, out, lambda folder: None)
+    else:
+        done = compress(source, recipe, out, windows=calibration, device=device, dtype=dtype)
+        facts["bits_per_weight"] = done.bits_per_weight
+    return {**facts, "compress_s": time.perf_counter() - begin, "file_bytes": model_bytes(out)}
+
+
+def show(model: str, settings: dict[str, Any], results: dict[str, Any]) -> None:
+    text = settings["text"]
     print_table(
-        f"{args.model}, {args.windows} windows of {CONTEXT} tokens",
-        ("", "bits", "MB", "perplexity", "KL mean", "KL p99", "top-1"),
+        f"{model}, {text['num_windows']} windows of {text['context']} tokens",
+        ("", "bits", "MB", "perplexity", "KL mean", "KL p99", "top-1", "s"),
         [
             (
                 name,
@@ -140,10 +181,98 @@ def main() -> None:
                 f"{r['kl_mean']:.4f}",
                 f"{r['kl_p99']:.3f}",
                 f"{r['top1_agreement']:.2%}",
+                f"{r.get('compress_s', float('nan')):.0f}",
             )
             for name, r in results.items()
         ],
     )
+
+
+def merge(args: argparse.Namespace) -> None:
+    parts = [json.loads(path.read_text()) for path in args.merge]
+    if any(part["settings"] != parts[0]["settings"] for part in parts):
+        raise SystemExit("these were measured with different settings")
+    results = {name: row for part in parts for name, row in part["results"].items()}
+    order = {name: i for i, name in enumerate(ROWS)}
+    results = dict(sorted(results.items(), key=lambda pair: order.get(pair[0], len(order))))
+    made = {key: value for key, value in parts[0].items() if key != "results"}
+    args.output.write_text(json.dumps({**made, "results": results}, indent=1, ensure_ascii=False) + "\n")
+    show(args.model, parts[0]["settings"], results)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, "compression")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of products in calibration"
+    )
+    parser.add_argument("--rows", help="names, with semicolons")
+    parser.add_argument("--all", action="store_true", help="also the rows that take long on a CPU")
+    parser.add_argument("--again", action="store_true", help="measure what is in the output already, too")
+    parser.add_argument("--set", action="append", default=[], metavar="STEP.NAME=VALUE", help="in the rows' recipes")
+    parser.add_argument("--called", help="what the row is called, with --set and one row")
+    parser.add_argument("--also", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints stay (default: they do not)")
+    parser.add_argument(
+        "--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)"
+    )
+    parser.add_argument("--evaluate", type=size, default=(32, 512), metavar="NxT", help="(default: 32x512)")
+    args = parser.parse_args()
+    if args.merge:
+        return merge(args)
+    names = args.rows.split(";") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
+    source = read_spec(resolve_model(args.model))
+    tokenizer = Tokenizer.from_pretrained(source.path)
+    num_windows, context = args.evaluate
+    text = TextSettings(context=context, stride=context, num_windows=num_windows)
+    calibration = calibration_windows(tokenizer=tokenizer, num_windows=args.calibrate[0], context=args.calibrate[1])
+    device = torch.device(
+        "cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu"
+    )
+    plain = EngineArgs(model=args.model, device=device.type, dtype="float32", kernels="reference")
+    settings = {
+        "model": args.model,
+        "text": dataclasses.asdict(text),
+        "calibration_windows": args.calibrate[0],
+        "calibration_context": args.calibrate[1],
+        "device": str(device),
+        "dtype": args.dtype,
+    }
+    kept = json.loads(args.output.read_text()) if args.output.is_file() and not args.again else {}
+    results: dict[str, Any] = kept.get("results", {}) if kept.get("settings") == settings else {}
+
+    def save(name: str, row: dict[str, Any]) -> None:
+        results[name] = row
+        common.save(args.output, "compression", settings=settings, results=results)
+        print(name, {k: v for k, v in row.items() if k not in ("recipe", "history")}, flush=True)
+
+    speed: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, original = args.keep or Path(temporary), Remembering.load(plain, context=context)
+        for name in names:
+            shown = args.called or name
+            if shown in results:
+                continue
+            out = folder / shown.replace(" ", "-").replace("/", "of")
+            facts = carry_out(
+                source, changed(ROWS[name], args.set), out, calibration, device, getattr(torch, args.dtype)
+            )
+            row = {**measure(original, dataclasses.replace(plain, model=str(out)), text), **facts}
+            save(shown, row)
+            if args.speed:
+                as_served = dataclasses.replace(
+                    plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto"
+                )
+                speed = speed or tokens_per_s(as_served)
+                own = tokens_per_s(dataclasses.replace(as_served, model=str(out)))
+                save(shown, {**row, "tokens_per_s": own, "tokens_per_s_original": speed})
+        for name, _, path in (pair.partition("=") for pair in args.also):
+            found = measure(original, dataclasses.replace(plain, model=path), text)
+            save(name, {**found, "file_bytes": model_bytes(Path(path))})
+    show(args.model, settings, results)
 
 
 if __name__ == "__main__":

@@ -446,7 +446,7 @@ def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], fr
     """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
     if device.is_cuda or kernels == "reference":
         every = frozenset(("fp8", "fp8-block", "int8", "int4"))
-        return every, every
+        return every | {"int8-split"}, every
     held = frozenset(() if kernels == "torch" else ("int8", "int4"))
     return held, held
 

@@ -45,5 +45,5 @@ def test_it_is_better_than_to_nearest(tmp_path, family):
         return float((torch.cat(stream.run(0, changed, ObservingOps())) - exact).square().sum())
 
     plain = {name: nearest(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name, fmt in formats.items()}
-    learned = learn(stream, 0, values, formats, dtype=torch.float32, clip=True, num_steps=40)
+    learned = learn(stream, 0, values, formats, dtype=torch.float32, clip=True, num_steps=40, step_tokens=1024)
     assert error(learned) < 0.8 * error(plain)

@@ -16,6 +16,7 @@ from slipstream.compress.recipe import PRESETS, parse, preset
 from slipstream.compress.run import compress, plan
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.model.description import read_spec
+from slipstream.model.quantization_config import COLUMNS_NAME
 from tests import tiny_models
 from tests.model.harness import load, run
 
@@ -29,6 +30,10 @@ MIXED = {
 RECIPES = {
     **{name: preset(name) for name in PRESETS if name != "2:4"},
     "int8 plain": [{"quantize": {"bits": 8, "inputs": "int8"}}],
+    "fp8 gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
+    "outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 1.5}}],
+    "caught up": [{"quantize": {"group_size": 32, "rounding": "gptq", "catch_up": 1.0}}],
+    "learned, caught up": [{"quantize": {"group_size": 32, "rounding": "learned", "num_steps": 3, "catch_up": 0.5}}],
     "int8 tensor": [{"quantize": {"bits": 8, "inputs": "int8", "group_size": "tensor"}}],
     **{f"w{bits}": [{"quantize": {"bits": bits, "group_size": 32}}] for bits in (2, 3, 6, 8)},
     "w4 rows": [{"quantize": {"group_size": "channel", "rounding": "gptq", "act_order": False}}],
@@ -55,11 +60,12 @@ def fake_logits(source, folder, formats, recipe_plan, tokens):
     stream = Stream(source, [tokens], device=CPU, dtype=torch.float32)
     names = Names(source)
     whole = names.read(folder / "model.safetensors", formats, device=CPU)
+    columns = read_spec(folder).split_columns()
     for i in range(source.spec.num_layers):
         prefix = f"layers.{i}."
         values = {n.removeprefix(prefix): v for n, v in whole.items() if n.startswith(prefix)}
         fakes = {
-            p.name.removeprefix(prefix): run_module.FakeInputs(p.fmt.inputs)
+            p.name.removeprefix(prefix): run_module.FakeInputs(p.fmt.inputs, columns=columns.get(f"{p.name}.weight", ()))
             for p in recipe_plan.products
             if p.name.startswith(prefix) and p.fmt is not None and p.fmt.inputs is not None
         }
@@ -86,6 +92,7 @@ def test_what_is_written_is_what_was_computed_with(tmp_path, model, name):
         assert formats is None
         return
     exact, found = run(load(model.path), WINDOWS[0]), run(load(tmp_path / "out"), WINDOWS[0])
+    assert bool(again.split_columns()) == ("outliers" in name)
     expected = fake_logits(model, tmp_path / "out", formats, done, WINDOWS[0])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert (found - exact).abs().max() > 0.01
@@ -95,6 +102,34 @@ def test_what_is_written_is_what_was_computed_with(tmp_path, model, name):
     sizes = [t.nbytes for n, t in load_file(tmp_path / "out" / "model.safetensors").items() if not n.endswith("_shape")]
     assert done.bytes_after == plan(model, parse(RECIPES[name])).bytes_after
     assert 0 <= sum(sizes) - done.bytes_after < 200 * ("tensor" in str(RECIPES[name])) + 1  # a scale a module, not a product
+
+
+def test_columns_beside_the_weights_must_fit_them(tmp_path, model):
+    written(model, tmp_path / "out", RECIPES["outliers"])
+    file = tmp_path / "out" / COLUMNS_NAME
+    columns = json.loads(file.read_text())
+    module = "model.layers.1.self_attn.k_proj"
+    assert len(columns[module]) % 16 == 0
+    for wrong in ({module: []}, {module: [-1]}, {module: ["1"]}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError):
+            read_spec(tmp_path / "out")
+    # Of k but not of q; beyond the last; of no module.
+    for wrong in ({module: columns[module]}, {m: [64] for m in columns}, {"model.layers.1": [1]}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError):
+            read_spec(tmp_path / "out").split_columns()
+
+
+def test_products_catch_up_with_what_was_rounded_before(tmp_path, model):
+    """The last layer's state is nearer to the original's, on the text that it was fitted to, than without."""
+    errors = []
+    for share in (0.0, 1.0):
+        steps = [{"quantize": {"bits": 3, "group_size": 32, "rounding": "gptq", "catch_up": share}}]
+        written(model, tmp_path / f"{share}", steps)
+        found = torch.cat([run(load(tmp_path / f"{share}"), w) - run(load(model.path), w) for w in WINDOWS])
+        errors.append(float(found.square().mean()))
+    assert errors[1] < errors[0]
 
 
 @pytest.mark.parametrize(("family", "steps"), [

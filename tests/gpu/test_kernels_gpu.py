@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors, by_dim
+from slipstream.compress.sparsify import keep
+from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors, SparseCopy, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
@@ -177,6 +178,20 @@ def test_quantised_products(ops, name, num_tokens):
             theirs = REFERENCE.linear(x, w)
             for _ in range(2):  # the second finds the counters as they should be
                 assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
+
+
+@pytest.mark.skipif(not torch.backends.cusparselt.is_available(), reason="needs cuSPARSELt")
+@pytest.mark.parametrize("name", [None, "fp8", "int8"])
+@pytest.mark.parametrize("num_tokens", [64, 100, 1000])
+def test_2_of_4_products(ops, name, num_tokens):
+    for n, k in ((6144, 4096), (4096, 14336), (1920, 576)):
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        weight *= keep(weight.abs(), 0.5, "2:4", by_row=True)
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        w = (REFERENCE if name is None else ops).prepare_linear(weight, bias, None if name is None else SCHEMES[name])
+        sparse = dataclasses.replace(w, sparse=SparseCopy(torch._cslt_compress(w.weight), 64))
+        x = torch.randn(num_tokens, k, device="cuda", dtype=torch.bfloat16)
+        assert error(ops.linear(x, sparse), REFERENCE.linear(x, w)) < 8e-3, (n, k)
 
 
 @pytest.mark.parametrize("inputs", ["fp8", "fp8-block", "int8"])

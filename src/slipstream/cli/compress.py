@@ -223,7 +223,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
         kinds[str(p.fmt)] = kinds.get(str(p.fmt), 0) + 1
     rows = [
         ("recipe", recipe.name),
-        ("bytes", f"{size(plan.bytes_before)} → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
+        ("bytes", f"{size(plan.bytes_before)} dense → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
         *([("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included")] if done else []),
         *([("zeros", f"in {sparse} products, written dense")] if sparse else []),

@@ -1,13 +1,16 @@
 """Calibration: text through a model layer by layer, with one layer's weights in memory, and what each product's inputs are.
 
-The decoder has no hooks: a layer is run with an op set that computes as the others do and looks at what passes. Hidden states
-of all windows wait in host memory between layers; `InputStats` of one product are as large as its inputs squared.
+The decoder has no hooks: a layer is run with an op set that computes as the others do and looks at what passes. Between layers
+the hidden states of all windows wait on the device, or in host memory where they are large; `InputStats` of one product are as
+large as its inputs squared.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,28 +28,36 @@ from slipstream.model.weights import load_parameters
 SAMPLE_ROWS = 1024
 """Inputs of a product that are kept as they are, spread over the text."""
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens that go through a layer together, whole windows of them."""
+
+HELD_BYTES = 3 * 2**30
+"""Hidden states that stay on a GPU between layers; more of them wait on the host."""
 
 
 @dataclass(slots=True)
 class InputStats:
-    """Of a product's inputs x, [n] in all: `hessian` is the sum of x xᵀ, float32 [in, in]."""
+    """Of a product's inputs x, [n] in all: `hessian` is the sum of x xᵀ, float32 [in, in], and `shift`, where the original
+    model's inputs x° are known as well, of (x° − x) xᵀ."""
 
     hessian: Tensor
     absmax: Tensor  # [in]
     num_rows: int
     sample: Tensor  # [≤ SAMPLE_ROWS, in]
+    shift: Tensor | None = None
 
     @classmethod
     def empty(cls, inner: int, device: torch.device) -> InputStats:
         zeros = torch.zeros(inner, device=device)
         return cls(torch.zeros(inner, inner, device=device), zeros, 0, torch.empty(0, inner, device=device))
 
-    def add(self, x: Tensor, share: float) -> None:
-        """x [T, in]; of its rows `share` are kept."""
+    def add(self, x: Tensor, share: float, original: Tensor | None = None) -> None:
+        """x [T, in]; of its rows `share` are kept. `original` are the x° beside them."""
         x = x.float()
         self.hessian.addmm_(x.T, x)
+        if original is not None:
+            self.shift = torch.zeros_like(self.hessian) if self.shift is None else self.shift
+            self.shift.addmm_((original.float() - x).T, x)
         self.absmax = torch.maximum(self.absmax, x.abs().amax(0))
         self.num_rows += len(x)
         keep = min(SAMPLE_ROWS - len(self.sample), max(1, round(len(x) * share)))
@@ -61,17 +72,22 @@ class InputStats:
 
     def scaled(self, by: Tensor) -> InputStats:
         """As of the inputs times `by` [in]."""
-        return InputStats(self.hessian * by * by[:, None], self.absmax * by, self.num_rows, self.sample * by)
+        shift = None if self.shift is None else self.shift * by * by[:, None]
+        return InputStats(self.hessian * by * by[:, None], self.absmax * by, self.num_rows, self.sample * by, shift)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeInputs:
-    """How a product's inputs are rounded: token by token, or by one scale."""
+    """How a product's inputs are rounded: token by token, or by one scale; `columns` of them not."""
 
     form: InputFormat
     scale: float | None = None
+    columns: tuple[int, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.columns:
+            at = torch.tensor(self.columns, device=x.device)
+            return FakeInputs(self.form, self.scale)(x.index_fill(1, at, 0.0)).index_copy(1, at, x[:, at])
         if self.scale is None:
             q = quantize_rows(x, self.form)
             return numbers(q).to(x.dtype)
@@ -152,14 +168,16 @@ class Stream:
     ) -> None:
         self.spec, self.device, self.dtype = description.spec, device, dtype
         longest = max(len(w) for w in windows)
-        per_batch = max(1, BATCH_TOKENS // longest)
+        per_batch = max(1, BATCH_TOKENS[device.type] // longest)
         chunks = [windows[i : i + per_batch] for i in range(0, len(windows), per_batch)]
         self.batches = [SequenceBatch.of(chunk, device) for chunk in chunks]
         self.num_tokens = sum(len(w) for w in windows)
         self.tables = PositionTables(longest, device)
+        num_bytes = self.num_tokens * self.spec.hidden_size * dtype.itemsize
+        self.home = device if num_bytes <= HELD_BYTES else torch.device("cpu")
         ends = load_ends(description, device=device, dtype=dtype)
         with torch.no_grad():
-            self.states = [ends.embedded(b.token_ids, b.meta).cpu() for b in self.batches]
+            self.states = [ends.embedded(b.token_ids, b.meta).to(self.home) for b in self.batches]
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps) -> Layer:
         own = {name: value.to(self.dtype) for name, value in parameters.items()}
@@ -170,35 +188,56 @@ class Stream:
         self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """What layer `index` makes of the states, or of those given; for a batch that stopped early, what it read."""
-        layer, found = self.layer(index, parameters, ops), []
+        return list(self._each(index, parameters, ops, self.states if states is None else states))
+
+    def _each(
+        self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        layer = self.layer(index, parameters, ops)
         ops.meets(layer)
-        for batch, state in zip(self.batches, self.states if states is None else states, strict=True):
+        for batch, state in zip(self.batches, states, strict=True):
             try:
                 pending, residual = run_layer(layer, ops, state.to(self.device), None, batch)
-                found.append((pending if residual is None else pending + residual).cpu())
+                yield (pending if residual is None else pending + residual).to(self.home)
             except Enough:
-                found.append(state)
-        return found
+                yield state
 
+    @torch.no_grad()
     def observe(
-        self, index: int, parameters: Mapping[str, Tensor], products: Collection[str], *, inputs: Mapping[str, FakeInputs]
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        products: Collection[str],
+        *,
+        inputs: Mapping[str, FakeInputs],
+        original: tuple[Mapping[str, Tensor], Sequence[Tensor]] | None = None,
     ) -> dict[str, InputStats]:
-        """Statistics of the inputs of those `products` of the layer (experts by their own names)."""
+        """Statistics of the inputs of those `products` of the layer (experts by their own names). With `original`, the layer's
+        parameters and states in the original model, also of what these inputs were there; of experts, whose tokens are others
+        there, not."""
         stats: dict[str, InputStats] = {}
+        theirs: dict[str, Tensor] = {}  # a batch's, by product
         share = 2 * SAMPLE_ROWS / max(1, self.num_tokens)
 
         def watcher(name: str) -> Callable[[Tensor], None]:
             def see(x: Tensor) -> None:
                 if name not in stats:
                     stats[name] = InputStats.empty(x.shape[1], x.device)
-                stats[name].add(x, share)
+                stats[name].add(x, share, theirs.pop(name, None))
 
             return see
 
         names = [name for name, _ in product_weights(self.layer(index, parameters, ObservingOps()))]
         wanted = [name for name in names if name.partition("@")[0] in products]
         last = wanted[-1] if wanted and "@" not in wanted[-1] and not wanted[-1].startswith("shared.") else None
-        self.run(index, parameters, ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs))
+        watching = ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs)
+        ours = self._each(index, parameters, watching, self.states)
+        if original is None:
+            deque(ours, maxlen=0)
+            return stats
+        paired = {n: partial(theirs.__setitem__, n) for n in wanted if "@" not in n}
+        # In step, batch by batch: the original's inputs are there when ours are seen.
+        deque(zip(self._each(index, original[0], ObservingOps(paired, last=last), original[1]), ours, strict=True), maxlen=0)
         return stats
 
     def cache_range(self, index: int, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,11 @@ class Names:
         from safetensors import safe_open
 
         with safe_open(file, framework="pt", device="cpu") as opened:
-            given = [(n, tuple(opened.get_slice(n).get_shape()), lambda n=n: opened.get_tensor(n)) for n in opened.keys()]  # noqa: SIM118
+
+            def reader(name: str) -> Callable[[], Tensor]:
+                return lambda: opened.get_tensor(name).to(device)
+
+            given = [(n, tuple(opened.get_slice(n).get_shape()), reader(n)) for n in opened.keys()]  # noqa: SIM118
 
             def wanted(module: str) -> bool:
                 return f"{module}.weight" in self.places and is_product(self.places[f"{module}.weight"].target)

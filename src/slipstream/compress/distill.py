@@ -229,7 +229,14 @@ class Training:
 
             def read(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                 found = token_losses(
-                    self.model.logits, hidden, teacher, targets, weights, kind=s.divergence, temperature=s.temperature
+                    self.model.logits,
+                    hidden,
+                    teacher,
+                    targets,
+                    weights,
+                    vocab_size=self.model.spec.vocab_size,
+                    kind=s.divergence,
+                    temperature=s.temperature,
                 )
                 zero = found.nll.new_zeros(())
                 self.ops.tap = None  # what is computed again in the backward pass was seen already
@@ -269,7 +276,10 @@ class Training:
 
                 def read(h: Tensor, targets: Tensor = targets, weights: Tensor = weights) -> tuple[Tensor, Tensor]:
                     other = theirs if self.teacher is not None else (lambda rows: self.model.logits(h[rows]))
-                    found = token_losses(self.model.logits, h, other, targets, weights, kind="forward", temperature=1.0)
+                    size = self.model.spec.vocab_size
+                    found = token_losses(
+                        self.model.logits, h, other, targets, weights, vocab_size=size, kind="forward", temperature=1.0
+                    )
                     return found.divergence, found.nll
 
                 kl, nll = self.model(batch, read)

@@ -26,8 +26,8 @@ from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.sequences import SequenceBatch
 from slipstream.model.spec import ModelSpec
 
-ROWS = 1024
-"""Tokens whose logits are there at once."""
+LOGITS_BYTES = 2**29
+"""Float32 logits that are there at once, the student's and as many of the teacher's."""
 
 
 def divergence(kind: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
@@ -79,11 +79,13 @@ def token_losses(
     targets: Tensor,
     weights: Tensor,
     *,
+    vocab_size: int,
     kind: Divergence,
     temperature: float,
 ) -> TokenLosses:
     """`head` makes logits [n, V] of the student's final hidden states [N, E]; `teacher` gives its logits for some rows, or was
     kept. `targets` [N] are the tokens that follow."""
+    at_once = max(1, LOGITS_BYTES // (4 * vocab_size))
     sums = [torch.zeros((), device=hidden.device) for _ in range(2)]
 
     def some(h: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -99,8 +101,8 @@ def token_losses(
         found = (divergence(kind, *pair) * w).sum() * temperature**2
         return found, (F.cross_entropy(logits, targets[rows], reduction="none") * w).sum()
 
-    for begin in range(0, len(hidden), ROWS):
-        rows = slice(begin, begin + ROWS)
+    for begin in range(0, len(hidden), at_once):
+        rows = slice(begin, begin + at_once)
         part = hidden[rows]
         parts = checkpoint(some, part, rows, use_reentrant=False) if torch.is_grad_enabled() else some(part, rows)
         sums = [total + part for total, part in zip(sums, parts, strict=True)]

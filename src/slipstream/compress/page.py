@@ -143,7 +143,8 @@ def pairs(rows: Sequence[tuple[str, float, float]], show: Any) -> str:
 
 
 def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    most = f"max-width:{width}px"  # letters of one size in all pictures
+    return f'<svg viewBox="0 0 {width} {height}" style="{most}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 
 def _grid(lines: Sequence[tuple[float, str]]) -> str:

@@ -97,6 +97,9 @@ class Quantize:
     true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
     num_steps: int = 200  # learned rounding
+    step_tokens: int = 2048  # learned rounding
+    outliers: float | None = None  # LLM.int8(): columns of inputs that reach so far keep the model's type
+    catch_up: float = 0.0  # the share of what rounding before a product changed in its inputs that it makes up for
 
     def check(self) -> None:
         if isinstance(self.bits, Budget):
@@ -111,13 +114,21 @@ class Quantize:
             raise ConfigError(
                 "smoothquant makes inputs easy to round: it needs inputs: int8 or fp8 (or take awq)", field="scaling"
             )
-        if self.rounding != "nearest" and self.kind == "float":
-            raise ConfigError(f"rounding={self.rounding!r} is for integer weights; take nearest", field="rounding")
+        if self.outliers is not None and (self.inputs != "int8" or self.static_inputs or self.outliers <= 0):
+            raise ConfigError(
+                f"outliers={self.outliers} must be above 0, and goes with inputs: int8 that are scaled as they come",
+                field="outliers",
+            )
+        if self.rounding == "learned" and self.kind == "float":
+            raise ConfigError("rounding='learned' is for integer weights; take nearest or gptq", field="rounding")
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
         if not 0 < self.damping < 1:
             raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
         _at_least("num_steps", self.num_steps, 1)
+        _at_least("step_tokens", self.step_tokens, 1)
+        if not 0 <= self.catch_up <= 1:
+            raise ConfigError(f"catch_up={self.catch_up} must be a share from 0 to 1", field="catch_up")
         for pattern, given in self.overrides.items():
             unknown = given.keys() - OVERRIDABLE
             if unknown:
@@ -159,7 +170,12 @@ class Quantize:
         asked = (self.rounding, *(given.get("rounding", "nearest") for given in self.overrides.values()))
         static = (self.static_inputs, *(given.get("static_inputs", False) for given in self.overrides.values()))
         return (
-            any(r != "nearest" for r in asked) or any(static) or self.scaling is not None or isinstance(self.bits, Budget)
+            any(r != "nearest" for r in asked)
+            or any(static)
+            or self.scaling is not None
+            or isinstance(self.bits, Budget)
+            or self.catch_up > 0
+            or self.outliers is not None
         )
 
 
@@ -231,6 +247,7 @@ PRESETS: dict[str, list[Any]] = {
         {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
     ],
     "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
+    "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
     "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
     "2:4": [{"sparsify": {"pattern": "2:4"}}],

@@ -33,7 +33,7 @@ from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.learned import learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
-from slipstream.compress.quantize.rounding import Grid, Rounded, fit, gptq, nearest
+from slipstream.compress.quantize.rounding import Grid, Rounded, caught_up, fit, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
 from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import check_inner, layer_ratios, outlier_share, sparsegpt, sparsify_weight
@@ -41,7 +41,7 @@ from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.parameters import parameters
-from slipstream.model.quantization_config import StoredFormats
+from slipstream.model.quantization_config import COLUMNS_NAME, StoredFormats
 from slipstream.model.save import check_writable
 from slipstream.model.scheme import FORMAT_MAX, WeightFormat
 from slipstream.model.spec import LayerSpec, MoESpec, ParallelBlock
@@ -252,6 +252,8 @@ class _Job:
         self.stream = Stream(source, windows, device=device, dtype=dtype) if windows else None
         if self.stream is not None and self.turn is not None:
             self.stream.states = [state @ self.turn.to(state) for state in self.stream.states]
+        self.catch_up = max((step.catch_up for step in (self.quantize, self.sparsify) if step is not None), default=0.0)
+        self.exact = list(self.stream.states) if self.stream is not None and self.catch_up else []
         self.dtype = dtype
         self.parts = ["ends", *(f"layer-{i:05d}" for i in range(source.spec.num_layers))]
 
@@ -293,9 +295,7 @@ class _Job:
         """Round a layer, if that is not done yet, and run the text through it."""
         part, prefix = f"layer-{index:05d}", f"layers.{index}."
         if self.work.note(part) is None:
-            values = load_layer(self.original, index, self.device)
-            if self.turn is not None:
-                rotate.rotate_layer(self.source.spec.layers[index], values, self.turn)
+            values = self.load(index)
             rounded, note = self.round_layer(index, values)
             whole = {prefix + name: value for name, value in values.items()}
             scales = {f"{prefix}{name}.weight": scale for name, scale in note["input_scales"].items()}
@@ -305,14 +305,25 @@ class _Job:
             read = self.names.read(self.work.part(part), self.stored, device=self.device)
             values = {name.removeprefix(prefix): value for name, value in read.items()}
             self.stream.states = self.stream.run(index, values, ObservingOps(inputs=self.fake_inputs(index)))
+            if self.catch_up:
+                self.exact = self.stream.run(index, self.load(index), ObservingOps(), self.exact)
+
+    def load(self, index: int) -> dict[str, Tensor]:
+        """A layer of the original, turned if the residual is."""
+        values = load_layer(self.original, index, self.device)
+        if self.turn is not None:
+            rotate.rotate_layer(self.source.spec.layers[index], values, self.turn)
+        return values
 
     def fake_inputs(self, index: int) -> dict[str, FakeInputs]:
         """How the inputs of the layer's products are rounded when it runs."""
-        found = {}
+        found, note = {}, self.work.note(f"layer-{index:05d}")
         for name in ORDER:
             fmt = self.formats.get(f"layers.{index}.{name}.weight")
             if fmt is not None and fmt.inputs is not None:
-                found[name] = FakeInputs(fmt.inputs)  # by token also where a scale is written: as Slipstream runs it
+                columns = note["columns"].get(name, ()) if note is not None else ()
+                # By token also where a scale is written: as Slipstream runs it.
+                found[name] = FakeInputs(fmt.inputs, columns=tuple(columns))
         return found
 
     @torch.no_grad()
@@ -324,7 +335,7 @@ class _Job:
             for p in self.plan.products
             if p.name.startswith(prefix) and (p.fmt is not None or p.sparse)
         }
-        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}}
+        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}, "columns": {}}
         rounded: dict[str, Rounded] = {}
         if self.quantize is not None and self.quantize.scaling is not None:
             self.move_scales(index, values, {name: p for name, p in todo.items() if p.fmt is not None}, note)
@@ -332,11 +343,12 @@ class _Job:
         if self.quantize is not None and not self.quantize.true_sequential:
             groups = [[name for group in groups for name in group]] if groups else []
         learned = self.learn(index, values, {name: p for name, p in todo.items() if p.fmt is not None})
+        original = (dict(values), self.exact) if self.catch_up else None
         done: dict[str, FakeInputs] = {}
         for group in groups:
             stats: Mapping[str, InputStats] = {}
             if self.stream is not None:
-                stats = self.stream.observe(index, values, group, inputs=done)
+                stats = self.stream.observe(index, values, group, inputs=done, original=original)
             for name in group:
                 product = todo[name]
                 before = values[f"{name}.weight"]
@@ -351,7 +363,9 @@ class _Job:
                 if (own := stats.get(name)) is not None:
                     note["errors"][name] = relative_error(before, values[f"{name}.weight"], own)
                 if product.fmt is not None and product.fmt.inputs is not None:
-                    done[name] = FakeInputs(product.fmt.inputs)
+                    if self.quantize is not None and self.quantize.outliers is not None and name in stats:
+                        note["columns"][name] = outlier_columns(stats[name].absmax, self.quantize.outliers)
+                    done[name] = FakeInputs(product.fmt.inputs, columns=tuple(note["columns"].get(name, ())))
                 if product.fmt is not None and product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
         return rounded, note
@@ -364,8 +378,20 @@ class _Job:
         assert self.stream is not None
         assert self.quantize is not None
         formats = {name: p.fmt for name, p in wanted.items() if p.fmt is not None}
-        steps, clip = self.quantize.num_steps, self.quantize.clip
-        return learn(self.stream, index, values, formats, dtype=self.written, clip=clip, num_steps=steps)
+        q, states = self.quantize, None
+        if self.catch_up:
+            states = [torch.lerp(now, was, self.catch_up) for now, was in zip(self.stream.states, self.exact, strict=True)]
+        return learn(
+            self.stream,
+            index,
+            values,
+            formats,
+            dtype=self.written,
+            clip=q.clip,
+            num_steps=q.num_steps,
+            step_tokens=q.step_tokens,
+            states=states,
+        )
 
     def move_scales(
         self, index: int, values: dict[str, Tensor], todo: Mapping[str, PlannedProduct], note: dict[str, Any]
@@ -407,6 +433,9 @@ class _Job:
 
     def make_weight(self, index: int, product: PlannedProduct, weight: Tensor, stats: InputStats | None) -> Rounded | Tensor:
         settings, fmt, sparse = product.settings, product.fmt, self.sparsify if product.sparse else None
+        if stats is not None and (settings is not None or sparse is not None):
+            damping = sparse.damping if settings is None and sparse is not None else (settings or Quantize()).damping
+            weight = caught_up(weight, stats, self.catch_up, damping=damping)
         if sparse is None:
             return weight if settings is None or fmt is None else _round(weight, settings, fmt, self.written, stats)
         ratio = self.ratios[index]
@@ -463,13 +492,33 @@ class _Job:
             config["quantization_config"] = cache_only_config(kv)
         if self.turn is not None:
             config["tie_word_embeddings"] = False
-        self.work.publish(self.original, self.parts, config, self.recipe.as_data(), finish)
+
+        def finished(folder: Path) -> None:
+            if columns := self.columns():
+                (folder / COLUMNS_NAME).write_text(json.dumps(columns) + "\n")
+            finish(folder)
+
+        self.work.publish(self.original, self.parts, config, self.recipe.as_data(), finished)
+
+    def columns(self) -> dict[str, list[int]]:
+        """By the checkpoint's modules, the inputs that keep the model's type."""
+        noted: dict[str, list[int]] = {}
+        for index in range(self.source.spec.num_layers):
+            note = self.work.note(f"layer-{index:05d}") or {}
+            noted.update({f"layers.{index}.{name}.weight": columns for name, columns in note["columns"].items() if columns})
+        return {name.removesuffix(".weight"): noted[at.target] for name, at in self.names.places.items() if at.target in noted}
 
 
 def _round(weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None) -> Rounded:
     if settings.rounding == "gptq" and stats is not None:
         return gptq(weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip)
     return nearest(weight, fmt, dtype, clip=settings.clip, stats=stats)
+
+
+def outlier_columns(absmax: Tensor, threshold: float) -> list[int]:
+    """The inputs [in] that reach the threshold, and of the others the largest, up to a multiple of 16, which products like."""
+    count = int((absmax >= threshold).sum())
+    return sorted(absmax.topk(min(len(absmax), -(-count // 16) * 16)).indices.tolist())
 
 
 def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:

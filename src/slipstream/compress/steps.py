@@ -27,6 +27,7 @@ class Sparsify:
     spread: float = 0.08
     outlier: float = 5.0  # times the mean
     damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a share of its mean
+    catch_up: float = 0.0  # the share of what zeros before a product changed in its inputs that it makes up for
     ignore: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -42,10 +43,12 @@ class Sparsify:
             raise ConfigError(f"outlier={self.outlier} must be above 1", field="outlier")
         if not 0 < self.damping < 1:
             raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
+        if not 0 <= self.catch_up <= 1:
+            raise ConfigError(f"catch_up={self.catch_up} must be a share from 0 to 1", field="catch_up")
 
     @property
     def needs_text(self) -> bool:
-        return self.method != "magnitude" or self.ratios == "outliers"
+        return self.method != "magnitude" or self.ratios == "outliers" or self.catch_up > 0
 
     def takes(self, product: str) -> bool:
         return product != "head" and not any(fnmatchcase(product, pattern) for pattern in self.ignore)

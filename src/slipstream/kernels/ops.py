@@ -140,12 +140,21 @@ Activations: TypeAlias = Tensor | Quantized
 """What goes into `linear`: rows of the model's type, or already in the form that the weight's scheme wants."""
 
 
+@dataclass(frozen=True, slots=True)
+class SparseCopy:
+    """A 2:4 weight without its zeros, as a library holds it; the faster one from so many tokens on."""
+
+    packed: Tensor
+    from_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Schemes are subclasses."""
 
     weight: Tensor
     bias: Tensor | None = None
+    sparse: SparseCopy | None = None
 
     @property
     def out_features(self) -> int:
@@ -197,6 +206,30 @@ class BlockScaledLinear(Linear):
     @property
     def inputs(self) -> InputFormat:
         return "fp8-block"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLinear(Linear):
+    """`int8-split` (LLM.int8(), Dettmers et al. 2022): of the inputs, `columns` meet `dense` in the model's type, and what is
+    left of them meets `weight`, an int8 `ScaledLinear`'s, which has zeros there. Inputs come in the model's type."""
+
+    scales: Tensor  # float32 [out]
+    out_dtype: torch.dtype
+    columns: Tensor  # int64 [C]
+    dense: Tensor  # of the model's type [out, C]
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
+        """Of all columns' codes int8 [out, in], which are changed."""
+        at = torch.tensor(columns, device=codes.device)
+        dense = (codes[:, at].float() * scales[:, None]).to(dtype)
+        codes[:, at] = 0
+        return cls(weight=codes, scales=scales, out_dtype=dtype, columns=at, dense=dense)
+
+    @property
+    def rest(self) -> ScaledLinear:
+        """With the bias."""
+        return ScaledLinear(weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +341,8 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `adopt_linear` takes as they are."""
     rounded: frozenset[str] = frozenset()
-    """The schemes, of fp8, fp8-block, int8 and int4, whose weights `adopt_linear` takes; others are expanded before."""
+    """The schemes, of fp8, fp8-block, int8, int8-split and int4, whose weights `adopt_linear` takes; others are expanded
+    before."""
     rounded_experts: frozenset[str] = frozenset()
     """The same of `adopt_experts`."""
 
@@ -358,7 +392,11 @@ class OpSet(ABC):
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
         """For a person: how the parts of a product's weight are held, and in how many bytes."""
         tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
-        return [(str(w.weight.dtype).removeprefix("torch."), sum(t.numel() * t.element_size() for t in tensors))]
+        name = str(w.weight.dtype).removeprefix("torch.")
+        if w.sparse is not None:
+            tensors.append(w.sparse.packed)
+            name += f", without zeros from {w.sparse.from_tokens} tokens on"
+        return [(name, sum(t.numel() * t.element_size() for t in tensors))]
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -368,6 +406,11 @@ class OpSet(ABC):
     def linear(self, x: Activations, w: Linear) -> Tensor:
         """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x that is not yet as
         `w.inputs` wants it is quantised first; the result has the model's type."""
+
+    def split_linear(self, x: Tensor, w: SplitLinear) -> Tensor:
+        """`linear` of such a weight, by the op set's own product of 8 bits."""
+        rest = self.linear(x.index_fill(1, w.columns, 0.0), w.rest)
+        return torch.addmm(rest, x[:, w.columns], w.dense.T)
 
     @abstractmethod
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:

@@ -23,6 +23,7 @@ from slipstream.kernels.ops import (
     Quantized,
     SamplingTensors,
     ScaledLinear,
+    SplitLinear,
 )
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
@@ -95,7 +96,8 @@ ROUNDED = (ScaledLinear, BlockScaledLinear, GroupedLinear)
 
 class ReferenceOps(OpSet):
     name = "reference"
-    rounded = rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
+    rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
+    rounded = rounded_experts | {"int8-split"}
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
@@ -110,6 +112,9 @@ class ReferenceOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
+        if isinstance(w, SplitLinear):
+            assert isinstance(x, Tensor)
+            return self.split_linear(x, w)
         if isinstance(w, (ScaledLinear, BlockScaledLinear)):
             q = x if isinstance(x, Quantized) else self.quantize(x, w.inputs)
             x, dtype = numbers(q), w.out_dtype

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.ops import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear, SplitLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.model.held import PRODUCTS, held_group
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
@@ -111,9 +111,11 @@ class RoundedWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        columns: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`formats` are those of the weights to take, by their names in `shapes`."""
-        self.method, self.dtype, self.formats = method, dtype, formats
+        """`formats` are those of the weights to take, by their names in `shapes`; `columns` the inputs of some that keep the
+        model's type."""
+        self.method, self.dtype, self.formats, self.columns = method, dtype, formats, columns or {}
         self._weights: dict[str, _Weight] = {}
         for name, fmt in formats.items():
             outer, inner = shapes[name]
@@ -235,6 +237,8 @@ class RoundedWeights:
             elif size := held_group(self.formats[name], rows, inner):
                 chunk = chunk_of(inner, size)
                 made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)
+            elif self.formats[name].split:
+                made[name] = SplitLinear.of(w.codes, w.scales, self.columns[name], self.dtype)
             else:
                 made[name] = ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
         return made

@@ -16,7 +16,7 @@ from slipstream.model.gguf import GGUFFile
 from slipstream.model.held import held_formats
 from slipstream.model.parameters import Shape, parameters
 from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
-from slipstream.model.quantization_config import StoredQuantization, read_quantization
+from slipstream.model.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
 from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, WeightFormat
 from slipstream.model.spec import ModelSpec
 
@@ -71,6 +71,24 @@ class ModelDescription:
             return {}
         return held_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded, rounded_experts)
 
+    def split_columns(self) -> dict[str, tuple[int, ...]]:
+        """Of our weights with int8 inputs, which columns of them keep the model's type. CheckpointError if what we hold as one
+        has several."""
+        found: dict[str, tuple[int, ...]] = {}
+        formats = self.quantization.formats if self.quantization is not None else None
+        if formats is None or not formats.columns:
+            return found
+        names = self.family.names(self.spec)
+        if unknown := [module for module in formats.columns if f"{module}.weight" not in names]:
+            raise CheckpointError(f"{COLUMNS_NAME}: the model has no {unknown[0]}", field=unknown[0])
+        for name, place in names.items():
+            columns = formats.columns.get(name.removesuffix(".weight"), ())
+            if found.setdefault(place.target, columns) != columns:
+                raise CheckpointError(f"{COLUMNS_NAME}: {name} has other columns than what it goes with", field=name)
+            if columns and max(columns) >= self.shapes[place.target][1]:
+                raise CheckpointError(f"{COLUMNS_NAME}: {name} has no column {max(columns)}", field=name)
+        return {target: columns for target, columns in found.items() if columns}
+
     def bytes_on_cpu(self, dtype_bytes: int) -> int | None:
         """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
         if not self.stored:
@@ -113,6 +131,8 @@ def _read_folder(path: Path) -> ModelDescription:
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
     quantization = read_quantization(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None
+    if (columns := path / COLUMNS_NAME).is_file():
+        quantization = with_columns(quantization, read_json(columns))
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))

@@ -82,7 +82,8 @@ def load_model(
                         held = description.held_formats(ops.rounded, ops.rounded_experts)
                     else:
                         held = scheme_formats(shapes, stored.scheme or "")
-                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device)
+                    columns = description.split_columns()
+                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device, columns=columns)
                     scheme = None  # what is not held rounded is expanded, and stays so
                 elif description.family.gguf is not None and description.gguf is not None and scheme is None:
                     names = description.family.gguf.names(description.spec)

@@ -85,8 +85,9 @@ def alike(products: Sequence[Linear]) -> bool:
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
         return type(w), w.weight.dtype
 
-    first = products[0]
-    return all(form(w) == form(first) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products)
+    return type(products[0]) in (Linear, ScaledLinear, GroupedLinear) and all(
+        form(w) == form(products[0]) and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0 for w in products
+    )
 
 
 def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from slipstream.errors import CheckpointError
 from slipstream.model.families.base import ConfigReader
 from slipstream.model.scheme import BLOCK, SCHEMES, RowFormat, WeightFormat
 from slipstream.model.scheme import FORMATS as SCHEME_FORMATS
@@ -25,6 +26,10 @@ zero points less one."""
 PREFIX = "quantization_config."
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
 SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
+COLUMNS_NAME = "slipstream-columns.json"
+"""A file beside the weights: for modules with int8 inputs, by the checkpoint's names, the columns of inputs that keep the
+model's type (LLM.int8(), Dettmers et al. 2022). Other engines pass it over, and round those as well."""
+
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
     "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent",
@@ -44,14 +49,21 @@ class StoredFormats:
 
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignore: tuple[str, ...] = ()
+    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By module, which inputs keep the model's type (`COLUMNS_NAME`)."""
 
     @property
     def products(self) -> frozenset[str]:
         """The products that compute with some of the weights as they are: fp8, int8, int4."""
-        return frozenset(fmt.product for _, fmt in self.groups if fmt.product is not None)
+        found = {fmt.product for _, fmt in self.groups} | ({"int8-split"} if self.columns else set())
+        return frozenset(product for product in found if product is not None)
 
     def of(self, module: str) -> WeightFormat | None:
         """`module` is the checkpoint's name of a weight, without .weight."""
+        found = self._group(module)
+        return replace(found, split=True) if found is not None and module in self.columns else found
+
+    def _group(self, module: str) -> WeightFormat | None:
         if any(_matches(module, target) for target in self.ignore):
             return None
         for expression in (False, True):
@@ -115,6 +127,20 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 def _never_rounded(name: str) -> bool:
     """Norms, embeddings, routers and the head are no products that a scheme holds."""
     return name == "lm_head" or name.endswith(("norm", "embed_tokens", "mlp.gate", "shared_expert_gate"))
+
+
+def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) -> StoredQuantization:
+    """What is stored, with what `COLUMNS_NAME` holds. CheckpointError if they do not go together."""
+    if stored is None or stored.formats is None:
+        raise CheckpointError(f"{COLUMNS_NAME} goes with weights that compressed-tensors rounded", field=COLUMNS_NAME)
+    for module, columns in given.items():
+        fmt = stored.formats.of(module)
+        if fmt is None or fmt.inputs != "int8":
+            raise CheckpointError(f"{COLUMNS_NAME}: {module} has no int8 inputs", field=module)
+        if not isinstance(columns, list) or not columns or any(type(c) is not int or c < 0 for c in columns):
+            raise CheckpointError(f"{COLUMNS_NAME}: {module} must have a list of columns", field=module)
+    formats = replace(stored.formats, columns={module: tuple(columns) for module, columns in given.items()})
+    return replace(stored, scheme=None if given else stored.scheme, formats=formats)
 
 
 def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:

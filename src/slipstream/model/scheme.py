@@ -87,6 +87,7 @@ class WeightFormat:
     A scale is for `group_size` inputs of a row, for a row (None), or for the whole weight (`whole`); with `block_rows` for a
     block of so many rows by `group_size` inputs. The scales' tensor ends in `scale`. `inputs` is the 8-bit form that the
     product's inputs are rounded to, token by token as they come, or by one scale found beforehand (`static_inputs`).
+    With `split` some columns of int8 inputs keep the model's type (`quantization_config.COLUMNS_NAME`).
     """
 
     kind: Literal["int", "float"] = "int"
@@ -98,6 +99,16 @@ class WeightFormat:
     scale: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
     inputs: InputFormat | None = None
     static_inputs: bool = False
+    split: bool = False
+
+    def __str__(self) -> str:
+        """For a person."""
+        scales = "whole" if self.whole else "by row" if self.group_size is None else f"by {self.group_size}"
+        kind = f"{self.kind}{self.bits} {scales}" + ("" if self.symmetric else ", zero points")
+        if self.inputs is None:
+            return kind
+        how = "one scale found beforehand" if self.static_inputs else "a scale a token"
+        return f"{kind}; inputs in {self.inputs}, {how}" + (", but their outliers" if self.split else "")
 
     @property
     def lowest(self) -> int:
@@ -105,10 +116,10 @@ class WeightFormat:
         return -(1 << self.bits - 1)
 
     @property
-    def product(self) -> InputFormat | Literal["int4"] | None:
+    def product(self) -> InputFormat | Literal["int8-split", "int4"] | None:
         """The scheme whose product computes with it as it is; None: it is expanded to the model's type."""
         if self.inputs is not None:
-            return self.inputs
+            return "int8-split" if self.split else self.inputs
         return "int4" if self.kind == "int" and self.bits <= 4 else None
 
     @property

@@ -127,7 +127,10 @@ class WholeModel(nn.Module):
 
     def ends(self) -> Decoder:
         """What comes before and after the layers, of this module's parameters as they are now."""
-        own: dict[str, Tensor] = {name: value for name, value in self.named_parameters() if not name.startswith("layers.")}
+        own: dict[str, Tensor] = {}
+        for part, module in self.named_children():
+            if part != "layers":
+                own.update(module.named_parameters(prefix=part))
         return Decoder(self.spec, own, self.ops, max_model_len=1, layers=())
 
     def hidden(self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None) -> Tensor:

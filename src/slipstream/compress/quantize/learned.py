@@ -8,7 +8,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,6 @@ from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.decoder import build_layer
 from slipstream.model.scheme import WeightFormat
 from slipstream.model.sequences import SequenceBatch, run_layer
-
-STEP_TOKENS = 1024
-"""Tokens of a step, whole windows of them, drawn at random."""
 
 REACH = 0.25
 """How far a scale's factor may go from 1."""
@@ -84,16 +81,20 @@ def learn(
     dtype: torch.dtype,
     clip: bool,
     num_steps: int,
+    step_tokens: int,
+    states: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> dict[str, Rounded]:
     """The products in `formats` (by name in the layer) of layer `index`, which is given by `values` and computes with them and
-    the rest as it is. A result that is no better than rounding to nearest is not taken."""
-    targets = _windows(stream, stream.run(index, values, ObservingOps()))
+    the rest as it is. The output to come near to is that of the layer's exact weights on `states`, or on what it reads; each
+    step takes `step_tokens`, whole windows of them, drawn at random. A result that is no better than rounding to nearest is not
+    taken."""
+    targets = _windows(stream, stream.run(index, values, ObservingOps(), states))
     inputs = _windows(stream, stream.states)
     learned = {name: Offsets.of(values[f"{name}.weight"], fmt, dtype, clip=clip) for name, fmt in formats.items()}
     start = {name: own.rounded() for name, own in learned.items()}
     rng = torch.Generator().manual_seed(seed)
-    per_step = max(1, STEP_TOKENS // max(len(x) for x in inputs))
+    per_step = max(1, step_tokens // max(len(x) for x in inputs))
     spec = stream.spec.layers[index]
     with torch.enable_grad():
         for step in range(num_steps):

@@ -1,8 +1,9 @@
 """Bits by budget: which product gets how many, so that the divergence is least.
 
-Each product is rounded alone, the rest of the model as it was, and what that does to the next token's distribution is measured:
-KL(original‖rounded) on calibration text. That is done with one number of bits; KL is quadratic in a small error, so that with
-others it is this one times the ratio of the errors of the product's output, which need no pass through the model. Costs of
+Each product is rounded alone, as it will be (by GPTQ, or to nearest), the rest as it was, and what that does to the
+next token's distribution is measured: KL(original‖rounded) on calibration text. That is done with one number of bits; KL is
+quadratic in a small error, so that with others it is this one times the ratio of the errors of the product's output when it is
+rounded to nearest, which needs no pass through the model. Costs of
 different products nearly add up, their errors being nearly independent, and so the choice is a multiple-choice knapsack: one
 number of bits for each product, the bytes together within the budget, the sum of costs least. It is solved exactly.
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load_ends, load_layer
-from slipstream.compress.quantize.rounding import nearest
+from slipstream.compress.quantize.rounding import gptq, nearest
 from slipstream.compress.recipe import Budget, Quantize
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import Decoder
@@ -120,31 +121,39 @@ def measure(
         return values
 
     ends, num_layers = load_ends(source, device=device, dtype=dtype), source.spec.num_layers
-    before, errors = [], {}  # what each layer reads; the errors of outputs
+    before = []  # what each layer reads
     for index in range(num_layers):
-        values, prefix = layer(index), f"layers.{index}."
-        own = [name.removeprefix(prefix) for name in settings if name.startswith(prefix)]
-        stats = stream.observe(index, values, own, inputs={})
-        for name in own:
-            each = [stats[key] for key in stats if key.partition("@")[0] == name]
-            errors[prefix + name] = _errors(values[f"{name}.weight"], settings[prefix + name], budget.choices, each, written)
         before.append(stream.states)
-        stream.states = stream.run(index, values, ObservingOps())
+        stream.states = stream.run(index, layer(index), ObservingOps())
     exact = [_log_probabilities(ends, h.to(device)) for h in stream.states]
     found: dict[str, dict[int, float]] = {}
     for index in range(num_layers):
         values, prefix = layer(index), f"layers.{index}."
-        for name in (n for n in settings if n.startswith(prefix)):
-            key = f"{name.removeprefix(prefix)}.weight"
-            fmt = settings[name].format(values[key].shape[1], probe)
-            changed = {**values, key: nearest(values[key], fmt, written, clip=settings[name].clip).numbers()}
+        own = [name.removeprefix(prefix) for name in settings if name.startswith(prefix)]
+        stream.states = before[index]
+        stats = stream.observe(index, values, own, inputs={})
+        for name in own:
+            weight, asked = values[f"{name}.weight"], settings[prefix + name]
+            each = [stats[key] for key in stats if key.partition("@")[0] == name]
+            errors = _errors(weight, asked, budget.choices, each, written)
+            changed = {**values, f"{name}.weight": _probed(weight, asked, probe, stats.get(name), written)}
             stream.states = stream.run(index, changed, ObservingOps(), before[index])
             for i in range(index + 1, num_layers):
                 stream.states = stream.run(i, layer(i), ObservingOps())
             kl = _mean_kl(ends, exact, [h.to(device) for h in stream.states])
-            found[name] = {b: kl * e / max(errors[name][probe], 1e-30) for b, e in errors[name].items()}
+            found[prefix + name] = {b: kl * e / max(errors[probe], 1e-30) for b, e in errors.items()}
         progress(index + 1, num_layers)
     return found
+
+
+def _probed(weight: Tensor, asked: Quantize, bits: int, stats: InputStats | None, written: torch.dtype) -> Tensor:
+    """The product's weight with so many bits, as the recipe rounds it; experts' to nearest."""
+    fmt = asked.format(weight.shape[1], bits)
+    if asked.rounding == "gptq" and stats is not None:
+        made = gptq(weight, fmt, written, stats, damping=asked.damping, act_order=asked.act_order, clip=asked.clip)
+    else:
+        made = nearest(weight, fmt, written, clip=asked.clip)
+    return made.numbers()
 
 
 def _errors(

@@ -47,8 +47,11 @@ class Grid:
 
     def column(self, column: Tensor, group: int) -> Tensor:
         """One column of weights [out] to nearest, as numbers."""
-        lowest, highest = bounds(self.fmt)
         scale = self.scales[:, group].float()
+        if self.fmt.kind == "float":
+            floats: Tensor = (column / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            return floats
+        lowest, highest = bounds(self.fmt)
         zero = self.zeros[:, group].float() if self.zeros is not None else 0.0
         return ((column / scale + zero).round().clamp(lowest, highest) - zero) * scale
 
@@ -175,6 +178,18 @@ def gptq(
             block[:, j:] -= errors[:, j : j + 1] * upper[at, at:end]
         work[:, end:] -= errors @ upper[begin:end, end:]
     return Rounded(grid, grid.codes(found[:, back].contiguous()))
+
+
+def caught_up(weight: Tensor, stats: InputStats, share: float, *, damping: float = 0.01) -> Tensor:
+    """The weight [out, in] that comes nearest to what the original gives of the original's inputs x° where it reads x, which
+    earlier layers' rounding made of them: W + share · W (Σ (x° − x) xᵀ) (Σ x xᵀ + damping)⁻¹. Without `stats.shift` as it is.
+    (The aim of GPTAQ, Li et al. 2025, reached before any column is rounded: it goes with every way of rounding.)"""
+    if stats.shift is None or not share:
+        return weight
+    damped = stats.hessian.clone()
+    damped.diagonal().add_(damping * float(damped.diagonal().mean()) + 1e-30)
+    change: Tensor = torch.linalg.solve(damped, (weight @ stats.shift).T).T
+    return weight + share * change
 
 
 def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:

@@ -19,12 +19,14 @@ from slipstream.kernels.ops import (
     OpSet,
     Quantized,
     SamplingTensors,
+    ScaledLinear,
+    SplitLinear,
     TokenShape,
 )
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton import grouped, linear, moe, parts, pointwise, sampling
+from slipstream.kernels.triton import grouped, halves, linear, moe, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention
 from slipstream.kernels.triton.one_token import OneTokenStep
@@ -41,13 +43,15 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
-    rounded = rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
+    rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
+    rounded = rounded_experts | {"int8-split"}
 
     def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
         self.tiles = NO_TILES if deterministic else tiles
         self.deterministic = deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, parts.Scratch] = {}
+        self._halves = halves.Halves()
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1
@@ -60,7 +64,7 @@ class TritonOps(OpSet):
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
-            return Linear(weight=weight, bias=bias)
+            return self._sparse(Linear(weight=weight, bias=bias))
         return self.adopt_linear(round_linear(weight, bias, scheme))
 
     def adopt_linear(self, w: Linear) -> Linear:
@@ -69,7 +73,14 @@ class TritonOps(OpSet):
             self._scratch[device] = parts.Scratch(device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
             return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
-        return w
+        return self._sparse(w) if isinstance(w, ScaledLinear) else w
+
+    def _sparse(self, w: Linear) -> Linear:
+        """With a copy without zeros, if that is the faster one; another order of sums, so none where results are fixed."""
+        return w if self.deterministic else self._halves.with_copy(w, self._dense)
+
+    def _dense(self, x: Activations, w: Linear) -> Tensor:
+        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
     def prepare_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
@@ -82,7 +93,12 @@ class TritonOps(OpSet):
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
+        if isinstance(w, SplitLinear):
+            assert isinstance(x, Tensor)
+            return self.split_linear(x, w)
+        if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
+            return halves.product(x, w)
+        return self._dense(x, w)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return pointwise.quantize(x, inputs)
