@@ -302,6 +302,8 @@ def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kep
     windows = [attention_of(layer).window for layer in wanted.layers]
     if "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):
         found["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if "no_rope_layers" in reader.taken:
+        found["no_rope_layers"] = [int(attention_of(layer).position is not None) for layer in wanted.layers]
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
         found["mlp_only_layers"] = [i for i, layer in enumerate(wanted.layers) if isinstance(layer.mlp, DenseSpec)]
         found["decoder_sparse_step"] = 1
