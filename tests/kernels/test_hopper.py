@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream.kernels.ops import LayerKV
-from slipstream.kernels.triton import hopper
+from slipstream.kernels.triton import attention, hopper
 
 PROGRAM = """
 import json, sys
@@ -70,6 +70,26 @@ def test_tensor_cores_run_while_exponents_are_taken(kind):
     assert sass.count("UTMALDG") == (2 * 2 + 2 * 8 * 2 if kind == "bfloat16" else 2)
 
 
-def test_only_on_a_gpu():
+@pytest.mark.parametrize(
+    ("device", "capability", "version", "there"),
+    [
+        ("cuda", (9, 0), "3.6.0", True),
+        ("cuda", (9, 0), "3.10.0", False),
+        ("cuda", (10, 0), "3.6.0", False),
+        ("cpu", (9, 0), "3.6.0", False),
+    ],
+)
+def test_where_it_runs(monkeypatch, device, capability, version, there):
+    """Its chip, and the versions of Triton whose Gluon it knows."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(attention.triton, "__version__", version)
+    found = attention._hopper.__wrapped__(torch.device(device))
+    assert found is (hopper if there else None)
+
+
+def test_what_it_covers():
     kv = LayerKV(*torch.zeros(2, 3, 2, 16, 128, dtype=torch.bfloat16))
-    assert not hopper.covers(torch.zeros(5, 8, 128, dtype=torch.bfloat16), kv)
+    q = torch.zeros(5, 8, 128, dtype=torch.bfloat16)
+    assert hopper.covers(q, kv)
+    assert not hopper.covers(q.float(), kv)
+    assert not hopper.covers(q, LayerKV(*torch.zeros(2, 3, 2, 16, 80, dtype=torch.bfloat16)))

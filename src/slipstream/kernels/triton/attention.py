@@ -13,13 +13,16 @@ How a sequence is split depends on its own length and on the launch, never on ti
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
-from slipstream.kernels.triton import hopper
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import processors
 
@@ -27,6 +30,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
 CTAS_PER_SM = 4
 """Decode programs wanted per multiprocessor before sequences are no longer split."""
+HOPPER_TRITON = ((3, 6), (3, 9))
+"""Versions of Triton, the first and the last, with which the kernel for Hopper was compiled: Gluon's names change."""
 FEW_ROWS = 64
 """Queries times heads of a kv head, up to which Hopper's kernel (128 rows) would multiply mostly nothing."""
 
@@ -438,7 +443,8 @@ def paged_attention(
     plain = alibi_slopes is None and distance_bias is None and causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
         return out
-    if plain and num_rows > FEW_ROWS and hopper.covers(q, kv):
+    hopper = _hopper(q.device) if plain and num_rows > FEW_ROWS else None
+    if hopper is not None and hopper.covers(q, kv):
         hopper.prefill(
             q, kv, meta, out, first_seq=num_decodes, scale=scale, window=window, softcap=softcap, sinks=sinks
         )  # fmt: skip
@@ -458,6 +464,17 @@ def paged_attention(
             CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The kernel for Hopper, on that chip and with the versions of Triton that it was compiled with; None elsewhere."""
+    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if not HOPPER_TRITON[0] <= version <= HOPPER_TRITON[1]:
+        return None
+    return importlib.import_module("slipstream.kernels.triton.hopper")
 
 
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, num_processors: int) -> int:

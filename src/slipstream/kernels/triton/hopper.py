@@ -16,10 +16,7 @@ distance. Gluon is not interpreted on a CPU: there a test reads the machine code
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,8 +34,7 @@ from slipstream.kernels.triton.parts import processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
-VERSIONS = ((3, 6), (3, 9))
-"""Of Triton, the first and the last with which this file was compiled: Gluon's names change. Two are looked for here."""
+# Gluon's names change with Triton's versions (`attention.HOPPER_TRITON`). Two are looked for here.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
@@ -415,9 +411,7 @@ producer's thread that converts. The consumers' threads get what is left of 504.
 
 
 def covers(q: Tensor, kv: LayerKV) -> bool:
-    """Whether `prefill` runs on this device, with these types and shapes."""
-    if q.device.type != "cuda" or not _supported(q.device):
-        return False
+    """Whether `prefill` has these types and shapes."""
     (num_kv_heads, block_size, dim), small = kv.k.shape[1:], kv.k_scale is not None
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -427,12 +421,6 @@ def covers(q: Tensor, kv: LayerKV) -> bool:
         and block_size in (16, 32, 64)
         and q.shape[1] // num_kv_heads <= CONSUMER_ROWS.value
     )
-
-
-@functools.cache
-def _supported(device: torch.device) -> bool:
-    version = tuple(int(n) for n in triton.__version__.split(".")[:2])
-    return torch.cuda.get_device_capability(device) == (9, 0) and VERSIONS[0] <= version <= VERSIONS[1]
 
 
 def prefill(
