@@ -27,7 +27,9 @@ def vectors(path, **settings):
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"quantization": "fp8"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "float32"}, {"quantization": "fp8"}, {"quantization": "int8"}], ids=str
+)
 def test_embeddings(tmp_path, settings):
     tiny_models.build_encoder(tmp_path, **WIDE)
     exact = vectors(tmp_path, **EXACT)

@@ -93,7 +93,9 @@ def test_graphs_prefixes_preemption_and_choices(path):
             assert other.stats().num_preemptions > 0
     again = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy)]
     assert sum(a == b for a, b in zip(expected, again, strict=True)) >= len(PROMPTS) - 1
-    sampling = SamplingParams(n=3, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5, max_tokens=20, ignore_eos=True)
+    sampling = SamplingParams(
+        n=3, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5, max_tokens=20, ignore_eos=True
+    )
     a, b = (llm.generate([PROMPTS[4]], sampling)[0] for _ in range(2))
     assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
     assert len({tuple(c.token_ids) for c in a.outputs}) > 1
@@ -114,7 +116,9 @@ def test_deterministic(tmp_path, quantization):
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
 
     def answers(prompts, **settings):
-        llm = make(tmp_path, deterministic=True, dtype="bfloat16", quantization=quantization, kv_cache_dtype=kv, **settings)
+        llm = make(
+            tmp_path, deterministic=True, dtype="bfloat16", quantization=quantization, kv_cache_dtype=kv, **settings
+        )
         twice = [llm.generate(prompts, sampling) for _ in range(2)]  # the second time from the prefix cache
         return [[[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for run in twice for o in run]
 

@@ -27,7 +27,12 @@ CONTEXT = 96
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_models.build_with_tokenizer(
-        folder, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512, initializer_range=0.05
+        folder,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        initializer_range=0.05,
     )
     return folder
 
@@ -42,7 +47,9 @@ def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dt
     same = {"dtype": "bfloat16", "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     exact = load(model, device="cpu", kernels="reference", **same)
     gpu = load(model, device="cuda", **same)
-    windows = list(cut([Document(text="hello the world in the hour " * 30)], gpu.tokenizer, context=CONTEXT, stride=48))[:3]
+    windows = list(
+        cut([Document(text="hello the world in the hour " * 30)], gpu.tokenizer, context=CONTEXT, stride=48)
+    )[:3]
     found = compare(exact, gpu, windows, num_worst=1)
     assert found.kl.mean < 0.01
     assert found.perplexity_ratio == pytest.approx(1, abs=0.02)

@@ -8,17 +8,29 @@ import torch
 from slipstream.kernels.ops import LayerKV, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import hopper
-from slipstream.kernels.triton.attention import paged_attention
 from tests.gpu.test_kernels_gpu import error, step
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an NVIDIA GPU (sm_90)"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs an NVIDIA GPU (sm_90)",
     ),
 ]
 NOTHING = {"window": None, "softcap": None, "alibi_slopes": None}
+
+
+def paged_attention(*args, **options):
+    """Not imported at the top: tests/kernels imports Triton's kernels for its interpreter."""
+    from slipstream.kernels.triton import attention
+
+    return attention.paged_attention(*args, **options)
+
+
+def covered(q, kv):
+    from slipstream.kernels.triton import hopper
+
+    return hopper.covers(q, kv)
 
 
 def in_8_bits(kv, kind):
@@ -45,7 +57,7 @@ def test_against_the_reference(query_lens, contexts, shape, kind):
     q, kv, meta = step(query_lens, contexts, **shape)
     if kind != "bfloat16":
         kv = in_8_bits(kv, kind)
-    assert hopper.covers(q, kv)
+    assert covered(q, kv)
     for options in (NOTHING, {**NOTHING, "window": 200, "softcap": 20.0})[: 2 if len(meta.seq_lens) == 5 else 1]:
         ours = paged_attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
         theirs = ReferenceOps().attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)

@@ -94,7 +94,11 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(
     ("query_lens", "contexts"),
-    [([1] * 3, [0, 6000, 300]), ([1] * 300, [(i * 37) % 1500 for i in range(300)]), ([1, 1, 200, 17], [10, 900, 100, 4000])],
+    [
+        ([1] * 3, [0, 6000, 300]),
+        ([1] * 300, [(i * 37) % 1500 for i in range(300)]),
+        ([1, 1, 200, 17], [10, 900, 100, 4000]),
+    ],
     ids=["three", "300", "mixed"],
 )
 def test_latent_attention(ops, query_lens, contexts, heads):

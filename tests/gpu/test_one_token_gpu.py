@@ -11,7 +11,6 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.triton import TritonOps
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES
 from tests import tiny_models
@@ -49,6 +48,8 @@ def caches(spec, kind, device):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_step(tmp_path, family, overrides, kind, scheme):
+    from slipstream.kernels.triton import TritonOps  # not at the top: tests/kernels imports it for Triton's interpreter
+
     tiny_models.build(tmp_path, family, **overrides)
     device = torch.device("cuda")
     model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=SCHEMES[scheme])

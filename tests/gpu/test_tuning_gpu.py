@@ -20,7 +20,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("words", [[], ["--quantization=fp8", "--kv-cache-dtype=fp8"], ["--quantization=int4-g32"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [[], ["--quantization=fp8", "--kv-cache-dtype=fp8"], ["--quantization=int4-g32"]], ids=str
+)
 def test_tune_and_start(words, tmp_path, monkeypatch, capsys):
     tiny_models.build(tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     table = tmp_path / "table.json"
@@ -29,7 +31,10 @@ def test_tune_and_start(words, tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["num_measured"] > 0
     settings = {w[2:].split("=")[0].replace("-", "_"): w.split("=")[1] for w in words}
-    prompt, greedy = {"prompt_token_ids": list(range(5, 60))}, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompt, greedy = (
+        {"prompt_token_ids": list(range(5, 60))},
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+    )
     answers = []
     for _ in range(2):
         model = str(tmp_path / "model")
