@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -123,6 +124,26 @@ def test_a_dequantised_tensor_is_a_copy(written: Path) -> None:
     file = GGUFFile(written)
     file.dequantize("plain", torch.float32).zero_()
     assert file.dequantize("plain", torch.float32).sum() == 15
+
+
+def resident_kib(path: Path) -> int:
+    """KiB of a mapped file's pages in this process's memory."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+
+def test_pages_are_let_go(written: Path) -> None:
+    file = GGUFFile(written)
+    before = file.raw("plain").tobytes()
+    assert resident_kib(written) > 0
+    file.let_go()
+    assert resident_kib(written) == 0
+    assert file.raw("plain").tobytes() == before
 
 
 def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from slipstream.model.spec import Llama3Scaling, RopeSpec
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
+from tests.model.test_gguf import resident_kib
 
 ROOT = Path(__file__).parents[2]
 
@@ -453,6 +454,7 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     metadata = {**LEAST, "block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count_kv": 2}
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
+    assert resident_kib(tmp_path / "model.gguf") == 0  # the packed weights are there instead
     attention = ours.decoder.layers[1].attention
     assert [p.kind for p in attention.qkv.parts] == {
         "Q4_1": [native.Q4M],  # one type: one part

@@ -99,6 +99,7 @@ class GGUFFile:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
+        self._mapped = mapped
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
         reader = _Reader(memoryview(mapped), self.path)
         self.version = reader.version()
@@ -117,6 +118,12 @@ class GGUFFile:
         tensor = self._find(name)
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)
+
+    def let_go(self) -> None:
+        """The tensors have been read: their pages need not stay in this process's memory. What is read again comes from the
+        file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor's values in `dtype`, a fresh CPU tensor of its shape. Temporaries stay within a few MB."""

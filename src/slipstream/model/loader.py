@@ -98,6 +98,8 @@ def load_model(
         context = max_model_len if max_model_len is not None else description.spec.max_position
         linears = rounded.linears() if rounded is not None else {}
         decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
+    if description.gguf is not None:
+        description.gguf.let_go()
     return LoadedModel(description, decoder, _bytes(decoder), _forms(decoder), cache_scales)
 
 
