@@ -35,9 +35,15 @@ def has_halves(weight: Tensor) -> bool:
     """Whether at most two of every four neighbours in a row of [out, in] are no zeros. The first rows mostly say it is not."""
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return False
-    bits = weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
-    zero = (bits == 0) | (bits == 0x80) if weight.dtype == torch.float8_e4m3fn else bits == 0
-    return all(bool((rows.unflatten(1, (-1, 4)).sum(-1) >= 2).all()) for rows in (zero[:64], zero[64:]) if len(rows))
+    parts = (weight[:MULTIPLE], weight[MULTIPLE:])
+    return all(bool((_zeros(rows).unflatten(1, (-1, 4)).sum(-1) >= 2).all()) for rows in parts if len(rows))
+
+
+def _zeros(rows: Tensor) -> Tensor:
+    if rows.dtype != torch.float8_e4m3fn:
+        return rows == 0
+    bits = rows.view(torch.uint8)
+    return (bits == 0) | (bits == 0x80)
 
 
 class Halves:

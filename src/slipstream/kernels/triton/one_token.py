@@ -34,7 +34,7 @@ NORMS = {"rms": 1, "layer": 2}
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
-    *(f"{product}{part}" for product in ("qkv", "out", "up", "down") for part in ("", "_scales", "_bias")),
+    *(f"{name}{part}" for name in ("qkv", "out", "up", "down") for part in ("", "_scales", "_bias")),
 )
 """What a layer's row of the table points at, in this order; 0 where there is nothing."""
 
