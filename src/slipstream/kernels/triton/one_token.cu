@@ -1,6 +1,6 @@
 // All layers of a decode step of one sequence in one kernel (`one_token.py` says when, and defines the capitals below).
 //
-// Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warp does nothing but
+// Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
 // ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
 // multiply what has arrived. Weights wait for nobody: while programs meet, norm a row or attend, the ring fills. A layer is
 //
@@ -24,9 +24,9 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 // --- what is computed from one_token.py's numbers
-constexpr int WARPS = 8, THREADS = WARPS * 32;  // that multiply; one more asks for weights
+constexpr int THREADS = WARPS * 32;  // that multiply
 constexpr int Q = H * D, QKV = (H + 2 * HK) * D, G = H / HK;
-constexpr int PIECE = 1024, ROW = PIECE + 64;  // of a row; rows of a piece must not meet in shared memory's banks
+constexpr int ROW = PIECE + 64;  // rows of a piece must not meet in shared memory's banks
 constexpr int SCALE_BYTES = FORM == 2 ? PIECE * 2 / GROUP * 32 : 0;  // of a piece with 4-bit codes
 constexpr int STAGE = 16 * ROW + SCALE_BYTES;
 __device__ constexpr int row_bytes(int inputs) { return FORM == 0 ? inputs * 2 : FORM == 2 ? inputs / 2 : inputs; }
@@ -41,14 +41,14 @@ constexpr int LANES = D * BYTES / 16;          // of a key
 constexpr int EACH = 16 / BYTES;               // numbers of a lane
 constexpr int KEYS = THREADS / LANES;          // taken at once
 constexpr int DEEP = 4, CHUNK = DEEP * KEYS;   // asked for at once
+constexpr int PER_LANE = (D + 31) / 32;        // numbers of a head
 constexpr int ALIKE = BYTES == 1 ? THREADS / D : WARPS;  // partial sums of a value's number, when all keys are through
 constexpr int ATTEND = 4 * (G * D + 2 * D + (G + 2) * D + G * CHUNK + G + ALIKE * G * D);
-constexpr int WEIGHTS = 4 * H * SPLITS;        // of the parts of attention
 
 // --- shared memory
 constexpr int BARRIERS = 0, ROWS = BARRIERS + 16 * 32, TILES = ROWS + 2 * 8 * 32, SCRATCH = TILES + 2 * WARPS * 16 * 4;
 constexpr int SUMS_AT = SCRATCH + 256, INPUT_AT = (SUMS_AT + SUMS + 127) / 128 * 128;
-constexpr int RING = (INPUT_AT + most(INPUT, most(ATTEND, WEIGHTS + INPUT)) + 127) / 128 * 128;
+constexpr int RING = (INPUT_AT + most(INPUT, ATTEND) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING) / STAGE < 16 ? (SHARED - RING) / STAGE : 16;
 static_assert(STAGES >= 3, "too little shared memory");
 static_assert(E % 16 == 0 && F % 16 == 0 && QKV % 16 == 0 && G <= 8 && LANES <= 32, "a shape that one_token.py should refuse");
@@ -191,35 +191,31 @@ struct Place {  // in the ring, and which of two buffers takes a tile's sums
 template <int TILES_>
 __device__ __forceinline__ int first_tile(int program) { return (int)((long long)program * TILES_ / PROGRAMS); }
 
-// Asks for this program's tiles of a product [N, K]. A gated one's N counts its gates alone.
-template <int N, int K, int CODES, bool GATES>
-__device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, u32 smem, int program, int lane, u64 policy) {
+// Asks for this program's tiles of a product [N, K]; a gated one's N counts its gates alone. A copy costs the warp that asks for
+// it some 60 cycles, so ASKERS share a piece's rows. No more than DEPTH pieces are under way: beyond what keeps the memory busy,
+// it only becomes slower, for the meetings too. The scales of 4-bit codes lie as they are wanted: [tile, group, 16].
+template <int N, int K, bool GATES>
+__device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane, u64 policy) {
     constexpr int TOTAL = N / (GATES ? 8 : 16), BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
-    const int end = first_tile<TOTAL>(program + 1);
+    const int end = first_tile<TOTAL>(program + 1), mine = asker * (16 / ASKERS) + lane;
     for (int tile = first_tile<TOTAL>(program); tile < end; tile++) {
-        const int row = GATES ? (lane < 8 ? tile * 8 + lane : N + tile * 8 + lane - 8) : tile * 16 + lane;
-        const u8* from = weight + (long long)row * BYTES_OF_ROW;
+        const int row = GATES ? (mine < 8 ? tile * 8 + mine : N + tile * 8 + mine - 8) : tile * 16 + mine;
+        const u8 *from = weight + (long long)row * BYTES_OF_ROW, *from_scales = scales + (long long)tile * (K / GROUP * 32);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; piece++) {
             const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
             const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
-            const int groups = FORM == 2 ? bytes * 2 / GROUP : 0;
+            const int more = FORM == 2 && asker == ASKERS - 1 ? bytes * 2 / GROUP * 32 : 0;
             until(full + 8, place.parity ^ 1);
+            if (asked++ >= DEPTH) {
+                until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
+                arrived.next();
+            }
             if (lane == 0)
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(16 * bytes + groups * 32) : "memory");
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(16 / ASKERS * bytes + more) : "memory");
             __syncwarp();
-            if (lane < 16) bring(to + lane * ROW, from + piece * PIECE, bytes, full, policy);
-            if (FORM == 2 && lane >= 16)
-                for (int group = lane - 16; group < groups; group += 16) {
-                    const int all = piece * (PIECE * 2 / GROUP) + group;
-                    const u32 there = to + 16 * ROW + group * 32;
-                    if (GATES) {
-                        const u8* of = scales + ((long long)all * 2 * N + tile * 8) * 2;
-                        bring(there, of, 16, full, policy);
-                        bring(there + 16, of + 2 * N, 16, full, policy);
-                    } else
-                        bring(there, scales + ((long long)all * N + tile * 16) * 2, 32, full, policy);
-                }
+            if (lane < 16 / ASKERS) bring(to + mine * ROW, from + piece * PIECE, bytes, full, policy);
+            if (FORM == 2 && more && lane == 0) bring(to + 16 * ROW, from_scales + piece * SCALE_BYTES, more, full, policy);
             place.next();
         }
     }
@@ -254,6 +250,7 @@ template <int N, int K, int CODES, int END, bool BIASED>
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED;
     static constexpr int TOTAL = N / (GATES ? 8 : 16), BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
+    static constexpr int TURNS = PIECE / 64 / WARPS;
 
     static __device__ __forceinline__ int row_of(int tile) {
         const int t = threadIdx.x;
@@ -277,15 +274,15 @@ struct Product {
         for (int tile = first_tile<TOTAL>(program); tile < end; tile++) {
             const AtEnd now = ahead;
             if (tile + 1 < end) ahead = end_of(tile + 1, row, scales, out);
-            Total sum[2][4] = {};
+            Total sum[TURNS][4] = {};
 #pragma unroll 1
             for (int piece = 0; piece < PIECES; piece++) {
                 const u32 full = smem + BARRIERS + place.stage * 16, stage = smem + RING + place.stage * STAGE;
                 const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
                 until(full, place.parity);
 #pragma unroll
-                for (int turn = 0; turn < 2; turn++) {
-                    const int column = (warp * 2 + turn) * 64;
+                for (int turn = 0; turn < TURNS; turn++) {
+                    const int column = (warp * TURNS + turn) * 64;
                     if (BYTES_OF_ROW % PIECE == 0 || column < bytes) columns(sum[turn], stage + mine, stage, memory, piece, column, lane);
                 }
                 __syncwarp();
@@ -295,8 +292,11 @@ struct Product {
             float* tiles = (float*)(memory + TILES) + place.buffer * WARPS * 16;
             place.buffer ^= 1;
             if (lane % 4 == 0) {
-                tiles[warp * 16 + lane / 4] = (float)(sum[0][0] + sum[1][0]);
-                tiles[warp * 16 + lane / 4 + 8] = (float)(sum[0][2] + sum[1][2]);
+                Total low = 0, high = 0;
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) low += sum[i][0], high += sum[i][2];
+                tiles[warp * 16 + lane / 4] = (float)low;
+                tiles[warp * 16 + lane / 4 + 8] = (float)high;
             }
             together();
             if (warp == 0) {
@@ -488,6 +488,8 @@ struct Attention {
     int head, first, old, last;  // this program's kv head, its keys first … old − 1 from the cache, and whether the new one
     u8 *k, *v;
     uint4 keys[DEEP], values[DEEP];
+    float k_scale, v_scale, cos[PER_LANE], sin[PER_LANE];
+    long long block;  // of the new key, with the head
 
     __device__ __forceinline__ void ask_keys(int start) {
 #pragma unroll
@@ -511,9 +513,24 @@ struct Attention {
             }
     }
 
+    // All that does not wait for this layer's q, k and v.
+    __device__ __forceinline__ void ask(const u64* row, const float* angles, int length) {
+        ask_keys(first);
+        ask_values(first);
+        k_scale = CACHE == 16 ? 1.0f : ((const float*)row[K_SCALE])[head];
+        v_scale = CACHE == 16 ? 1.0f : ((const float*)row[V_SCALE])[head];
+        block = (long long)table[(length - 1) / BLOCK_SIZE] * HK + head;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            const int d = i * 32 + threadIdx.x % 32, angle = INTERLEAVED ? d / 2 : d % (R / 2 ? R / 2 : 1);
+            cos[i] = d < R ? angles[angle] : 1.0f;
+            sin[i] = d < R ? angles[R / 2 + angle] : 0.0f;
+        }
+    }
+
     // Its part of the heads' sums to `parts` [SPLITS, H, D] and `tops` [SPLITS, H, 2]: not yet divided, the largest score and the
     // sum of weights.
-    __device__ __forceinline__ void run(const u64* row, const u16* qkv, const float* angles, int length, int split, float* parts, float* tops, u8* memory) {
+    __device__ __forceinline__ void run(const u64* row, const u16* qkv, int length, int split, float* parts, float* tops, u8* memory) {
         float* q = (float*)(memory + INPUT_AT);  // [G, D], a lane's four numbers beside the next lane's
         float* new_k = q + G * D;
         float* new_v = new_k + D;
@@ -522,14 +539,13 @@ struct Attention {
         float* fades = scores + G * CHUNK;
         float* sums = fades + G;  // [ALIKE, G, D]
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const float k_scale = CACHE == 16 ? 1.0f : ((const float*)row[K_SCALE])[head], v_scale = CACHE == 16 ? 1.0f : ((const float*)row[V_SCALE])[head];
         const float factor = SCALE * 1.4426950408889634f * k_scale;
         for (int which = warp; which < G + 2 * last; which += WARPS) {
             const bool is_q = which < G, is_v = which == G + 1;
             const u16* source = qkv + (is_q ? head * G + which : is_v ? H + HK + head : H + head) * D;
-            float x[(D + 31) / 32], squares = 0.0f;
+            float x[PER_LANE], squares = 0.0f;
 #pragma unroll
-            for (int i = 0; i < (D + 31) / 32; i++) {
+            for (int i = 0; i < PER_LANE; i++) {
                 x[i] = i * 32 + lane < D ? number(fresh2(source + i * 32 + lane)) : 0.0f;
                 squares += x[i] * x[i];
             }
@@ -539,25 +555,24 @@ struct Attention {
                 const float by = rsqrtf(squares / D + QK_EPS);
                 const u16* weight = (const u16*)row[is_q ? Q_NORM : K_NORM];
 #pragma unroll
-                for (int i = 0; i < (D + 31) / 32; i++)
+                for (int i = 0; i < PER_LANE; i++)
                     if (i * 32 + lane < D) x[i] *= by * (number(weight[i * 32 + lane]) + QK_OFFSET);
             }
             float* own = raw + which * D;
 #pragma unroll
-            for (int i = 0; i < (D + 31) / 32; i++)
+            for (int i = 0; i < PER_LANE; i++)
                 if (i * 32 + lane < D) own[i * 32 + lane] = x[i];
             __syncwarp();
             const int at = length - 1;
-            const long long block = (long long)table[at / BLOCK_SIZE] * HK + head;
 #pragma unroll
-            for (int i = 0; i < (D + 31) / 32; i++) {
+            for (int i = 0; i < PER_LANE; i++) {
                 const int d = i * 32 + lane;
                 if (d >= D) continue;
                 float y = x[i];
                 if (!is_v && d < R) {
-                    const int other = INTERLEAVED ? d ^ 1 : (d + R / 2) % (R ? R : 1), angle = INTERLEAVED ? d / 2 : d % (R / 2 ? R / 2 : 1);
+                    const int other = INTERLEAVED ? d ^ 1 : (d + R / 2) % (R ? R : 1);
                     const float sign = (INTERLEAVED ? d % 2 == 0 : d < R / 2) ? -1.0f : 1.0f;
-                    y = y * angles[angle] + sign * own[other] * angles[R / 2 + angle];
+                    y = y * cos[i] + sign * own[other] * sin[i];
                 }
                 if (is_q)
                     q[which * D + ((d % EACH / 4) * LANES + d / EACH) * 4 + d % 4] = number(rounded(y));
@@ -681,7 +696,7 @@ __device__ __forceinline__ int splits_of(int length) {
     return wanted < least ? wanted : least;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + ASKERS * 32, 1)
 one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* tops, u32* counters, const float* cos_sin,
           const long long* positions, const int* block_table, const int* seq_lens, int num_layers) {
     extern __shared__ __align__(128) u8 memory[];
@@ -689,7 +704,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     const u32 smem = shared(memory);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem + BARRIERS + i * 16));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem + BARRIERS + i * 16), "n"(ASKERS));
             asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem + BARRIERS + i * 16 + 8), "n"(WARPS));
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -699,17 +714,20 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     if (threadIdx.x < NUM_POINTERS) rows[threadIdx.x] = table[threadIdx.x];
     __syncthreads();
     Place place;
-    if (warp == WARPS) {
+    if (warp >= WARPS) {
+        const int asker = warp - WARPS;
         u64 policy, row = lane < NUM_POINTERS ? table[lane] : 0;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        Place arrived;
+        u32 asked = 0;
         auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, row, i); };
         for (int layer = 0; layer < num_layers; layer++) {
             const u64 next = lane < NUM_POINTERS && layer + 1 < num_layers ? table[(layer + 1) * NUM_POINTERS + lane] : 0;
-            ask<QKV, E, CODES_E, false>(pointer(QKV_W), pointer(QKV_S), place, smem, program, lane, policy);
-            if (PARALLEL) ask<F, E, CODES_E, GATED>(pointer(UP_W), pointer(UP_S), place, smem, program, lane, policy);
-            ask<E, Q, CODES_Q, false>(pointer(OUT_W), pointer(OUT_S), place, smem, program, lane, policy);
-            if (!PARALLEL) ask<F, E, CODES_E, GATED>(pointer(UP_W), pointer(UP_S), place, smem, program, lane, policy);
-            ask<E, F, CODES_F, false>(pointer(DOWN_W), pointer(DOWN_S), place, smem, program, lane, policy);
+            ask<QKV, E, false>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask<E, Q, false>(pointer(OUT_W), pointer(OUT_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (!PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask<E, F, false>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
             row = next;
         }
         return;
@@ -757,10 +775,9 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
             a.last = length - 1 < (split + 1) * each && length - 1 >= split * each;
             a.k = (u8*)row[K_AT];
             a.v = (u8*)row[V_AT];
-            a.ask_keys(a.first);
-            a.ask_values(a.first);
+            a.ask(row, angles, length);
             wait(counters, met);
-            a.run(row, qkv, angles, length, split, parts, tops, memory);
+            a.run(row, qkv, length, split, parts, tops, memory);
             if (threadIdx.x == 0) arrive(counters + 1);
         }
         attended += items;
@@ -768,28 +785,39 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         ahead = Out::end_of(first_tile<Out::TOTAL>(program), row, OUT_S, x);
         wait(counters + 1, attended);
         {
-            float* weights = (float*)(memory + INPUT_AT + INPUT);  // [splits, H]
-            for (int head = threadIdx.x; head < H; head += THREADS) {
-                float top = -1e30f, total = 0.0f;
-                for (int s = 0; s < splits; s++) top = fmaxf(top, fresh4(tops + (s * H + head) * 2));
-                for (int s = 0; s < splits; s++) {
-                    const float w = power2(fresh4(tops + (s * H + head) * 2) - top);
-                    total += w * fresh4(tops + (s * H + head) * 2 + 1);
-                    weights[s * H + head] = w;
-                }
-                for (int s = 0; s < splits; s++) weights[s * H + head] /= total;
-            }
-            together();
             auto seen = [&](int v, float* y) {
-                for (int s = 0; s < splits; s++) {
-                    const uint4 a = fresh16(parts + s * Q + v * 8), b = fresh16(parts + s * Q + v * 8 + 4);
-                    const float w = weights[s * H + v * 8 / D];
-                    const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+                float top = -1e30f, total = 0.0f;
+                for (int from = 0; from < splits; from += 4) {  // so many are asked for at once
+                    uint4 low[4], high[4];
+                    float tops_of[4], totals[4];
 #pragma unroll
-                    for (int j = 0; j < 8; j++) y[j] += w * __uint_as_float(words[j]);
+                    for (int i = 0; i < 4; i++) {
+                        const int split = min(from + i, splits - 1);
+                        const float* own = tops + (split * H + v * 8 / D) * 2;
+                        low[i] = fresh16(parts + split * Q + v * 8);
+                        high[i] = fresh16(parts + split * Q + v * 8 + 4);
+                        tops_of[i] = from + i < splits ? fresh4(own) : -1e30f;
+                        totals[i] = fresh4(own + 1);
+                    }
+                    float highest = top;
+#pragma unroll
+                    for (int i = 0; i < 4; i++) highest = fmaxf(highest, tops_of[i]);
+                    const float fade = power2(top - highest);
+                    total *= fade;
+#pragma unroll
+                    for (int j = 0; j < 8; j++) y[j] *= fade;
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float w = from + i < splits ? power2(tops_of[i] - highest) : 0.0f;
+                        const u32 words[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
+                        total += w * totals[i];
+#pragma unroll
+                        for (int j = 0; j < 8; j++) y[j] += w * __uint_as_float(words[j]);
+                    }
+                    top = highest;
                 }
 #pragma unroll
-                for (int j = 0; j < 8; j++) y[j] = number(rounded(y[j]));  // as an attention of its own leaves them
+                for (int j = 0; j < 8; j++) y[j] = number(rounded(y[j] / total));  // as an attention of its own leaves them
             };
             x_scale = prepare<Q, 0>(seen, nullptr, nullptr, 0.0f, 0.0f, memory);
         }

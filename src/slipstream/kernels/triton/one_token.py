@@ -23,7 +23,13 @@ NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
-THREADS = 9 * 32
+WARPS = 8
+"""That multiply."""
+ASKERS = 2
+"""Warps that ask for weights."""
+PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
+"""For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
+Measured on an H200."""
 COLUMN = 64
 """Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
@@ -76,6 +82,8 @@ class OneTokenStep:
         self.programs: int = properties.multi_processor_count
         self.shared_bytes: int = properties.shared_memory_per_block_optin
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
+        if isinstance(product, GroupedLinear):
+            self.layers = [self._by_tiles(layer) for layer in layers]
         norm = layers[0]["norm"]
         assert norm is not None
         self.dtype = norm.dtype
@@ -101,7 +109,7 @@ class OneTokenStep:
         cos_sin = self._parts if self.cos_sin is None else self.cos_sin
         tensors = (x, self._tables[-1], self._qkv, self._mid, self._parts, self._tops, self._counters, cos_sin)
         steps = (meta.positions, meta.block_table, meta.seq_lens)
-        self._kernels[key](self.programs, THREADS, (*tensors, *steps, len(self.layers)))
+        self._kernels[key](self.programs, (WARPS + ASKERS) * 32, (*tensors, *steps, len(self.layers)))
         return x
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
@@ -110,6 +118,7 @@ class OneTokenStep:
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": s.intermediate_size}
         grouped = isinstance(w, GroupedLinear)
         size = w.group_size if isinstance(w, GroupedLinear) else 128  # then of no effect
+        form = GROUPED if grouped else FORMS[w.weight.dtype]
         return {
             "E": s.hidden_size,
             "F": s.intermediate_size,
@@ -119,7 +128,9 @@ class OneTokenStep:
             "R": 0 if self.cos_sin is None else self.cos_sin.shape[1],
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
-            "FORM": GROUPED if grouped else FORMS[w.weight.dtype],
+            "FORM": form,
+            "PIECE": PIECES[form][0],
+            "DEPTH": PIECES[form][1],
             "GROUP": size,
             **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
             "HALF": self.dtype == torch.float16,
@@ -142,7 +153,20 @@ class OneTokenStep:
             "SPLITS": self.splits,
             "PROGRAMS": self.programs,
             "SHARED": self.shared_bytes,
+            "WARPS": WARPS,
+            "ASKERS": ASKERS,
         }
+
+    def _by_tiles(self, layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The same layer with copies of its scales [in / group_size, out] as a tile of 16 rows reads them: [tile, group, 16]."""
+        found = dict(layer)
+        for name in ("qkv", "out", "up", "down"):
+            scales = layer[f"{name}_scales"]
+            assert scales is not None
+            sides = 2 if name == "up" and self.shape.gated else 1
+            tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
+            found[f"{name}_scales"] = tiles.contiguous()
+        return found
 
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
         table = []
