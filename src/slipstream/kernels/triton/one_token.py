@@ -88,11 +88,15 @@ class OneTokenStep:
         assert norm is not None
         self.dtype = norm.dtype
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        self._qkv = torch.zeros(q + 2 * kv, dtype=self.dtype, device=device)
-        self._mid = torch.zeros(s.intermediate_size, dtype=self.dtype, device=device)
-        self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
-        self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
+        sizes = {"qkv": q + 2 * kv, "mid": s.intermediate_size, "after_out": s.hidden_size, "after_down": s.hidden_size}
+        words = {name: torch.zeros(n, dtype=torch.int32, device=device) for name, n in sizes.items()}
+        self._between = (
+            torch.zeros(s.hidden_size, dtype=self.dtype, device=device),  # the residual
+            *words.values(),
+            torch.zeros(self.splits * q, dtype=torch.int32, device=device),  # parts of attention
+            torch.zeros(self.splits * s.num_heads, dtype=torch.int64, device=device),  # their weights
+            torch.zeros(1, dtype=torch.int32, device=device),  # layers that ever ran
+        )
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], CudaKernel] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one of its time
@@ -106,8 +110,8 @@ class OneTokenStep:
         key = kv[0].k.dtype, kv[0].block_size
         if key not in self._kernels:
             self._kernels[key] = CudaKernel(SOURCE, "one_token", self.definitions(*key), shared_bytes=self.shared_bytes)
-        cos_sin = self._parts if self.cos_sin is None else self.cos_sin
-        tensors = (x, self._tables[-1], self._qkv, self._mid, self._parts, self._tops, self._counters, cos_sin)
+        cos_sin = self._between[0] if self.cos_sin is None else self.cos_sin
+        tensors = (x, self._tables[-1], *self._between, cos_sin)
         steps = (meta.positions, meta.block_table, meta.seq_lens)
         self._kernels[key](self.programs, (WARPS + ASKERS) * 32, (*tensors, *steps, len(self.layers)))
         return x
