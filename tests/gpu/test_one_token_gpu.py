@@ -61,7 +61,8 @@ def test_a_step(tmp_path, family, overrides, kind, scheme):
 
     tiny_models.build(tmp_path, family, **overrides)
     device = torch.device("cuda")
-    model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=SCHEMES[scheme] if scheme else None)
+    named = SCHEMES[scheme] if scheme else None
+    model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=named)
     decoder, fused = model.decoder, model.decoder.one_token
     assert fused is not None
     kv = caches(model.spec, kind, device)

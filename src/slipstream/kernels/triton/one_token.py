@@ -69,6 +69,19 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     )
 
 
+def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:
+    """A layer of grouped weights with copies of its scales [in / group_size, out] as a tile of 16 rows reads them,
+    [tile, group, 16]: a gated tile is 8 gates and their 8 ups."""
+    found = dict(layer)
+    for name in ("qkv", "out", "up", "down"):
+        scales = layer[f"{name}_scales"]
+        assert scales is not None
+        sides = 2 if name == "up" and gated else 1
+        tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
+        found[f"{name}_scales"] = tiles.reshape(-1, len(scales), 16)
+    return found
+
+
 class OneTokenStep:
     """`OpSet.one_token`. `layers` are read at the first call with a cache, and must stay. One stream only."""
 
@@ -80,10 +93,10 @@ class OneTokenStep:
         self.device = device = product.weight.device
         properties = torch.cuda.get_device_properties(device)
         self.programs: int = properties.multi_processor_count
-        self.shared_bytes: int = properties.shared_memory_per_block_optin
+        self.shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
         if isinstance(product, GroupedLinear):
-            self.layers = [self._by_tiles(layer) for layer in layers]
+            self.layers = [by_tiles(layer, gated=s.gated) for layer in layers]
         norm = layers[0]["norm"]
         assert norm is not None
         self.dtype = norm.dtype
@@ -160,17 +173,6 @@ class OneTokenStep:
             "WARPS": WARPS,
             "ASKERS": ASKERS,
         }
-
-    def _by_tiles(self, layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """The same layer with copies of its scales [in / group_size, out] as a tile of 16 rows reads them: [tile, group, 16]."""
-        found = dict(layer)
-        for name in ("qkv", "out", "up", "down"):
-            scales = layer[f"{name}_scales"]
-            assert scales is not None
-            sides = 2 if name == "up" and self.shape.gated else 1
-            tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
-            found[f"{name}_scales"] = tiles.contiguous()
-        return found
 
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
         table = []
