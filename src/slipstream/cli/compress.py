@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             windows = calibration_windows(
                 text.text,
                 tokenizer=Tokenizer.from_pretrained(source.path),
-                num_windows=text.num_windows,
+                num_windows=recipe.num_windows,
                 context=min(text.context, source.spec.max_position),
                 download_dir=args.download_dir,
             )
