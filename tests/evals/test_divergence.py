@@ -97,6 +97,13 @@ def test_divergence_is_that_of_whole_logits(models):
     assert all(0 < c.probability <= 1 for c in (*worst.expected_a, *worst.expected_b))
 
 
+def test_what_parts_most_is_shown_once(models):
+    a, b = load(models[0]), load(models[1])
+    first, second = windows(a)[:2]
+    found = compare(a, b, [first, second, first], num_worst=3, layers=False)
+    assert sorted(w.window for w in found.worst) == [0, 1]
+
+
 def test_the_culprit_is_visible(models):
     found = compare(load(models[0]), load(models[1]), windows(load(models[0]))[:2])
     own = [layer.own for layer in found.layers]

@@ -55,6 +55,15 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        return _compress(args)
+    except KeyboardInterrupt:
+        if not args.dry_run:
+            say("slipstream: interrupted; what was finished is kept, and the same command goes on from there")
+        raise
+
+
+def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.recipe import more_bits, read_recipe
     from slipstream.compress.run import calibration, compress, place, plan
     from slipstream.compress.steps import Distill, PruneSettings
@@ -156,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
             break
         except BudgetError as error:
             if not args.back_off:
-                error.add_note(f"nothing was written to {out}")
+                error.add_note(f"nothing was written to {out}; with another limit, only the measuring is done again")
                 raise
             tried.append((attempt.name, reports[-1].divergence.kl.mean))
             known.add(described, tried[-1][1])
@@ -204,6 +213,8 @@ def _measure(
 
 
 def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
+    from slipstream.compress.recipe import Calibrate
+
     done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
     if args.json:
         facts: dict[str, Any] = {
@@ -221,13 +232,15 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
     kinds: dict[str, int] = {}
     for p in done:
         kinds[str(p.fmt)] = kinds.get(str(p.fmt), 0) + 1
+    text = recipe.one(Calibrate) or Calibrate()
+    calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
     rows = [
         ("recipe", recipe.name),
         ("bytes", f"{size(plan.bytes_before)} dense → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
         *([("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included")] if done else []),
         *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
-        ("text", "calibration is needed" if plan.needs_text else "none is needed"),
+        ("calibration", calibrated if plan.needs_text else "none is needed"),
     ]
     if report is not None:
         d = report.divergence
@@ -235,6 +248,9 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             ("perplexity", f"{d.perplexity_a:.3f} → {d.perplexity_b:.3f} ({d.perplexity_ratio - 1:+.2%})"),
             ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
         ]
+        for batch, before in report.original.tokens_per_s.items():
+            after = report.compressed.tokens_per_s[batch]
+            rows.append(("tokens/s", f"{before:.1f} → {after:.1f} with {batch} at once ({after / before:.2f} ×)"))
     print_facts("would write" if args.dry_run else args.out, rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")
