@@ -213,7 +213,8 @@ def _measure(
 
 
 def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
-    from slipstream.compress.recipe import Calibrate
+    from slipstream.compress.recipe import Budget, Calibrate
+    from slipstream.compress.steps import Distill
 
     done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
     if args.json:
@@ -230,16 +231,24 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
         print_json({**facts, "report": None if report is None else report.document})
         return
     kinds: dict[str, int] = {}
+    after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
-        kinds[str(p.fmt)] = kinds.get(str(p.fmt), 0) + 1
-    text = recipe.one(Calibrate) or Calibrate()
+        kind, budget = str(p.fmt), None if p.settings is None else p.settings.bits
+        if args.dry_run and isinstance(budget, Budget):  # which gets how many is known when it is measured
+            kind = f"{', '.join(map(str, budget.choices))} bits, as they are worth most, {budget.average:g} on average"
+            assert p.fmt is not None
+            after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(p.rows, p.inner, plan.scale_bytes)
+            bits = budget.average
+        kinds[kind] = kinds.get(kind, 0) + 1
+    text, learns = recipe.one(Calibrate) or Calibrate(), recipe.one(Distill)
     calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
     rows = [
         ("recipe", recipe.name),
-        ("bytes", f"{size(plan.bytes_before)} dense → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
+        ("bytes", f"{size(plan.bytes_before)} dense → {size(after)} ({plan.bytes_before / after:.2f} ×)"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
-        *([("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included")] if done else []),
+        *([("bits a weight", f"{bits:.3f} of the rounded products, scales included")] if done else []),
         *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
+        *([("distillation", f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}")] if learns else []),
         ("calibration", calibrated if plan.needs_text else "none is needed"),
     ]
     if report is not None:
