@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.recipe import more_bits, read_recipe
     from slipstream.compress.run import calibration, compress, place, plan
-    from slipstream.compress.steps import Distill, PruneSettings
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
 
@@ -85,8 +84,7 @@ def _compress(args: argparse.Namespace) -> int:
     before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
     planned = dataclasses.replace(planned, bytes_before=before)
     if args.dry_run:
-        reads = any(s.needs_text for s in recipe.steps if isinstance(s, (PruneSettings, Distill)))
-        _show(args, recipe, dataclasses.replace(planned, needs_text=planned.needs_text or reads), None)
+        _show(args, recipe, planned, None)
         return 0
 
     from slipstream.compress.checkpoint import Attempts, fingerprint
@@ -214,7 +212,7 @@ def _measure(
 
 def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
     from slipstream.compress.recipe import Budget, Calibrate
-    from slipstream.compress.steps import Distill
+    from slipstream.compress.steps import Distill, PruneSettings
 
     done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
     if args.json:
@@ -240,6 +238,8 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(p.rows, p.inner, plan.scale_bytes)
             bits = budget.average
         kinds[kind] = kinds.get(kind, 0) + 1
+    cuts = recipe.one(PruneSettings)
+    calibrates = plan.needs_text or (cuts is not None and cuts.needs_text)
     text, learns = recipe.one(Calibrate) or Calibrate(), recipe.one(Distill)
     calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
     rows = [
@@ -249,7 +249,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
         *([("bits a weight", f"{bits:.3f} of the rounded products, scales included")] if done else []),
         *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
         *([("distillation", f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}")] if learns else []),
-        ("calibration", calibrated if plan.needs_text else "none is needed"),
+        ("calibration", calibrated if calibrates else "none is needed"),
     ]
     if report is not None:
         d = report.divergence
