@@ -258,8 +258,8 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
         ]
         for batch, before in report.original.tokens_per_s.items():
-            after = report.compressed.tokens_per_s[batch]
-            rows.append(("tokens/s", f"{before:.1f} → {after:.1f} with {batch} at once ({after / before:.2f} ×)"))
+            found = report.compressed.tokens_per_s[batch]
+            rows.append(("tokens/s", f"{before:.1f} → {found:.1f} with {batch} at once ({found / before:.2f} ×)"))
     print_facts("would write" if args.dry_run else args.out, rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")
