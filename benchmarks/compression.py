@@ -49,9 +49,9 @@ FOUR = {"bits": 4, "group_size": 64}  # 128 does not divide this model's width
 THREE = {"bits": 3, "group_size": 64}
 GPTQ = {"rounding": "gptq"}
 LEARNED = {"rounding": "learned", "num_steps": 200, "step_tokens": 4096}
-QAT = {"num_windows": 2500, "num_steps": 1000, "step_tokens": 16384, "learning_rate": 3e-4}
-MIXED = {"average": 4.25, "choices": [3, 4, 5, 6], "num_windows": 16, "context": 512}
-DISTILL = {"batch_size": 24, "micro_batch": 24, "num_windows": 5600, "context": 1024, "eval_every": 250, "save_every": 100_000}
+QAT = {"num_windows": 1500, "num_steps": 1000, "step_tokens": 16384, "learning_rate": 3e-4}
+MIXED = {"average": 4.25, "choices": [3, 4, 5, 6], "num_windows": 8, "context": 512}
+DISTILL = {"batch_size": 24, "micro_batch": 24, "num_windows": 4000, "context": 1024, "eval_every": 250, "save_every": 100_000}
 SMALLER = {"prune": {"size": 0.75, "channels": 0.1}}
 ROWS: dict[str, list[Any]] = {
     "fp8": preset("fp8") or [],
@@ -167,23 +167,14 @@ def setting(steps: list[Any], name: str) -> Any:
     return next((own[name] for step in steps for own in step.values() if name in own), None)
 
 
-def steps_that_fit(
-    source: Any,
-    steps: list[Any],
-    folder: Path,
-    calibration: list[Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    seconds: float,
-) -> list[Any]:
-    """The recipe with as many steps of training as take so long, by those of a short trial of which all but training is
-    quick."""
-    kind = next(kind for step in steps for kind in step if kind in ("qat", "distill"))
-    short = {"num_steps": 30, **({"num_windows": None} if kind == "qat" else {"num_windows": 64, "eval_every": 1000})}
-    trial = changed(steps, [f"{kind}.{name}={json.dumps(value)}" for name, value in short.items()])
-    trial = changed(trial, ['quantize.rounding="nearest"', "quantize.scaling=null", "quantize.clip=false"])
+def seconds_a_step(
+    source: Any, steps: list[Any], folder: Path, calibration: list[Any], device: torch.device, dtype: torch.dtype
+) -> float:
+    """Of the recipe's training, by a short trial of which all but training is quick."""
+    short = {"num_steps": 14, **({"num_windows": None} if trains(steps) == "qat" else {"num_windows": 64, "eval_every": 1000})}
+    trial = changed(steps, [f"{trains(steps)}.{name}={json.dumps(value)}" for name, value in short.items()])
+    recipe = parse(changed(trial, ['quantize.rounding="nearest"', "quantize.scaling=null", "quantize.clip=false"]))
     times: list[float] = []
-    recipe = parse(trial)
     if recipe.reshapes:
         reshape(source, recipe, folder, device=device, say=lambda text: times.append(time.perf_counter()))
         clean(folder)
@@ -192,9 +183,14 @@ def steps_that_fit(
         told = lambda done, total: times.append(time.perf_counter())
         compress(source, recipe, folder, windows=windows, device=device, dtype=dtype, progress=told)
         shutil.rmtree(folder)
-    each = sorted(b - a for a, b in zip(times[-16:], times[-15:], strict=False))[7]
+    each = sorted(b - a for a, b in zip(times[-10:], times[-9:], strict=False))[4]
     print(f"a step takes {each:.3f} s", flush=True)
-    return changed(steps, [f"{kind}.num_steps={max(1, int(seconds / each))}"])
+    return each
+
+
+def trains(steps: list[Any]) -> str | None:
+    """The kind of the recipe's step that does."""
+    return next((kind for step in steps for kind in step if kind in ("qat", "distill")), None)
 
 
 def carry_out(
@@ -298,7 +294,7 @@ def main() -> None:
     text = TextSettings(context=context, stride=context, num_windows=num_windows)
     calibrate = {"calibrate": {"num_windows": args.calibrate[0], "context": args.calibrate[1]}}
     recipes = {name: [calibrate, *changed(ROWS[name], args.set)] for name in names}
-    most = max((setting(steps, "num_windows") or 0 for name in names if (steps := ROWS[name]) and "qat" in name), default=0)
+    most = max((setting(ROWS[name], "num_windows") for name in names if trains(recipes[name]) == "qat"), default=0)
     calibration = calibration_windows(tokenizer=tokenizer, num_windows=max(args.calibrate[0], most), context=args.calibrate[1])
     device = torch.device("cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu")
     plain = EngineArgs(model=args.model, device=device.type, dtype="float32", kernels="reference")
@@ -319,6 +315,7 @@ def main() -> None:
         print(name, {k: v for k, v in row.items() if k not in ("recipe", "history", "bits")}, flush=True)
 
     speed: dict[str, float] = {}
+    known: dict[str, float] = {}  # seconds a step of training
     with tempfile.TemporaryDirectory() as temporary:
         folder, original = args.keep or Path(temporary), Remembering.load(plain, context=context)
         for name in names:
@@ -327,10 +324,12 @@ def main() -> None:
                 continue
             out, dtype = folder / file_name(shown), getattr(torch, args.dtype)
             steps = recipes[name]
-            windows = calibration if "qat" in name else calibration[: args.calibrate[0]]
+            windows = calibration if trains(steps) == "qat" else calibration[: args.calibrate[0]]
             try:
-                if args.seconds and setting(steps, "num_steps") and ("qat" in name or "distill" in str(steps)):
-                    steps = steps_that_fit(source, steps, folder / "trial", windows, device, dtype, args.seconds)
+                if args.seconds and (kind := trains(steps)):
+                    if kind not in known:
+                        known[kind] = seconds_a_step(source, steps, folder / "trial", windows, device, dtype)
+                    steps = changed(steps, [f"{kind}.num_steps={max(1, int(args.seconds / known[kind]))}"])
                 facts = carry_out(source, steps, out, windows, device, dtype)
             except Exception:  # a row that fails must not take those after it along
                 traceback.print_exc()
