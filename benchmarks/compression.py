@@ -51,7 +51,7 @@ GPTQ = {"rounding": "gptq"}
 LEARNED = {"rounding": "learned", "num_steps": 200, "step_tokens": 4096}
 QAT = {"num_windows": 1500, "num_steps": 1000, "step_tokens": 16384, "learning_rate": 3e-4}
 MIXED = {"average": 4.25, "choices": [3, 4, 5, 6], "num_windows": 8, "context": 512}
-DISTILL = {"batch_size": 24, "micro_batch": 24, "num_windows": 4000, "context": 1024, "eval_every": 250, "save_every": 100_000}
+DISTILL = {"batch_size": 16, "micro_batch": 16, "num_windows": 4000, "context": 1024, "eval_every": 250, "save_every": 100_000}
 SMALLER = {"prune": {"size": 0.75, "channels": 0.1}}
 ROWS: dict[str, list[Any]] = {
     "fp8": preset("fp8") or [],
@@ -96,7 +96,7 @@ ROWS: dict[str, list[Any]] = {
     "structured, pruned only": [SMALLER],
     "structured": [
         SMALLER,
-        {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 6e-4, "nll_weight": 0.3}},
+        {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 8e-4, "nll_weight": 0.5}},
     ],
     "draft 1/3": [{"prune": {"size": 1 / 3}}, {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 1e-3}}],
 }
