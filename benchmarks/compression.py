@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--also", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--seconds", type=float, metavar="S", help="of training, in rows that train")
+    parser.add_argument("--seconds", type=float, nargs="+", metavar="S", help="of training: of all rows, or of each")
     parser.add_argument("--each", type=Path, metavar="DIR", help="a file for each row there as well, as soon as it is done")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints stay (default: they do not)")
     parser.add_argument("--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)")
@@ -318,7 +318,7 @@ def main() -> None:
     known: dict[str, float] = {}  # seconds a step of training
     with tempfile.TemporaryDirectory() as temporary:
         folder, original = args.keep or Path(temporary), Remembering.load(plain, context=context)
-        for name in names:
+        for i, name in enumerate(names):
             shown = args.called or name
             if shown in results:
                 continue
@@ -329,7 +329,8 @@ def main() -> None:
                 if args.seconds and (kind := trains(steps)):
                     if kind not in known:
                         known[kind] = seconds_a_step(source, steps, folder / "trial", windows, device, dtype)
-                    steps = changed(steps, [f"{kind}.num_steps={max(1, int(args.seconds / known[kind]))}"])
+                    num_steps = max(1, int(args.seconds[i % len(args.seconds)] / known[kind]))
+                    steps = changed(steps, [f"{kind}.num_steps={num_steps}"])
                 facts = carry_out(source, steps, out, windows, device, dtype)
             except Exception:  # a row that fails must not take those after it along
                 traceback.print_exc()
