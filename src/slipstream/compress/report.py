@@ -152,6 +152,7 @@ def measure(
     if compressed.dtype == "auto":
         compressed = dataclasses.replace(compressed, dtype=a.settings["dtype"])
     b = Scorer.load(compressed, context=text.context)
+    b.name = name or b.name  # also where a page says why something is not shown
     windows = read_windows(text, a.tokenizer, download_dir=original.download_dir)
     divergence = compare(
         a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
