@@ -77,6 +77,10 @@ ROWS: dict[str, list[Any]] = {
     "int4 rotated gptq": ["rotate", {"quantize": {**FOUR, **GPTQ}}],
     "int4 learned, long": [{"quantize": {**FOUR, **LEARNED, "num_steps": 600, "step_tokens": 8192}}],
     "int4 gptq qat": [{"quantize": {**FOUR, **GPTQ}}, {"qat": QAT}],
+    "int4 awq gptq zeros qat": [
+        {"quantize": {**FOUR, **GPTQ, "scaling": "awq", "symmetric": False}},
+        {"qat": QAT},
+    ],
     "int4 gptq zeros qat": [{"quantize": {**FOUR, **GPTQ, "symmetric": False}}, {"qat": QAT}],
     "mixed 4.25 gptq": [{"quantize": {"bits": MIXED, "group_size": 64, **GPTQ}}],
     "mixed 5.53 gptq": [{"quantize": {"bits": {**MIXED, "average": 5.53, "choices": [4, 5, 6, 8]}, "group_size": 64, **GPTQ}}],
@@ -108,6 +112,7 @@ SLOW = (
         "int4 learned, long",
         "int4 gptq qat",
         "int4 gptq zeros qat",
+        "int4 awq gptq zeros qat",
         "mixed 4.25 gptq",
         "mixed 5.53 gptq",
         "int3 gptq qat",
