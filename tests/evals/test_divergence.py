@@ -263,7 +263,9 @@ def test_command_keeps_to_a_budget(models, command):
 
 
 def test_command_leaves_a_report(models, command, tmp_path):
-    found = command(models[0], models[1], "--json", f"--report={tmp_path}")[1]
-    assert json.loads((tmp_path / "slipstream-report.json").read_text())["kl"] == found["kl"]
-    assert "<html" in (tmp_path / "slipstream-report.html").read_text()
-    assert command(models[0], models[1], "--json", f"--report={tmp_path}/none")[1]["error"]["field"] == "report"
+    folder = tmp_path / "a new" / "folder"
+    found = command(models[0], models[1], "--json", f"--report={folder}")[1]
+    assert json.loads((folder / "slipstream-report.json").read_text())["kl"] == found["kl"]
+    assert "<html" in (folder / "slipstream-report.html").read_text()
+    inside = folder / "slipstream-report.json" / "no folder"
+    assert command(models[0], models[1], "--json", f"--report={inside}")[1]["error"]["field"] == "report"
