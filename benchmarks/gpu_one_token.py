@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_one_token.py OUT.json llama-3-8b:fp8:fp8 llama-3-8b::bfloat16 llama-3-8b:int4:fp8 gpt-j-6b:fp8:fp8
 
-Each argument is MODEL:SCHEME:CACHE, with random weights. Written: how far the hidden states are apart at some lengths (of FP8 and
-INT8 that is mostly inputs on the other side of two codes), and milliseconds from graphs, medians of five.
+Each argument is MODEL:SCHEME:CACHE, with random weights. Written: how far the hidden states are apart at some lengths (of FP8
+and INT8 that is mostly inputs on the other side of two codes), and milliseconds from graphs, medians of five.
 """
 
 from __future__ import annotations
