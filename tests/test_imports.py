@@ -147,6 +147,11 @@ print(sorted(heavy & set(sys.modules)))
     assert run_python(program).splitlines()[-1] == "[]"
 
 
+def test_a_report_needs_an_engine_only_for_speed_and_tasks():
+    program = "import sys, slipstream.compress.report; print(sorted({'msgspec', 'zmq'} & set(sys.modules)))"
+    assert run_python(program) == "[]\n"
+
+
 def test_tests_of_a_gpu_leave_triton_to_the_interpreter():
     """pytest reads them before tests/kernels, which must be the first to import Triton's kernels."""
     names = [f"tests.gpu.{f.stem}" for f in sorted(Path(__file__).with_name("gpu").glob("test_*.py"))]

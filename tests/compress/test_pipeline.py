@@ -108,6 +108,20 @@ def test_the_teacher_answers(model, tmp_path):
     assert made.spec.num_layers == 3
 
 
+def test_short_conversations_are_learnt_from_and_too_few_refused(model, text, tmp_path):
+    """Of each document the last window too, however short; more windows than there are, are an error and no shorter run."""
+    asked = steps(text, num_windows=10_000)
+    with pytest.raises(ConfigError, match="windows, not 10000") as caught:
+        reshape(read_spec(model), parse(asked), tmp_path / "out", device=CPU)
+    assert caught.value.field == "num_windows"
+    count = int(str(caught.value).split(" gives ")[1].split()[0])
+    made = reshape(read_spec(model), parse(steps(text, num_windows=count)), tmp_path / "all", device=CPU)
+    rows = (made.path.parent / "examples.jsonl").read_text().splitlines()
+    lengths = [len(json.loads(row)["token_ids"]) for row in rows]
+    assert len(lengths) == count
+    assert max(lengths) == 32 > min(lengths) > 1
+
+
 def test_a_draft_is_a_third(tmp_path):
     folder = tmp_path / "model"
     tiny_models.build(folder, num_hidden_layers=12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.compress import run as run_module
 from slipstream.compress.quantize.qat import Trained, rate
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import QAT, parse
@@ -59,8 +60,49 @@ def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
     assert kl["trained"] < 0.65 * kl["plain"]
 
 
+@pytest.mark.parametrize("quantize", [{"bits": 8, "kind": "float", "inputs": "fp8"}, {"bits": 8, "inputs": "int8"}])
+def test_rounded_inputs_are_trained_with(tmp_path, quantize):
+    """In both, what the training meets is what the engine computes: the divergence falls, the format stays."""
+    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    source = read_spec(tmp_path / "model")
+    exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)
+    kl = {}
+    qat = {"num_steps": 40, "step_tokens": 48, "learning_rate": 1e-4}
+    for name, more in (("plain", []), ("trained", [{"qat": qat}])):
+        recipe = parse([{"quantize": quantize}, *more])
+        compress(source, recipe, tmp_path / name, windows=WINDOWS[:2], device=CPU, dtype=torch.float32)
+        found = run(load(tmp_path / name), WINDOWS[0]).log_softmax(-1)
+        kl[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
+    assert kl["trained"] < 0.8 * kl["plain"]
+
+
+def test_training_has_windows_of_its_own(tmp_path, monkeypatch):
+    """Rounding calibrates on the first, training learns from all of them."""
+    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    met = {}
+    original, learning = run_module.Stream, run_module.train
+
+    def stream(source, windows, **more):
+        met["calibration"] = len(windows)
+        return original(source, windows, **more)
+
+    def training(source, values, grids, windows, *args, **more):
+        met["training"] = len(windows)
+        return learning(source, values, grids, windows, *args, **more)
+
+    monkeypatch.setattr(run_module, "Stream", stream)
+    monkeypatch.setattr(run_module, "train", training)
+    steps = [{"calibrate": {"num_windows": 1}}, "quantize", {"qat": {"num_windows": 2, "num_steps": 1}}]
+    recipe = parse(steps)
+    assert recipe.num_windows == 2
+    compress(read_spec(tmp_path / "model"), recipe, tmp_path / "out", windows=WINDOWS, device=CPU, dtype=torch.float32)
+    assert met == {"calibration": 1, "training": 2}
+
+
 def test_what_it_can_not_train_is_refused():
-    for steps in (["qat", "kv_cache"], [{"quantize": {"bits": 8, "inputs": "int8"}}, "qat"]):
+    whole = {"bits": 8, "kind": "float", "inputs": "fp8", "group_size": "tensor", "static_inputs": True}
+    few = [{"calibrate": {"num_windows": 8}}, "quantize", {"qat": {"num_windows": 4}}]
+    for steps in (["qat", "kv_cache"], [{"quantize": whole}, "qat"], few):
         with pytest.raises(ConfigError) as caught:
             parse(steps)
         assert caught.value.field == "qat"

@@ -109,7 +109,7 @@ def test_layers_with_outliers_lose_less():
         ({"ratio": 1.0}, "ratio"),
         ({"ratio": 0.6, "pattern": "2:4"}, "ratio"),
         ({"pattern": "2:4", "ratios": "outliers"}, "ratios"),
-        ({"spread": 0.3}, "spread"),
+        ({"ratios": "outliers", "spread": 0.3}, "spread"),
         ({"damping": 0.0}, "damping"),
     ],
     ids=str,

@@ -97,6 +97,13 @@ def test_divergence_is_that_of_whole_logits(models):
     assert all(0 < c.probability <= 1 for c in (*worst.expected_a, *worst.expected_b))
 
 
+def test_what_parts_most_is_shown_once(models):
+    a, b = load(models[0]), load(models[1])
+    first, second = windows(a)[:2]
+    found = compare(a, b, [first, second, first], num_worst=3, layers=False)
+    assert sorted(w.window for w in found.worst) == [0, 1]
+
+
 def test_the_culprit_is_visible(models):
     found = compare(load(models[0]), load(models[1]), windows(load(models[0]))[:2])
     own = [layer.own for layer in found.layers]
@@ -256,7 +263,9 @@ def test_command_keeps_to_a_budget(models, command):
 
 
 def test_command_leaves_a_report(models, command, tmp_path):
-    found = command(models[0], models[1], "--json", f"--report={tmp_path}")[1]
-    assert json.loads((tmp_path / "slipstream-report.json").read_text())["kl"] == found["kl"]
-    assert "<html" in (tmp_path / "slipstream-report.html").read_text()
-    assert command(models[0], models[1], "--json", f"--report={tmp_path}/none")[1]["error"]["field"] == "report"
+    folder = tmp_path / "a new" / "folder"
+    found = command(models[0], models[1], "--json", f"--report={folder}")[1]
+    assert json.loads((folder / "slipstream-report.json").read_text())["kl"] == found["kl"]
+    assert "<html" in (folder / "slipstream-report.html").read_text()
+    inside = folder / "slipstream-report.json" / "no folder"
+    assert command(models[0], models[1], "--json", f"--report={inside}")[1]["error"]["field"] == "report"

@@ -55,9 +55,17 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        return _compress(args)
+    except KeyboardInterrupt:
+        if not args.dry_run:
+            say("slipstream: interrupted; what was finished is kept, and the same command goes on from there")
+        raise
+
+
+def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.recipe import more_bits, read_recipe
     from slipstream.compress.run import calibration, compress, place, plan
-    from slipstream.compress.steps import Distill, PruneSettings
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
 
@@ -76,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
     before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
     planned = dataclasses.replace(planned, bytes_before=before)
     if args.dry_run:
-        reads = any(s.needs_text for s in recipe.steps if isinstance(s, (PruneSettings, Distill)))
-        _show(args, recipe, dataclasses.replace(planned, needs_text=planned.needs_text or reads), None)
+        _show(args, recipe, planned, None)
         return 0
 
     from slipstream.compress.checkpoint import Attempts, fingerprint
@@ -122,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             windows = calibration_windows(
                 text.text,
                 tokenizer=Tokenizer.from_pretrained(source.path),
-                num_windows=text.num_windows,
+                num_windows=recipe.num_windows,
                 context=min(text.context, source.spec.max_position),
                 download_dir=args.download_dir,
             )
@@ -156,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
             break
         except BudgetError as error:
             if not args.back_off:
-                error.add_note(f"nothing was written to {out}")
+                error.add_note(f"nothing was written to {out}; with another limit, only the measuring is done again")
                 raise
             tried.append((attempt.name, reports[-1].divergence.kl.mean))
             known.add(described, tried[-1][1])
@@ -204,6 +211,9 @@ def _measure(
 
 
 def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
+    from slipstream.compress.recipe import Budget, Calibrate
+    from slipstream.compress.steps import Distill, PruneSettings
+
     done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
     if args.json:
         facts: dict[str, Any] = {
@@ -219,15 +229,27 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
         print_json({**facts, "report": None if report is None else report.document})
         return
     kinds: dict[str, int] = {}
+    after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
-        kinds[str(p.fmt)] = kinds.get(str(p.fmt), 0) + 1
+        kind, budget = str(p.fmt), None if p.settings is None else p.settings.bits
+        if args.dry_run and isinstance(budget, Budget):  # which gets how many is known when it is measured
+            kind = f"{', '.join(map(str, budget.choices))} bits, as they are worth most, {budget.average:g} on average"
+            assert p.fmt is not None
+            after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(p.rows, p.inner, plan.scale_bytes)
+            bits = budget.average
+        kinds[kind] = kinds.get(kind, 0) + 1
+    cuts = recipe.one(PruneSettings)
+    calibrates = plan.needs_text or (cuts is not None and cuts.needs_text)
+    text, learns = recipe.one(Calibrate) or Calibrate(), recipe.one(Distill)
+    calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
     rows = [
         ("recipe", recipe.name),
-        ("bytes", f"{size(plan.bytes_before)} dense → {size(plan.bytes_after)} ({plan.bytes_before / plan.bytes_after:.2f} ×)"),
+        ("bytes", f"{size(plan.bytes_before)} dense → {size(after)} ({plan.bytes_before / after:.2f} ×)"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
-        *([("bits a weight", f"{plan.bits_per_weight:.3f} of the rounded products, scales included")] if done else []),
+        *([("bits a weight", f"{bits:.3f} of the rounded products, scales included")] if done else []),
         *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
-        ("text", "calibration is needed" if plan.needs_text else "none is needed"),
+        *([("distillation", f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}")] if learns else []),
+        ("calibration", calibrated if calibrates else "none is needed"),
     ]
     if report is not None:
         d = report.divergence
@@ -235,6 +257,9 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             ("perplexity", f"{d.perplexity_a:.3f} → {d.perplexity_b:.3f} ({d.perplexity_ratio - 1:+.2%})"),
             ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
         ]
+        for batch, before in report.original.tokens_per_s.items():
+            found = report.compressed.tokens_per_s[batch]
+            rows.append(("tokens/s", f"{before:.1f} → {found:.1f} with {batch} at once ({found / before:.2f} ×)"))
     print_facts("would write" if args.dry_run else args.out, rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")

@@ -113,9 +113,12 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[str, Any]) -> int:
     from slipstream.compress.report import measure, write_report
 
-    folder = None if args.report is None else Path(args.report)
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--report {args.report}: there is no such folder; make it first", field="report")
+    folder = None if args.report is None else Path(args.report).expanduser()
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # now: what is measured takes a while
+        except OSError as error:
+            raise ConfigError(f"--report {args.report}: no folder can be made there: {error}", field="report") from error
     args_a = engine_args(args, model=args.a)
     with progress_bar("loading") as bar:
         report = measure(

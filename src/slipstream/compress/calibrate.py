@@ -112,7 +112,7 @@ class ObservingOps(AutogradOps):
         watch: Mapping[str, Callable[[Tensor], None]] | None = None,
         *,
         last: str | None = None,
-        inputs: Mapping[str, FakeInputs] | None = None,
+        inputs: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         on_cache: Callable[[LayerKV], None] | None = None,
     ) -> None:
         self._watch, self._last, self._inputs, self._on_cache = watch or {}, last, inputs or {}, on_cache
@@ -164,7 +164,12 @@ class Stream:
     """
 
     def __init__(
-        self, description: ModelDescription, windows: Sequence[Sequence[int]], *, device: torch.device, dtype: torch.dtype
+        self,
+        description: ModelDescription,
+        windows: Sequence[Sequence[int]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.spec, self.device, self.dtype = description.spec, device, dtype
         longest = max(len(w) for w in windows)
@@ -237,7 +242,10 @@ class Stream:
             return stats
         paired = {n: partial(theirs.__setitem__, n) for n in wanted if "@" not in n}
         # In step, batch by batch: the original's inputs are there when ours are seen.
-        deque(zip(self._each(index, original[0], ObservingOps(paired, last=last), original[1]), ours, strict=True), maxlen=0)
+        deque(
+            zip(self._each(index, original[0], ObservingOps(paired, last=last), original[1]), ours, strict=True),
+            maxlen=0,
+        )
         return stats
 
     def cache_range(self, index: int, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

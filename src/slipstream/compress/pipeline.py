@@ -157,13 +157,17 @@ def _prepare(
     if not train.is_file():
         examples: list[Example] = []
         if settings.num_windows:
-            windows = calibration_windows(
-                settings.text,
-                tokenizer=tokenizer,
-                num_windows=settings.num_windows,
-                context=context,
-                download_dir=download_dir,
+            # Short documents too: a step's examples need not be of one length.
+            asked = TextSettings(
+                source=settings.text, part="calibration", context=context, stride=context, num_windows=settings.num_windows
             )
+            windows = [w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir)]
+            if len(windows) < settings.num_windows:
+                raise ConfigError(
+                    f"the calibration part of {settings.text} gives {len(windows)} windows, not {settings.num_windows}; ask "
+                    "for fewer or shorter ones, or give more text",
+                    field="num_windows",
+                )
             examples += text_examples(windows)
         if settings.num_answers:
             examples += _answers(source, settings, device, context, download_dir)

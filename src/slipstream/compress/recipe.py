@@ -197,8 +197,10 @@ class Rotate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
     """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
-    needs the whole model in memory, four times in float32 and the original once."""
+    needs the whole model in memory, four times in float32 and the original once. It learns from the text that calibrates, or,
+    since it can use much more than rounding needs, from `num_windows` of that source, the first of which calibrate."""
 
+    num_windows: int | None = None
     num_steps: int = 200
     step_tokens: int = 2048
     learning_rate: float = 2e-5
@@ -206,6 +208,7 @@ class QAT:
     seed: int = 0
 
     def check(self) -> None:
+        _at_least("num_windows", 1 if self.num_windows is None else self.num_windows, 1)
         _at_least("num_steps", self.num_steps, 1)
         _at_least("step_tokens", self.step_tokens, 1)
         _at_least("seed", self.seed, 0)
@@ -271,6 +274,13 @@ class Recipe:
     def one(self, kind: type[Any]) -> Any:
         """The step of that kind, or None."""
         return next((s for s in self.steps if isinstance(s, kind)), None)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of text that its layers' steps read."""
+        calibrate, qat = self.one(Calibrate) or Calibrate(), self.one(QAT)
+        more = 0 if qat is None or qat.num_windows is None else qat.num_windows
+        return max(int(calibrate.num_windows), more)
 
     @property
     def reshapes(self) -> bool:
@@ -355,8 +365,18 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
             raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
     recipe = Recipe(steps=tuple(found), name=name)
     quantize: Quantize | None = recipe.one(Quantize)
-    if recipe.one(QAT) is not None and (quantize is None or quantize.inputs is not None or quantize.kind == "float"):
-        raise ConfigError("qat trains integer weights with inputs in the model's type: add such a quantize step", field="qat")
+    if (qat := recipe.one(QAT)) is not None:
+        if quantize is None or quantize.static_inputs or quantize.group_size == "tensor":
+            raise ConfigError(
+                "qat trains what quantize rounded, by rows or groups, with inputs scaled as they come: add such a step",
+                field="qat",
+            )
+        calibrate = recipe.one(Calibrate) or Calibrate()
+        if qat.num_windows is not None and qat.num_windows < calibrate.num_windows:
+            raise ConfigError(
+                f"num_windows={qat.num_windows} is below the {calibrate.num_windows} that calibrate; give at least as many",
+                field="qat",
+            )
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
@@ -372,9 +392,7 @@ def build(kind: type[Any], settings: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     unknown = [k for k in settings if k not in hints]
     if unknown:
-        raise ConfigError(
-            f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}", field=f"{where}.{unknown[0]}"
-        )
+        raise ConfigError(f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}", field=f"{where}.{unknown[0]}")
     values = {k: _value(v, hints[k], f"{where}.{k}") for k, v in settings.items()}
     lacking = [
         f.name
@@ -426,9 +444,7 @@ def _describe(options: Sequence[Any]) -> str:
         elif get_origin(option) is tuple:
             words.append("a list")
         else:
-            words.append(
-                "null" if option is type(None) else "a table" if not hasattr(option, "__name__") else option.__name__
-            )
+            words.append("null" if option is type(None) else "a table" if not hasattr(option, "__name__") else option.__name__)
     return " or ".join(words)
 
 

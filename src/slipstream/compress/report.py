@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.adapters.slipstream import OfflineSlipstream
 from slipstream.bench.facts import facts, plain
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
-from slipstream.engine.llm import LLM
 from slipstream.errors import BudgetError
 from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
@@ -154,6 +152,7 @@ def measure(
     if compressed.dtype == "auto":
         compressed = dataclasses.replace(compressed, dtype=a.settings["dtype"])
     b = Scorer.load(compressed, context=text.context)
+    b.name = name or b.name  # also where a page says why something is not shown
     windows = read_windows(text, a.tokenizer, download_dir=original.download_dir)
     divergence = compare(
         a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
@@ -172,6 +171,8 @@ def measure(
             sides[i] = dataclasses.replace(sides[i], tokens_per_s=tokens_per_s(args))
     results: list[list[TaskResult]] = []
     for i, args in enumerate(settled if tasks else ()):
+        from slipstream.engine.llm import LLM  # an engine, which only speed and tasks need
+
         progress("tasks", i, 2)
         gc.collect()
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
@@ -213,6 +214,8 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
 def tokens_per_s(args: EngineArgs, batches: tuple[int, ...] = SPEED_BATCHES) -> dict[str, float]:
     """Output tokens a second of so many requests at once, by their number (a string, as JSON's keys are)."""
+    from slipstream.bench.adapters.slipstream import OfflineSlipstream
+
     gc.collect()  # what was loaded before
     length = SPEED_INPUT + SPEED_OUTPUT
     args = dataclasses.replace(

@@ -155,9 +155,10 @@ def compress(
     finish: Callable[[Path], None] = lambda folder: None,
 ) -> Plan:
     """Write `source` quantised by `recipe` to the folder `out`, which must not be there yet. `windows` are token ids to
-    calibrate on (none are needed where `Plan.needs_text` is False), cut to the longest context of the model; products run in
-    `dtype`. `finish` sees the folder before it becomes `out`; if it raises, nothing is written, and what was done is kept for
-    another try."""
+    calibrate on (none are needed where `Plan.needs_text` is False), cut to the longest context of the model; where training
+    asks for windows of its own (`QAT.num_windows`), it has them all and the first of them calibrate. Products run in `dtype`.
+    `finish` sees the folder before it becomes `out`; if it raises, nothing is written, and what was done is kept for another
+    try."""
     first = plan(source, recipe)
     windows = [w[: source.spec.max_position] for w in windows]
     if first.needs_text and not windows:
@@ -165,14 +166,18 @@ def compress(
     text = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if first.needs_text else ""
     identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text, "dtype": str(dtype)}
     work = WorkFolder(out, identity, restart=restart)
+    training: QAT | None = recipe.one(QAT)
+    everything = windows
+    if training is not None and training.num_windows is not None:
+        windows, everything = windows[: calibration(recipe).num_windows], windows[: training.num_windows]
     total = source.spec.num_layers + 1
     if (budget := _budget(recipe)) is not None:
         total += source.spec.num_layers
         bits = _spend(source, recipe, first, budget, work, windows, device, dtype, lambda done, _: progress(done, total))
         first = plan(source, recipe, bits)
     skipped = total - source.spec.num_layers - 1
-    if (step := recipe.one(QAT)) is not None:
-        total += step.num_steps
+    if training is not None:
+        total += training.num_steps
     job = _Job(source, recipe, first, work, windows if first.needs_text else (), device, dtype)
     job.choose_ratios(windows)
     job.write_ends()
@@ -180,8 +185,8 @@ def compress(
     for index in range(source.spec.num_layers):
         job.do_layer(index)
         progress(skipped + index + 2, total)
-    if (step := recipe.one(QAT)) is not None:
-        job.train(step, windows, lambda done, _: progress(skipped + 1 + source.spec.num_layers + done, total))
+    if training is not None:
+        job.train(training, everything, lambda done, _: progress(skipped + 1 + source.spec.num_layers + done, total))
     job.publish(finish)
     return job.plan
 
@@ -281,9 +286,7 @@ class _Job:
             return
         # Large tables stay in the type they are written in, unless something is computed with them.
         dtype = torch.float32 if self.turn is not None or "head.weight" in self.formats else self.written
-        values = load_parameters(
-            self.original, dtype=dtype, device=self.device, wanted=lambda n: not n.startswith("layers.")
-        )
+        values = load_parameters(self.original, dtype=dtype, device=self.device, wanted=lambda n: not n.startswith("layers."))
         if self.turn is not None:
             rotate.rotate_ends(self.original.spec, values, self.turn)
         rounded = {}
@@ -468,7 +471,17 @@ class _Job:
         grids: dict[str, Grid] = {}
         for file in files:
             grids.update(self.names.read_grids(file, self.formats, device=device))
-        made = train(self.source, values, grids, windows, step, device=device, dtype=self.dtype, progress=progress)
+        made = train(
+            self.source,
+            values,
+            grids,
+            windows,
+            step,
+            inputs=[self.fake_inputs(i) for i in layers],
+            device=device,
+            dtype=self.dtype,
+            progress=progress,
+        )
         for i in layers:
             part, cache = f"trained-{i:05d}", self.cache_tensors(files[i])
             own = {name: rounded for name, rounded in made.items() if name.startswith(f"layers.{i}.")}

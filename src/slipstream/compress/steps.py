@@ -37,7 +37,7 @@ class Sparsify:
             raise ConfigError(f"pattern={self.pattern!r} takes out half; leave ratio out", field="ratio")
         if self.ratios == "outliers" and self.pattern is not None:
             raise ConfigError("a pattern has one ratio; ratios='outliers' is for weights without one", field="ratios")
-        if not 0 <= 2 * self.spread < min(self.ratio, 1 - self.ratio):
+        if self.ratios == "outliers" and not 0 <= 2 * self.spread < min(self.ratio, 1 - self.ratio):
             raise ConfigError(f"spread={self.spread} must leave every ratio between 0 and 1", field="spread")
         if not self.outlier > 1:
             raise ConfigError(f"outlier={self.outlier} must be above 1", field="outlier")

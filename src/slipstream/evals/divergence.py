@@ -161,7 +161,7 @@ def compare(
         num_windows=len(windows),
         layers=found,
         why_no_layers=why,
-        worst=tuple(_worst(a, b, windows[i], i, kls[i]) for i in order[:num_worst]),
+        worst=tuple(_worst(a, b, windows[i], i, kls[i]) for i in _distinct(windows, kls, order)[:num_worst]),
         window_kl=tuple(means.tolist()),
     )
 
@@ -224,8 +224,21 @@ def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -
     return pending.clone() if residual is None else pending + residual
 
 
+def _distinct(windows: Sequence[Window], kls: Sequence[Tensor], order: Sequence[int]) -> list[int]:
+    """Of the windows in this order those whose worst place is not another's: many conversations open alike."""
+    found: dict[tuple[int, ...], int] = {}
+    for i in order:
+        at = _worst_place(windows[i], kls[i])
+        found.setdefault(windows[i].token_ids[max(0, at - SHOWN_CONTEXT) : at + 1], i)
+    return list(found.values())
+
+
+def _worst_place(window: Window, kl: Tensor) -> int:
+    return window.num_context + int(kl.argmax())
+
+
 def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> WorstPrompt:
-    at = window.num_context + int(kl.argmax())
+    at = _worst_place(window, kl)
     before = window.token_ids[:at]
 
     def expected(scorer: Scorer) -> tuple[Candidate, ...]:

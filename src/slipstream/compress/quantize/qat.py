@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.compress.calibrate import load_ends, load_layer
+from slipstream.compress.calibrate import FakeInputs, ObservingOps, load_ends, load_layer
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
 from slipstream.compress.recipe import QAT
-from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.decoder import PositionTables, build_layer
 from slipstream.model.description import ModelDescription
 from slipstream.model.sequences import SequenceBatch, run_layer
@@ -46,6 +45,10 @@ class Trained:
         """The rounded weight, with gradients."""
         scales = self.step.exp()
         scales = (scales + (scales.to(self.grid.scales.dtype).float() - scales).detach())[..., None]
+        if self.grid.fmt.kind == "float":
+            inside = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales).clamp(-448, 448)
+            floats: Tensor = (inside + (inside.to(torch.float8_e4m3fn).float() - inside).detach()) * scales
+            return floats.flatten(1)
         zeros: Tensor | float = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
         lowest, highest = bounds(self.grid.fmt)
         exact = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales + zeros).clamp(lowest, highest)
@@ -58,6 +61,16 @@ class Trained:
         return Rounded(grid, grid.codes(self.weight.detach().clone()))
 
 
+@dataclass(frozen=True, slots=True)
+class Through:
+    """Inputs rounded, with the gradients of inputs that are not."""
+
+    fake: FakeInputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + (self.fake(x.detach()) - x.detach())
+
+
 def train(
     source: ModelDescription,
     values: Sequence[Mapping[str, Tensor]],
@@ -65,12 +78,14 @@ def train(
     windows: Sequence[Sequence[int]],
     settings: QAT,
     *,
+    inputs: Sequence[Mapping[str, FakeInputs]],
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Rounded]:
     """The layers' rounded weights after training, by our names. `values` are each layer's parameters as they were written, by
-    our names, and `grids` those of the rounded ones among them. Products run in `dtype`."""
+    our names, and `grids` those of the rounded ones among them; `inputs` say, layer by layer, how which products' inputs are
+    rounded. Products run in `dtype`."""
     spec = source.spec
     longest = max(len(w) for w in windows)
     tables = PositionTables(longest, device)
@@ -78,16 +93,17 @@ def train(
     original = [{n: v.to(dtype) for n, v in load_layer(source, i, device).items()} for i in range(spec.num_layers)]
     learned = {n: Trained.of(v, grids[n]) for own in values for n, v in own.items() if n in grids}
 
-    def run(index: int, own: Mapping[str, Tensor], h: Tensor, batch: SequenceBatch) -> Tensor:
-        ops = AutogradOps()
+    def run(index: int, own: Mapping[str, Tensor], h: Tensor, batch: SequenceBatch, *, exact: bool = True) -> Tensor:
+        ops = ObservingOps(inputs={} if exact else {name: Through(fake) for name, fake in inputs[index].items()})
         layer = build_layer(spec.layers[index], {n: v.to(dtype) for n, v in own.items()}, ops, tables)
+        ops.meets(layer)
         pending, residual = run_layer(layer, ops, h, None, batch)
         return pending if residual is None else pending + residual
 
     def student(index: int, h: Tensor, batch: SequenceBatch) -> Tensor:
         prefix = f"layers.{index}."
         own = {n.removeprefix(prefix): learned[n].numbers() if n in learned else v for n, v in values[index].items()}
-        return run(index, own, h, batch)
+        return run(index, own, h, batch, exact=False)
 
     def loss_of(batch: SequenceBatch) -> Tensor:
         with torch.no_grad():

@@ -47,13 +47,19 @@ class Grid:
 
     def column(self, column: Tensor, group: int) -> Tensor:
         """One column of weights [out] to nearest, as numbers."""
-        scale = self.scales[:, group].float()
-        if self.fmt.kind == "float":
-            floats: Tensor = (column / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-            return floats
-        lowest, highest = bounds(self.fmt)
-        zero = self.zeros[:, group].float() if self.zeros is not None else 0.0
-        return ((column / scale + zero).round().clamp(lowest, highest) - zero) * scale
+        zeros = self.zeros[:, group].float() if self.zeros is not None else None
+        return on_grid(self.fmt, column, self.scales[:, group].float(), zeros)
+
+
+def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """To nearest, as numbers; all float32 of one shape."""
+    if fmt.kind == "float":
+        floats: Tensor = (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
+        return floats
+    lowest, highest = bounds(fmt)
+    if zeros is None:
+        return (x / scales).round_().clamp_(lowest, highest) * scales
+    return ((x / scales + zeros).round_().clamp_(lowest, highest) - zeros) * scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +128,7 @@ def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype)
     return scales, zeros.to(torch.int8)
 
 
-def nearest(
-    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None
-) -> Rounded:
+def nearest(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None) -> Rounded:
     """To nearest."""
     grid = fit(weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square)
     return Rounded(grid, grid.codes(weight))
@@ -156,28 +160,36 @@ def gptq(
     work, hessian = work[:, order], hessian[order][:, order]
     upper = inverse_factor(hessian, damping, dead[order])
     size = inner // fmt.groups(inner)
-    group_of = (order // size).tolist()
+    group_of = torch.zeros_like(order) if fmt.whole else order // size
     found = torch.empty_like(work)
-    for begin in range(0, inner, COLUMNS_AT_ONCE):
-        end = min(begin + COLUMNS_AT_ONCE, inner)
-        block, errors = work[:, begin:end].clone(), torch.empty_like(work[:, begin:end])
-        for j in range(end - begin):
-            at = begin + j
-            if not act_order and at % size == 0 and at > 0 and fmt.group_size is not None:
-                # Columns of this group beyond the block have had no updates of this block yet.
-                ahead = torch.cat(
-                    (block[:, j:], work[:, end : at + size] - errors[:, :j] @ upper[begin:at, end : at + size]), dim=1
-                )
-                part = fit(ahead[:, :size], fmt, dtype, clip=clip, importance=importance[at : at + size])
-                grid.scales[:, at // size] = part.scales[:, 0]
-                if grid.zeros is not None and part.zeros is not None:
-                    grid.zeros[:, at // size] = part.zeros[:, 0]
-            column = block[:, j]
-            found[:, at] = grid.column(column, 0 if fmt.whole else group_of[at])
-            errors[:, j] = (column - found[:, at]) / upper[at, at]
-            block[:, j:] -= errors[:, j : j + 1] * upper[at, at:end]
+    at_once = COLUMNS_AT_ONCE if act_order or fmt.group_size is None else min(size, COLUMNS_AT_ONCE)
+    for begin in range(0, inner, at_once):
+        end = min(begin + at_once, inner)
+        if not act_order and begin % size == 0 and begin > 0:
+            part = fit(work[:, begin : begin + size], fmt, dtype, clip=clip, importance=importance[begin : begin + size])
+            grid.scales[:, begin // size] = part.scales[:, 0]
+            if grid.zeros is not None and part.zeros is not None:
+                grid.zeros[:, begin // size] = part.zeros[:, 0]
+        own = group_of[begin:end]
+        zeros = None if grid.zeros is None else grid.zeros[:, own].float()
+        scales = grid.scales[:, own].float().expand(len(work), -1)
+        made = found[:, begin:end].copy_(work[:, begin:end])
+        errors = round_columns(fmt, made, upper[begin:end, begin:end], scales, zeros)
         work[:, end:] -= errors @ upper[begin:end, end:]
     return Rounded(grid, grid.codes(found[:, back].contiguous()))
+
+
+def round_columns(fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Round the columns of `block` [out, n] in place, one after another on grids of their own [out, n], each one's error taken
+    up by those that follow; the errors over the factor's diagonal [out, n]. `upper` [n, n] is the factor's part here."""
+    errors = torch.empty_like(block)
+    for j in range(block.shape[1]):
+        column = block[:, j]
+        made = on_grid(fmt, column, scales[:, j], None if zeros is None else zeros[:, j])
+        error = (column - made) / upper[j, j]
+        block[:, j + 1 :].addcmul_(error[:, None], upper[j, j + 1 :][None], value=-1.0)
+        errors[:, j], block[:, j] = error, made
+    return errors
 
 
 def caught_up(weight: Tensor, stats: InputStats, share: float, *, damping: float = 0.01) -> Tensor:
