@@ -56,6 +56,7 @@ static inline F pow2(I n) {
     return r;
 }
 static inline void store_bytes(int8_t* p, I a) { EACH p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
+static inline int32_t sum_bytes(const int8_t* p) { int32_t s = 0; EACH s += p[i]; return s; }  // of sixteen
 static inline F load_i8(const int8_t* p) { F r; EACH r.v[i] = p[i]; return r; }
 static inline F load_u4(const uint8_t* p, bool high) { F r; EACH r.v[i] = high ? p[i] >> 4 : p[i] & 15; return r; }
 static inline F load_exponents(const uint8_t* p) {

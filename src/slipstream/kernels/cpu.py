@@ -387,6 +387,30 @@ class Product:
         return y
 
 
+class Likeliest:
+    """Where a product's rows are largest, of equals the first: float32 [T, in] → int64 [T]. The rows themselves, [T, out], are
+    never there as a whole."""
+
+    def __init__(self, engine: Engine, w: NativeLinear) -> None:
+        (part,) = w.parts
+        self._size, self._program = part.inner, Program(engine)
+        self._x, self._out = self._program.bound(), self._program.bound()
+        x = self._x
+        if w.form != native.FORM_F32:
+            x = self._program.buffer(w.form, part.inner)
+            self._program.add("convert", self._x, x, w.form, part.inner, 1)
+        shape = part.kind, part.rows, part.inner
+        self._program.add("linear_argmax", x, self._out, *shape, part.data, w.bias, weights=part)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert (x.dtype, x.shape[1]) == (torch.float32, self._size)
+        found = torch.empty(len(x), 1, dtype=torch.int64)
+        self._program.bind(self._x, x)
+        self._program.bind(self._out, found)
+        self._program.run(native.StepInputs(num_tokens=len(x)))
+        return found[:, 0]
+
+
 def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False) -> None:
     """A product, part by part: x in the weight's form, y float32."""
     row = 0

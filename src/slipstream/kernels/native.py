@@ -25,7 +25,7 @@ from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 7
+ABI = 8
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -124,6 +124,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
     "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
+    "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),
     "run": (None, [_P, ctypes.POINTER(StepInputs)]),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
+from slipstream.kernels.cpu import Likeliest, NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
 from slipstream.kernels.native import FORM_F32, Program, activation_of
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
@@ -84,6 +84,7 @@ class CompiledStep:
     """`encoder` is there where the model is an encoder-decoder."""
 
     head: Product  # float32 [N, E] → logits float32 [N, V]; an encoder has none
+    likeliest: Likeliest | None  # float32 [N, E] → tokens int64 [N]; None: the head is of several parts
 
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         spec = decoder.spec
@@ -103,6 +104,7 @@ class CompiledStep:
         if decoder.head is not None:
             assert isinstance(decoder.head, NativeLinear)
             self.head = Product(ops.engine, decoder.head)
+            self.likeliest = Likeliest(ops.engine, decoder.head) if len(decoder.head.parts) == 1 else None
 
     def __call__(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, embedded: Tensor | None = None

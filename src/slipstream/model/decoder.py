@@ -418,6 +418,13 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
 
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        """[N, E] → tokens int64 [N] whose logits are largest, of equals the first, without the logits; None if the kernels can't.
+        Softcap and a positive scale keep the order, so that they are left out."""
+        if self.compiled is None or self.compiled.likeliest is None or self.spec.logit_scale <= 0.0:
+            return None
+        return self.compiled.likeliest(hidden)
+
 
 class PositionTables:
     """Rotary tables, ALiBi slopes and biases by distance, one of each for all layers that have the same. `distances` are the

@@ -36,6 +36,13 @@ class Row:
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Of its logits nothing is wanted but where they are largest."""
+        s = self.sampling
+        changed = s.has_penalties or s.logit_bias or self.forbidden_early
+        return s.temperature == 0.0 and s.logprobs is None and not changed
+
 
 class RowTable:
     """Rows for up to `capacity` sequences of up to `max_model_len` tokens. `pairs`: texts have two parts. `encoded`: sequences

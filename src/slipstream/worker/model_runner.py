@@ -235,8 +235,14 @@ class ModelRunner:
         pooled = self._pool(plan, hidden, batch.meta)
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
-        logits = self.model.decoder.logits(hidden if batch.sample_index is None else hidden[batch.sample_index])
-        return self._sample(plan, logits, batch.sampled, prompt, pooled)
+        hidden = hidden if batch.sample_index is None else hidden[batch.sample_index]
+        if all(rows.rows[s.request_id].takes_likeliest for s in batch.sampled.sequences):
+            tokens = self.model.decoder.likeliest(hidden)
+            if tokens is not None:
+                rows.write(batch.sampled.rows, batch.sampled.positions, tokens)
+                ids = tuple(s.request_id for s in batch.sampled.sequences)
+                return InFlightStep(plan, ids, self._to_host(tokens), self._event(), None, prompt, pooled)
+        return self._sample(plan, self.model.decoder.logits(hidden), batch.sampled, prompt, pooled)
 
     def forget_rows(self) -> None:
         """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""
