@@ -204,10 +204,11 @@ template <int CACHE, int NH>
 static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
                                float* scores, Running* running, float* mixed) {
     const int64_t dim = a.head_dim;
-    if (pairs && dim == 64) decode_scores_pairs<NH, 2>(a, pairs, t.at, t.n, t.keys, scores);
-    else if (pairs && dim == 128) decode_scores_pairs<NH, 4>(a, pairs, t.at, t.n, t.keys, scores);
-    else if (pairs) decode_scores_pairs<NH, 0>(a, pairs, t.at, t.n, t.keys, scores);
-    else if (dim == 64) decode_scores<CACHE, NH, 4>(a, q, t.at, t.n, t.keys, scores);
+    if (CACHE == CACHE_BF16 && kHasBf16 && pairs) {
+        if (dim == 64) decode_scores_pairs<NH, 2>(a, pairs, t.at, t.n, t.keys, scores);
+        else if (dim == 128) decode_scores_pairs<NH, 4>(a, pairs, t.at, t.n, t.keys, scores);
+        else decode_scores_pairs<NH, 0>(a, pairs, t.at, t.n, t.keys, scores);
+    } else if (dim == 64) decode_scores<CACHE, NH, 4>(a, q, t.at, t.n, t.keys, scores);
     else if (dim == 128) decode_scores<CACHE, NH, 8>(a, q, t.at, t.n, t.keys, scores);
     else decode_scores<CACHE, NH, 0>(a, q, t.at, t.n, t.keys, scores);
     float scales[NH];
@@ -280,41 +281,52 @@ static int64_t decode_scratch(const AttentionArgs& a) {
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
 
+// Sixteen words of a key or a value, from word `word` on: one float32 each, or with PAIRS two bfloat16. Beyond the head they are 0.
+template <bool PAIRS>
+static inline void words_of(const AttentionArgs& a, const uint8_t* row, int64_t word, uint32_t* to) {
+    constexpr int64_t count = PAIRS ? 32 : 16;
+    const int64_t first = word * count / 16, d = a.head_dim;
+    if (first + count <= d && a.cache == (PAIRS ? CACHE_BF16 : CACHE_F32)) {
+        memcpy(to, row + 4 * word, 64);
+        return;
+    }
+    float x[count];
+    if (first + count <= d && a.cache == CACHE_I8)
+        for (int64_t i = 0; i < count; i += 16) store(x + i, load_i8((const int8_t*)row + first + i));
+    else
+        for (int64_t i = 0; i < count; i++) x[i] = first + i < d ? scalar_kv(a.cache, row, first + i) : 0.0f;
+    if (PAIRS)
+        for (int64_t i = 0; i < count; i += 16) store_bf16((uint16_t*)to + i, load(x + i));
+    else
+        memcpy(to, x, 64);
+}
+
 // A tile of keys as rows of dimensions, [D][64], and of values as rows of keys, [64][D]. PAIRS: in bfloat16, two dimensions
 // (two keys) side by side in 32 bits.
 template <bool PAIRS>
 static inline void pack_keys(const AttentionArgs& a, const int64_t* at, int64_t n, int64_t dp, float* keys, float* values) {
-    const int64_t d = a.head_dim;
-    if (!PAIRS) {
-        for (int64_t j = 0; j < KT; j++) {
-            for (int64_t i = 0; i < dp; i++) keys[i * KT + j] = j < n && i < d ? scalar_kv(a.cache, a.k + at[j], i) : 0.0f;
-            for (int64_t i = 0; i < dp; i++) values[j * dp + i] = j < n && i < d ? scalar_kv(a.cache, a.v + at[j], i) : 0.0f;
-        }
-        return;
-    }
     uint32_t *k = (uint32_t*)keys, *v = (uint32_t*)values;
-    alignas(64) uint16_t rows[2][512];
-    for (int64_t j = 0; j < KT; j += 2) {
-        for (int which = 0; which < 2; which++) {
-            const uint8_t* cache = which ? a.v : a.k;
-            for (int64_t r = 0; r < 2; r++) {
-                if (j + r >= n) memset(rows[r], 0, 2 * dp);
-                else if (a.cache == CACHE_BF16) {
-                    memcpy(rows[r], cache + at[j + r], 2 * d);
-                    memset(rows[r] + d, 0, 2 * (dp - d));
-                } else {
-                    float t[512];
-                    for (int64_t i = 0; i < dp; i++) t[i] = i < d ? scalar_kv(a.cache, cache + at[j + r], i) : 0.0f;
-                    for (int64_t i = 0; i < dp; i += 16) store_bf16(rows[r] + i, load(t + i));
-                }
+    alignas(64) uint32_t block[16 * 16];
+    const int64_t words = PAIRS ? dp / 2 : dp;
+    for (int64_t word = 0; word < words; word += 16) {
+        const int64_t count = words - word < 16 ? words - word : 16;
+        for (int64_t j0 = 0; j0 < KT; j0 += 16) {
+            for (int64_t j = j0; j < j0 + 16; j++) {
+                if (j < n) words_of<PAIRS>(a, a.k + at[j], word, block + (j - j0) * 16);
+                else memset(block + (j - j0) * 16, 0, 64);
             }
-            if (which) {
-                for (int64_t i = 0; i < dp; i++) v[j / 2 * dp + i] = rows[0][i] | (uint32_t)rows[1][i] << 16;
+            transpose16(block, k + word * KT + j0, KT, count);
+        }
+        for (int64_t j = 0; j < KT; j += PAIRS ? 2 : 1) {
+            for (int64_t r = 0; r < (PAIRS ? 2 : 1); r++) {
+                if (j + r < n) words_of<PAIRS>(a, a.v + at[j + r], word, block + r * 16);
+                else memset(block + r * 16, 0, 64);
+            }
+            if (PAIRS) {
+                const uint16_t *even = (const uint16_t*)block, *odd = even + 32;
+                for (int64_t i = 0; i < 2 * count; i++) v[j / 2 * dp + 2 * word + i] = even[i] | (uint32_t)odd[i] << 16;
             } else {
-                for (int64_t i = 0; i < dp / 2; i++) {
-                    k[i * KT + j] = rows[0][2 * i] | (uint32_t)rows[0][2 * i + 1] << 16;
-                    k[i * KT + j + 1] = rows[1][2 * i] | (uint32_t)rows[1][2 * i + 1] << 16;
-                }
+                memcpy(v + j * dp + word, block, 4 * count);
             }
         }
     }
