@@ -111,7 +111,7 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/ops.p
     const ss_layer_kv* layers;
 } ss_step;
 
-SS_API void ss_run(ss_program* program, const ss_step* step);
+SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then`: another over the same tokens, or null
 // Nanoseconds that each operator took in all runs since the last call, which started a clock: 1 the wall's, 2 the processor time of
 // all threads (which a busy neighbour leaves alone), 0 none. Returns how many operators there are.
 SS_API int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity);

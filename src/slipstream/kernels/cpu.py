@@ -393,21 +393,25 @@ class Likeliest:
 
     def __init__(self, engine: Engine, w: NativeLinear) -> None:
         (part,) = w.parts
-        self._size, self._program = part.inner, Program(engine)
-        self._x, self._out = self._program.bound(), self._program.bound()
+        self.program = p = Program(engine)
+        self._size, self._x, self._out = part.inner, p.bound(), p.bound()
         x = self._x
         if w.form != native.FORM_F32:
-            x = self._program.buffer(w.form, part.inner)
-            self._program.add("convert", self._x, x, w.form, part.inner, 1)
-        shape = part.kind, part.rows, part.inner
-        self._program.add("linear_argmax", x, self._out, *shape, part.data, w.bias, weights=part)
+            x = p.buffer(w.form, part.inner)
+            p.add("convert", self._x, x, w.form, part.inner, 1)
+        p.add("linear_argmax", x, self._out, part.kind, part.rows, part.inner, part.data, w.bias, weights=part)
 
     def __call__(self, x: Tensor) -> Tensor:
+        found = self.of(x)
+        self.program.run(native.StepInputs(num_tokens=len(x)))
+        return found
+
+    def of(self, x: Tensor) -> Tensor:
+        """What `program`, when it runs next, finds for `x`. Both must live until then."""
         assert (x.dtype, x.shape[1]) == (torch.float32, self._size)
         found = torch.empty(len(x), 1, dtype=torch.int64)
-        self._program.bind(self._x, x)
-        self._program.bind(self._out, found)
-        self._program.run(native.StepInputs(num_tokens=len(x)))
+        self.program.bind(self._x, x)
+        self.program.bind(self._out, found)
         return found[:, 0]
 
 

@@ -127,7 +127,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),
-    "run": (None, [_P, ctypes.POINTER(StepInputs)]),
+    "run": (None, [_P, _P, ctypes.POINTER(StepInputs)]),
     "profile": (_I, [_P, _I, _P, _I]),
 }
 
@@ -400,8 +400,9 @@ class Program:
         getattr(self._library, "ss_add_" + name)(self._pointer, *plain)
         self.operators.append(Operator(name, weights))
 
-    def run(self, step: StepInputs) -> None:
-        self._library.ss_run(self._pointer, ctypes.byref(step))
+    def run(self, step: StepInputs, then: Program | None = None) -> None:
+        """`then`: another program over the same tokens, without a return to Python in between."""
+        self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
         """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all

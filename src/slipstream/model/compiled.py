@@ -115,6 +115,15 @@ class CompiledStep:
         self._layers.run(kv, meta, token_ids, embedded)
         return hidden
 
+    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        """The whole of a decoder's step in one call: `likeliest` of each of its tokens' hidden states."""
+        assert self.likeliest is not None
+        hidden = torch.empty(len(token_ids), self.hidden_size)
+        self.program.bind(self.out, hidden)
+        found = self.likeliest.of(hidden)
+        self._layers.run(kv, meta, token_ids, None, self.likeliest.program)
+        return found
+
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
         self.program.bind(self._layers.counts[layer], counts[None])
@@ -166,7 +175,12 @@ class _Layers:
         self._pointers: object = None
 
     def run(
-        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None, embedded: Tensor | None
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Tensor | None,
+        embedded: Tensor | None,
+        then: Program | None = None,
     ) -> None:
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
@@ -174,7 +188,7 @@ class _Layers:
             embedded = embedded.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # added to in place
             self.program.bind(self.x, embedded)
         inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
-        self.program.run(inputs)
+        self.program.run(inputs, then)
         del kept, embedded
 
     def layer(self, layer: Layer, index: int, waiting: bool, out: int) -> bool:
