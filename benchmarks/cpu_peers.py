@@ -6,7 +6,8 @@ PYTHON is the interpreter of an environment that has llama-cpp-python, or openvi
 llama.cpp is known by the instruction sets that it was built for, of which there may be several. One for this machine, AVX-512
 and all, takes a C++ compiler and a quarter of an hour:
 
-    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" pip install --no-binary llama-cpp-python llama-cpp-python tokenizers gguf pyyaml
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" pip install --no-binary llama-cpp-python \\
+        llama-cpp-python tokenizers gguf pyyaml
 
 Of each engine and round: output tokens/s of one stream after its first token (128 in, 256 out), prompt tokens/s of a prompt
 of 512, output tokens/s of 16 and 64 requests of 128/128 with prefill in the time, peak memory of the process. Medians of the

@@ -43,7 +43,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one holder each; their old contents are forgotten. The caller has seen that `count` ≤ `num_free`."""
+        """`count` blocks with one holder each; their old contents are forgotten. The caller has seen that there are so many."""
         taken = []
         for _ in range(count):
             block = self._next[self._end]

@@ -419,8 +419,8 @@ class Decoder:
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
 
     def likeliest(self, hidden: Tensor) -> Tensor | None:
-        """[N, E] → tokens int64 [N] whose logits are largest, of equals the first, without the logits; None if the kernels can't.
-        Softcap and a positive scale keep the order, so that they are left out."""
+        """[N, E] → tokens int64 [N] whose logits are largest, of equals the first, without the logits; None if the kernels
+        can't. Softcap and a positive scale keep the order, so that they are left out."""
         step = self._greedy
         return None if step is None or step.likeliest is None else step.likeliest(hidden)
 

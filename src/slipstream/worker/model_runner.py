@@ -230,7 +230,7 @@ class ModelRunner:
         if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
             return self._sample(plan, *replayed, {})
         batch = gather(rows, plan)
-        greedy = all([rows.rows[s.request_id].takes_likeliest for s in batch.sampled.sequences])
+        greedy = all(rows.rows[s.request_id].takes_likeliest for s in batch.sampled.sequences)
         if greedy and batch.sample_index is None:
             tokens = self.model.decoder.greedy(batch.token_ids, self.kv, batch.meta)
             if tokens is not None:
