@@ -60,7 +60,6 @@ def make(name: str, path: Path, threads: int) -> Any:
         num_threads=threads,
         max_model_len=1024,
         max_num_seqs=64,
-        max_num_batched_tokens=2048,
         quantization=quantization,
         kv_cache_dtype="int8" if name == "slipstream int8, cache int8" else "auto",
         skip_tokenizer_init=True,
