@@ -44,16 +44,20 @@ def load(model, **settings):
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4", "int4-g32"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dtype):
-    same = {"dtype": "bfloat16", "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    exact = load(model, device="cpu", kernels="reference", **same)
-    gpu = load(model, device="cuda", **same)
+    """As well as bfloat16 lets it: the reference in bfloat16 is off its own float32 by up to 10 % of a layer, 4.6 % of the
+    perplexity and a KL of 0.005 here, since inputs fall into other codes."""
+    rounded = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    exact = load(model, device="cpu", kernels="reference", dtype="bfloat16", **rounded)
+    single = load(model, device="cpu", kernels="reference", dtype="float32", **rounded)
+    gpu = load(model, device="cuda", dtype="bfloat16", **rounded)
     windows = list(
         cut([Document(text="hello the world in the hour " * 30)], gpu.tokenizer, context=CONTEXT, stride=48)
     )[:3]
     found = compare(exact, gpu, windows, num_worst=1)
     assert found.kl.mean < 0.01
-    assert found.perplexity_ratio == pytest.approx(1, abs=0.02)
-    assert max(layer.own for layer in found.layers) < 0.05
+    assert found.perplexity_ratio == pytest.approx(1, abs=0.05)
+    natural = max(layer.own for layer in compare(exact, single, windows, num_worst=0).layers)
+    assert max(layer.own for layer in found.layers) < 1.5 * natural + 0.01
     assert len(found.worst) == 1
     turned = compare(gpu, exact, windows, num_worst=0)
     assert turned.perplexity_a == pytest.approx(found.perplexity_b, rel=1e-4)
