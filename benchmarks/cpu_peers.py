@@ -1,11 +1,18 @@
 """The CPU against its peers on one GGUF file, each in a process of its own, taking turns.
 
-    python benchmarks/cpu_peers.py [--model smollm2] [--llamacpp PYTHON] [--openvino PYTHON] [--rounds 3]
+    python benchmarks/cpu_peers.py [--model smollm2] [--llamacpp PYTHON ...] [--openvino PYTHON] [--rounds 3]
 
-PYTHON is the interpreter of an environment that has llama-cpp-python, or openvino-genai; without one the peer is left out. Of
-each engine and round: output tokens/s of one stream after its first token (128 in, 256 out), prompt tokens/s of a prompt
+PYTHON is the interpreter of an environment that has llama-cpp-python, or openvino-genai; without one the peer is left out. A
+llama.cpp is known by the instruction sets that it was built for, of which there may be several. One for this machine, AVX-512
+and all, takes a C++ compiler and a quarter of an hour:
+
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" pip install --no-binary llama-cpp-python \\
+        llama-cpp-python tokenizers gguf pyyaml
+
+Of each engine and round: output tokens/s of one stream after its first token (128 in, 256 out), prompt tokens/s of a prompt
 of 512, output tokens/s of 16 and 64 requests of 128/128 with prefill in the time, peak memory of the process. Medians of the
-rounds; ratios within a round, since the machine's speed drifts. Slipstream runs the file as it is, and rounded to int8.
+rounds; ratios within a round, since the machine's speed drifts. Slipstream runs the file as it is, rounded to int8,
+and that with keys and values of 8 bits, which is what OpenVINO has by default.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from typing import Any
 
 from slipstream.bench.workload import BenchRequest
 
+OURS = ("slipstream", "slipstream int8", "slipstream int8, cache int8")
 LOADS = {"stream": (1, 128, 256), "prefill": (1, 512, 1), "16": (16, 128, 128), "64": (64, 128, 128)}
 
 
@@ -35,7 +43,7 @@ def requests(count: int, n_in: int, n_out: int) -> list[BenchRequest]:
 
 
 def make(name: str, path: Path, threads: int) -> Any:
-    if name == "llamacpp":
+    if name.startswith("llamacpp"):
         from slipstream.bench.adapters.llamacpp import OfflineLlamaCpp
 
         return OfflineLlamaCpp(path, batch_size=64, max_model_len=528, num_threads=threads)
@@ -46,14 +54,14 @@ def make(name: str, path: Path, threads: int) -> Any:
     from slipstream.bench.adapters.slipstream import OfflineSlipstream
     from slipstream.config import EngineArgs
 
-    quantization = "int8" if name == "slipstream int8" else None
+    quantization = "int8" if name.startswith("slipstream int8") else None
     settings = EngineArgs(
         model=str(path),
         num_threads=threads,
         max_model_len=1024,
         max_num_seqs=64,
-        max_num_batched_tokens=2048,
         quantization=quantization,
+        kv_cache_dtype="int8" if name == "slipstream int8, cache int8" else "auto",
         skip_tokenizer_init=True,
     )
     return OfflineSlipstream(settings)
@@ -74,17 +82,19 @@ def child(name: str, path: Path, threads: int) -> None:
             found[load] = count * n_out / (max(r.last_token for r in records) - sent)
         if load == "prefill":
             found["peak_mib_one_stream"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"figures": found, "engine": str(engine.describe().get("config"))[:200]}))
+    print(json.dumps({"figures": found, "build": engine.describe().get("system", "")}))
 
 
-def measure(python: str, name: str, path: Path, threads: int) -> dict[str, float]:
+def measure(python: str, name: str, path: Path, threads: int) -> tuple[dict[str, float], str]:
+    """Its figures, and how it was built where it tells."""
     import common
 
     command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=common.with_source())
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])["figures"]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["figures"], found["build"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,30 +114,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = common.parser(__doc__, "cpu_peers")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--llamacpp", metavar="PYTHON")
+    parser.add_argument("--llamacpp", metavar="PYTHON", nargs="+", default=[])
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(arguments)
     path, threads = resolve_model(args.model), available_cores()
-    engines = {"slipstream": sys.executable, "slipstream int8": sys.executable}
-    engines |= {n: p for n, p in (("llamacpp", args.llamacpp), ("openvino", args.openvino)) if p}
+    engines = dict.fromkeys(OURS, sys.executable)
+    engines |= {"llamacpp" if i == 0 else f"llamacpp {i + 1}": python for i, python in enumerate(args.llamacpp)}
+    engines |= {"openvino": args.openvino} if args.openvino else {}
+    builds: dict[str, str] = {}
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(args.rounds):
         rounds.append({})
         for name, python in engines.items():
-            rounds[-1][name] = measure(python, name, path, threads)
+            rounds[-1][name], builds[name] = measure(python, name, path, threads)
             print(name, {k: round(v, 1) for k, v in rounds[-1][name].items()}, flush=True)
     columns = list(next(iter(rounds[0].values())))
     medians = {n: {c: statistics.median(r[n][c] for r in rounds) for c in columns} for n in engines}
     ratios = {
         f"{ours} / {peer}": {c: statistics.median(r[ours][c] / r[peer][c] for r in rounds) for c in columns}
-        for ours in ("slipstream", "slipstream int8")
+        for ours in OURS
         for peer in engines
         if not peer.startswith("slipstream")
     }
     print_table("medians", ["", *columns], [[n, *(f"{v:,.1f}" for v in m.values())] for n, m in medians.items()])
+    for name, build in builds.items():
+        if build:
+            print(f"{name}: {build}")
     print_table("ratios", ["", *columns], [[n, *(f"{v:.2f}" for v in m.values())] for n, m in ratios.items()])
-    common.save(args.output, "cpu_peers", medians=medians, ratios=ratios, rounds=rounds, threads=threads)
+    common.save(args.output, "cpu_peers", medians=medians, ratios=ratios, rounds=rounds, threads=threads, builds=builds)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,10 @@ int32_t ss_buffer(ss_program* program, int64_t row_bytes, int64_t rows_a_token) 
 void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes) {
     ((Program*)program)->bind(buffer, data, row_bytes);
 }
-void ss_run(ss_program* program, const ss_step* step) {
-    if (step->num_tokens > 0) ((Program*)program)->run_step(*step);
+void ss_run(ss_program* program, ss_program* then, const ss_step* step) {
+    if (step->num_tokens <= 0) return;
+    ((Program*)program)->run_step(*step);
+    if (then) ((Program*)then)->run_step(*step);
 }
 int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity) {
     return ((Program*)program)->profile(clock, ns, capacity);

@@ -12,6 +12,7 @@
 namespace ISA {
 
 constexpr int64_t KT = KEY_TILE;
+constexpr int64_t MOST_HEADS = 4;  // that pass a token's keys at once
 
 static inline int64_t element_bytes(int32_t cache) { return cache == CACHE_F32 ? 4 : cache == CACHE_BF16 ? 2 : 1; }
 
@@ -98,80 +99,89 @@ static inline float soften(const AttentionArgs& a, float* scores, int64_t key0, 
 }
 
 // A head's keys lie together in each block, and blocks anywhere: the hardware does not foresee the next one. So while a tile of keys
-// is computed, the next tile's keys and values are asked for, one at a time and evenly: a burst would fill the queue of misses
-// and be waited for like plain reads.
+// is computed, the next tile's keys and values are asked for, with each key `each` of them: a burst would fill the queue of
+// misses and be waited for like plain reads.
 struct Ahead {
-    const uint8_t *now, *then;  // keys, then values
+    const uint8_t* rows;
     const int64_t* at;
-    int64_t n, bytes, calls;
-    int64_t due = 0, key = 0;
+    int64_t n, each, bytes;
 
-    inline void fetch() {
-        for (due += 2 * n; due >= calls; due -= calls) {
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(now + at[key] + i);
-            if (++key == n) key = 0, now = then;
-        }
+    // Inlined before the compiler can find that it changes nothing and leave it out.
+    __attribute__((always_inline)) inline void fetch(int64_t key) const {
+        const int64_t end = (key + 1) * each < n ? (key + 1) * each : n;
+        for (int64_t j = key * each; j < end; j++)
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + at[j] + i);
     }
 };
 
 // --- One token --------------------------------------------------------------------------------------------------------
 
-template <int CACHE, int ND>  // ND vectors a head, or any number if 0
-static inline void decode_scores(const AttentionArgs& a, const float* q, int64_t heads, const int64_t* at, int64_t n, Ahead& ahead,
+// Scores of NH heads, whose queries lie side by side, [NH][64]. ND vectors a head, or any number if 0.
+template <int CACHE, int NH, int ND>
+static inline void decode_scores(const AttentionArgs& a, const float* q, const int64_t* at, int64_t n, const Ahead& ahead,
                                  float* scores) {
     const int64_t nd = ND ? ND : a.head_dim / 16;
-    F part[16];
-    for (int64_t h = 0; h < heads; h++) {
-        const float* qh = q + h * a.head_dim;
-        for (int64_t j0 = 0; j0 < n; j0 += 16) {
-            const int64_t m = n - j0 < 16 ? n - j0 : 16;
-            for (int64_t j = 0; j < m; j++) {
-                const uint8_t* key = a.k + at[j0 + j];
-                ahead.fetch();
-                F s = load(qh) * load_kv<CACHE>(key, 0);
-                for (int64_t d = 1; d < nd; d++) s = fma(load(qh + 16 * d), load_kv<CACHE>(key, 16 * d), s);
-                part[j] = s;
+    F part[NH][16];
+    for (int64_t j0 = 0; j0 < n; j0 += 16) {
+        const int64_t m = n - j0 < 16 ? n - j0 : 16;
+        for (int64_t j = 0; j < m; j++) {
+            const uint8_t* key = a.k + at[j0 + j];
+            ahead.fetch(j0 + j);
+            F s[NH];
+            const F first = load_kv<CACHE>(key, 0);
+            for (int h = 0; h < NH; h++) s[h] = load(q + h * 16 * nd) * first;
+            for (int64_t d = 1; d < nd; d++) {
+                const F x = load_kv<CACHE>(key, 16 * d);
+                for (int h = 0; h < NH; h++) s[h] = fma(load(q + (h * nd + d) * 16), x, s[h]);
             }
-            for (int64_t j = m; j < 16; j++) part[j] = zero();
-            store(scores + h * KT + j0, sums16(part));
+            for (int h = 0; h < NH; h++) part[h][j] = s[h];
+        }
+        for (int h = 0; h < NH; h++) {
+            for (int64_t j = m; j < 16; j++) part[h][j] = zero();
+            store(scores + h * KT + j0, sums16(part[h]));
         }
     }
 }
 
-// The same with bfloat16 pairs: queries are rounded, nothing else.
-template <int ND>
-static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q, int64_t heads, const int64_t* at, int64_t n,
-                                       Ahead& ahead, float* scores) {
-    const int64_t nd = ND ? ND / 2 : a.head_dim / 32;
-    F part[16];
-    for (int64_t h = 0; h < heads; h++) {
-        const uint8_t* qh = (const uint8_t*)(q + h * a.head_dim);
-        B own[ND ? ND / 2 : 1];
-        for (int64_t d = 0; d < ND / 2; d++) own[d] = load_b(qh + 64 * d);
-        for (int64_t j0 = 0; j0 < n; j0 += 16) {
-            const int64_t m = n - j0 < 16 ? n - j0 : 16;
-            for (int64_t j = 0; j < m; j++) {
-                const uint8_t* key = a.k + at[j0 + j];
-                ahead.fetch();
-                F s = zero();
-                for (int64_t d = 0; d < nd; d++) s = dot_pairs(s, load_b(key + 64 * d), ND ? own[d] : load_b(qh + 64 * d));
-                part[j] = s;
+// The same with bfloat16 pairs: queries are rounded, nothing else. ND: vectors of 32.
+template <int NH, int ND>
+static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q, const int64_t* at, int64_t n, const Ahead& ahead,
+                                       float* scores) {
+    const int64_t nd = ND ? ND : a.head_dim / 32;
+    B own[NH][ND ? ND : 1];
+    for (int h = 0; h < NH; h++)
+        for (int64_t d = 0; d < ND; d++) own[h][d] = load_b((const uint8_t*)(q + (h * nd + d) * 32));
+    F part[NH][16];
+    for (int64_t j0 = 0; j0 < n; j0 += 16) {
+        const int64_t m = n - j0 < 16 ? n - j0 : 16;
+        for (int64_t j = 0; j < m; j++) {
+            const uint8_t* key = a.k + at[j0 + j];
+            ahead.fetch(j0 + j);
+            F s[NH];
+            for (int h = 0; h < NH; h++) s[h] = zero();
+            for (int64_t d = 0; d < nd; d++) {
+                const B x = load_b(key + 64 * d);
+                for (int h = 0; h < NH; h++)
+                    s[h] = dot_pairs(s[h], x, ND ? own[h][d] : load_b((const uint8_t*)(q + (h * nd + d) * 32)));
             }
-            for (int64_t j = m; j < 16; j++) part[j] = zero();
-            store(scores + h * KT + j0, sums16(part));
+            for (int h = 0; h < NH; h++) part[h][j] = s[h];
+        }
+        for (int h = 0; h < NH; h++) {
+            for (int64_t j = m; j < 16; j++) part[h][j] = zero();
+            store(scores + h * KT + j0, sums16(part[h]));
         }
     }
 }
 
 template <int CACHE, int NH, int NV>
 static inline void decode_mix(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                              Ahead& ahead, int64_t d0, float* mixed) {
+                              const Ahead& ahead, int64_t d0, float* mixed) {
     F acc[NH][NV];
     for (int h = 0; h < NH; h++)
         for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < n; j++) {
         const uint8_t* value = a.v + at[j];
-        ahead.fetch();
+        if (d0 == 0) ahead.fetch(j);
         F x[NV];
         for (int v = 0; v < NV; v++) x[v] = load_kv<CACHE>(value, d0 + 16 * v);
         for (int h = 0; h < NH; h++) {
@@ -183,12 +193,29 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         for (int v = 0; v < NV; v++) store(mixed + h * a.head_dim + d0 + 16 * v, acc[h][v]);
 }
 
+// What a token's heads, NH at a time, have to do with a tile of keys.
+struct KeyTile {
+    int64_t key, n, position;
+    const int64_t* at;
+    Ahead keys, values;
+};
+
 template <int CACHE, int NH>
-static inline void decode_mix_heads(const AttentionArgs& a, const float* weights, const float* scales, const int64_t* at, int64_t n,
-                                    Ahead& ahead, float* mixed) {
+static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
+                               float* scores, Running* running, float* mixed) {
+    const int64_t dim = a.head_dim;
+    if (CACHE == CACHE_BF16 && kHasBf16 && pairs) {
+        if (dim == 64) decode_scores_pairs<NH, 2>(a, pairs, t.at, t.n, t.keys, scores);
+        else if (dim == 128) decode_scores_pairs<NH, 4>(a, pairs, t.at, t.n, t.keys, scores);
+        else decode_scores_pairs<NH, 0>(a, pairs, t.at, t.n, t.keys, scores);
+    } else if (dim == 64) decode_scores<CACHE, NH, 4>(a, q, t.at, t.n, t.keys, scores);
+    else if (dim == 128) decode_scores<CACHE, NH, 8>(a, q, t.at, t.n, t.keys, scores);
+    else decode_scores<CACHE, NH, 0>(a, q, t.at, t.n, t.keys, scores);
+    float scales[NH];
+    for (int h = 0; h < NH; h++) scales[h] = soften(a, scores + h * KT, t.key, t.n, t.position, head + h, running + h);
     int64_t d = 0;
-    for (; d + 64 <= a.head_dim; d += 64) decode_mix<CACHE, NH, 4>(a, weights, scales, at, n, ahead, d, mixed);
-    for (; d < a.head_dim; d += 16) decode_mix<CACHE, NH, 1>(a, weights, scales, at, n, ahead, d, mixed);
+    for (; d + 64 <= dim; d += 64) decode_mix<CACHE, NH, 4>(a, scores, scales, t.at, t.n, t.values, d, mixed);
+    for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, scores, scales, t.at, t.n, t.values, d, mixed);
 }
 
 template <int CACHE>
@@ -198,8 +225,8 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
     const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, position = a.seq_lens[seq] - 1;
     const float* q0 = a.qkv + a.query_start_loc[seq] * a.qkv_stride + kv_head * heads * d;
     const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
-    float *q = scratch, *scores = q + heads * d, *scales = scores + heads * KT;
-    uint16_t* pairs = (uint16_t*)(scales + round_up(heads, 16));
+    float *q = scratch, *scores = q + heads * d;
+    uint16_t* pairs = (uint16_t*)(scores + MOST_HEADS * KT);
     const bool use_pairs = CACHE == CACHE_BF16 && kHasBf16 && d % 32 == 0;
     Running* running = (Running*)((char*)scratch + round_up((char*)(pairs + heads * d) - (char*)scratch, 64));
     int64_t places[2][KT], *at = places[0], *next = places[1];
@@ -209,7 +236,6 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
         store(mixed + i, zero());
     }
     for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
-    const int64_t mixes = (heads + 3) / 4 * (d / 64 + d % 64 / 16);  // times that `decode_mix` passes the values
     find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
     for (int64_t key = key0; key < key1; key += KT) {
         const int64_t n = key1 - key < KT ? key1 - key : KT, after = key1 - key - n < KT ? key1 - key - n : KT;
@@ -222,24 +248,17 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             coming = then->end - then->begin < KT ? then->end - then->begin : KT;
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
-        Ahead ahead{a.k, a.v, next, coming, d * element_bytes(CACHE), (heads + mixes) * n};
-        if (use_pairs) {
-            if (d == 64) decode_scores_pairs<4>(a, pairs, heads, at, n, ahead, scores);
-            else if (d == 128) decode_scores_pairs<8>(a, pairs, heads, at, n, ahead, scores);
-            else decode_scores_pairs<0>(a, pairs, heads, at, n, ahead, scores);
-        } else {
-            if (d == 64) decode_scores<CACHE, 4>(a, q, heads, at, n, ahead, scores);
-            else if (d == 128) decode_scores<CACHE, 8>(a, q, heads, at, n, ahead, scores);
-            else decode_scores<CACHE, 0>(a, q, heads, at, n, ahead, scores);
-        }
-        for (int64_t h = 0; h < heads; h++)
-            scales[h] = soften(a, scores + h * KT, key, n, position, kv_head * heads + h, running + h);
+        const int64_t each = (coming + n - 1) / n, bytes = d * element_bytes(CACHE);
+        KeyTile t{key, n, position, at, {a.k, next, coming, each, bytes}, {a.v, next, coming, each, bytes}};
         for (int64_t h = 0; h < heads;) {
-            float *w = scores + h * KT, *to = mixed + h * d;
-            if (heads - h >= 4) decode_mix_heads<CACHE, 4>(a, w, scales + h, at, n, ahead, to), h += 4;
-            else if (heads - h == 3) decode_mix_heads<CACHE, 3>(a, w, scales + h, at, n, ahead, to), h += 3;
-            else if (heads - h == 2) decode_mix_heads<CACHE, 2>(a, w, scales + h, at, n, ahead, to), h += 2;
-            else decode_mix_heads<CACHE, 1>(a, w, scales + h, at, n, ahead, to), h += 1;
+            const uint16_t* rounded = use_pairs ? pairs + h * d : nullptr;
+            const int64_t left = heads - h, head = kv_head * heads + h;
+            if (left >= 4) decode_tile<CACHE, 4>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
+            else if (left == 3) decode_tile<CACHE, 3>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
+            else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
+            else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
+            h += left < MOST_HEADS ? left : MOST_HEADS;
+            t.keys.n = t.values.n = 0;  // asked for
         }
     }
     for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
@@ -257,46 +276,57 @@ static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange
 
 static int64_t decode_scratch(const AttentionArgs& a) {
     const int64_t heads = a.num_heads / a.num_kv_heads;
-    return heads * (2 * a.head_dim + KT + (int64_t)sizeof(Running) / 4) + round_up(heads, 16) + 64;
+    return heads * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + MOST_HEADS * KT + 64;
 }
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
+
+// Sixteen words of a key or a value, from word `word` on: one float32 each, or with PAIRS two bfloat16. Beyond the head they are 0.
+template <bool PAIRS>
+static inline void words_of(const AttentionArgs& a, const uint8_t* row, int64_t word, uint32_t* to) {
+    constexpr int64_t count = PAIRS ? 32 : 16;
+    const int64_t first = word * count / 16, d = a.head_dim;
+    if (first + count <= d && a.cache == (PAIRS ? CACHE_BF16 : CACHE_F32)) {
+        memcpy(to, row + 4 * word, 64);
+        return;
+    }
+    float x[count];
+    if (first + count <= d && a.cache == CACHE_I8)
+        for (int64_t i = 0; i < count; i += 16) store(x + i, load_i8((const int8_t*)row + first + i));
+    else
+        for (int64_t i = 0; i < count; i++) x[i] = first + i < d ? scalar_kv(a.cache, row, first + i) : 0.0f;
+    if (PAIRS)
+        for (int64_t i = 0; i < count; i += 16) store_bf16((uint16_t*)to + i, load(x + i));
+    else
+        memcpy(to, x, 64);
+}
 
 // A tile of keys as rows of dimensions, [D][64], and of values as rows of keys, [64][D]. PAIRS: in bfloat16, two dimensions
 // (two keys) side by side in 32 bits.
 template <bool PAIRS>
 static inline void pack_keys(const AttentionArgs& a, const int64_t* at, int64_t n, int64_t dp, float* keys, float* values) {
-    const int64_t d = a.head_dim;
-    if (!PAIRS) {
-        for (int64_t j = 0; j < KT; j++) {
-            for (int64_t i = 0; i < dp; i++) keys[i * KT + j] = j < n && i < d ? scalar_kv(a.cache, a.k + at[j], i) : 0.0f;
-            for (int64_t i = 0; i < dp; i++) values[j * dp + i] = j < n && i < d ? scalar_kv(a.cache, a.v + at[j], i) : 0.0f;
-        }
-        return;
-    }
     uint32_t *k = (uint32_t*)keys, *v = (uint32_t*)values;
-    alignas(64) uint16_t rows[2][512];
-    for (int64_t j = 0; j < KT; j += 2) {
-        for (int which = 0; which < 2; which++) {
-            const uint8_t* cache = which ? a.v : a.k;
-            for (int64_t r = 0; r < 2; r++) {
-                if (j + r >= n) memset(rows[r], 0, 2 * dp);
-                else if (a.cache == CACHE_BF16) {
-                    memcpy(rows[r], cache + at[j + r], 2 * d);
-                    memset(rows[r] + d, 0, 2 * (dp - d));
-                } else {
-                    float t[512];
-                    for (int64_t i = 0; i < dp; i++) t[i] = i < d ? scalar_kv(a.cache, cache + at[j + r], i) : 0.0f;
-                    for (int64_t i = 0; i < dp; i += 16) store_bf16(rows[r] + i, load(t + i));
-                }
+    alignas(64) uint32_t block[16 * 16];
+    const int64_t words = PAIRS ? dp / 2 : dp;
+    for (int64_t word = 0; word < words; word += 16) {
+        const int64_t count = words - word < 16 ? words - word : 16;
+        for (int64_t j0 = 0; j0 < KT; j0 += 16) {
+            for (int64_t j = j0; j < j0 + 16; j++) {
+                if (j < n) words_of<PAIRS>(a, a.k + at[j], word, block + (j - j0) * 16);
+                else memset(block + (j - j0) * 16, 0, 64);
             }
-            if (which) {
-                for (int64_t i = 0; i < dp; i++) v[j / 2 * dp + i] = rows[0][i] | (uint32_t)rows[1][i] << 16;
+            transpose16(block, k + word * KT + j0, KT, count);
+        }
+        for (int64_t j = 0; j < KT; j += PAIRS ? 2 : 1) {
+            for (int64_t r = 0; r < (PAIRS ? 2 : 1); r++) {
+                if (j + r < n) words_of<PAIRS>(a, a.v + at[j + r], word, block + r * 16);
+                else memset(block + r * 16, 0, 64);
+            }
+            if (PAIRS) {
+                const uint16_t *even = (const uint16_t*)block, *odd = even + 32;
+                for (int64_t i = 0; i < 2 * count; i++) v[j / 2 * dp + 2 * word + i] = even[i] | (uint32_t)odd[i] << 16;
             } else {
-                for (int64_t i = 0; i < dp / 2; i++) {
-                    k[i * KT + j] = rows[0][2 * i] | (uint32_t)rows[0][2 * i + 1] << 16;
-                    k[i * KT + j + 1] = rows[1][2 * i] | (uint32_t)rows[1][2 * i + 1] << 16;
-                }
+                memcpy(v + j * dp + word, block, 4 * count);
             }
         }
     }

@@ -65,12 +65,13 @@ static inline void emit_group(int32_t form, uint8_t* out, int64_t size, int64_t 
         const I p = nearest(a * inverse), q = nearest(b * inverse);
         store_bytes((int8_t*)out + g * GROUP, p);
         store_bytes((int8_t*)out + g * GROUP + 16, q);
-        const float halves[2] = {sum(to_float(p)), sum(to_float(q))}, total = halves[0] + halves[1];
+        const int32_t halves[2] = {sum_bytes((int8_t*)out + g * GROUP), sum_bytes((int8_t*)out + g * GROUP + 16)};
+        const int32_t total = halves[0] + halves[1];
         QGroup* meta = (QGroup*)(out + padded(size)) + g;
         meta->scale = most / 127.0f;
-        meta->sum = total * meta->scale;
+        meta->sum = (float)total * meta->scale;
         for (int i = 0; i < 2; i++) meta->halves[i] = (int16_t)halves[i];
-        meta->minus128 = (int32_t)(-128.0f * total);
+        meta->minus128 = -128 * total;
     }
 }
 

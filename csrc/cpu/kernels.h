@@ -95,6 +95,7 @@ struct Kernels {
     void (*rope_and_cache)(const AttentionArgs&, int64_t token, float* scratch);
     void (*decode)(const AttentionArgs&, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed, float* scratch);
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
+    float (*largest)(const float* x, int64_t size);
     int64_t (*argmax)(const float* x, int64_t size);
     float (*ceiling)(int32_t what, const uint8_t* data, int64_t bytes, int64_t rounds);
     int64_t (*ceiling_macs)(int32_t what);

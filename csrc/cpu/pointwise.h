@@ -122,14 +122,19 @@ static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch
     }
 }
 
-static int64_t argmax(const float* x, int64_t size) {  // the first of equals
+static float largest(const float* x, int64_t size) {
     F most = set1(-INFINITY);
     int64_t i = 0;
     for (; i + 64 <= size; i += 64)
         most = vmax(vmax(vmax(load(x + i), load(x + i + 16)), vmax(load(x + i + 32), load(x + i + 48))), most);
     float best = top(most);
     for (; i < size; i++) best = x[i] > best ? x[i] : best;
-    for (i = 0; i < size; i++)
+    return best;
+}
+
+static int64_t argmax(const float* x, int64_t size) {  // the first of equals
+    const float best = largest(x, size);
+    for (int64_t i = 0; i < size; i++)
         if (x[i] == best) return i;
     return 0;
 }

@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill
+constexpr int64_t NEAR_BYTES = 768 << 10;  // inputs and results of a product's tokens that stay in a core's own cache (1 MB and more)
 constexpr int64_t SPLIT_KEYS = 128;   // of a decode make a task; not fewer with few sequences: a result must not depend on others
 
 int64_t now_ns(int32_t clock) {
@@ -104,7 +105,11 @@ struct Linear : Op {
         pairs = ((gated ? a.rows / 2 : a.rows) + 2 * PANEL - 1) / (2 * PANEL);
         pairs_per_chunk = std::max<int64_t>(1, pairs / wanted);
         pair_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
-        const int64_t cuts = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
+        // So many tokens that each thread has work, and no more than the cache holds while all weights pass.
+        const int64_t for_all = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
+        const int64_t a_token = a.x_stride + (gated ? args.out_stride : p.stride(out));
+        const int64_t near = std::min((tokens * a_token + NEAR_BYTES - 1) / NEAR_BYTES, MAX_CHUNKS / pair_chunks);
+        const int64_t cuts = std::max<int64_t>(1, std::max(for_all, near));
         tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
         return (int)(pair_chunks * ((tokens + tokens_per_chunk - 1) / tokens_per_chunk));
     }
@@ -115,6 +120,60 @@ struct Linear : Op {
         const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
         if (gated) p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
         else p.kernels().linear(args.linear, pair0, pair1, token0, token1, p.scratch(thread));
+    }
+};
+
+// Where a product's row is largest, without the row: each thread looks at a few results at a time, while they lie in its cache.
+struct LinearArgmax : Op {
+    static constexpr int64_t PAIRS = 16, TOKENS = 48;
+    static constexpr int64_t COLUMNS = PAIRS * 2 * PANEL;
+    struct Found {
+        float value;
+        int64_t at;
+    };
+    int32_t x, out;
+    LinearArgs args;
+    int64_t pairs = 0, pairs_per_chunk = 0, num_chunks = 0;
+    std::vector<Found> found;  // [chunks, tokens]
+    std::atomic<int64_t> left{0};
+
+    int chunks(Program& p) override {
+        args.x = p.row(x, 0), args.x_stride = p.stride(x), args.y_stride = COLUMNS;
+        pairs = (args.rows + 2 * PANEL - 1) / (2 * PANEL);
+        pairs_per_chunk = std::max<int64_t>(1, pairs / ((int64_t)p.threads() * CHUNKS_PER_THREAD));
+        num_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
+        found.assign(num_chunks * p.step().num_tokens, {-INFINITY, 0});
+        left.store(num_chunks, std::memory_order_relaxed);
+        return (int)num_chunks;
+    }
+    int64_t scratch_floats(Program&) override { return TOKENS * COLUMNS + linear_scratch(args); }
+
+    void run(Program& p, int chunk, int thread) override {
+        const int64_t tokens = p.step().num_tokens, pair1 = std::min(pairs, (chunk + 1) * pairs_per_chunk);
+        float *results = p.scratch(thread), *rest = results + TOKENS * COLUMNS;
+        Found* best = found.data() + chunk * tokens;
+        LinearArgs own = args;
+        for (int64_t pair = chunk * pairs_per_chunk; pair < pair1; pair += PAIRS) {
+            const int64_t end = std::min(pair1, pair + PAIRS), row = pair * 2 * PANEL;
+            const int64_t columns = std::min(args.rows, end * 2 * PANEL) - row;
+            for (int64_t token = 0; token < tokens; token += TOKENS) {
+                const int64_t count = std::min(TOKENS, tokens - token);
+                own.x = args.x + token * args.x_stride, own.y = results - row;
+                p.kernels().linear(own, pair, end, 0, count, rest);
+                for (int64_t t = 0; t < count; t++) {
+                    const float* y = results + t * COLUMNS;
+                    const float most = p.kernels().largest(y, columns);  // which seldom is more than what was found before
+                    if (most > best[token + t].value) best[token + t] = {most, row + p.kernels().argmax(y, columns)};
+                }
+            }
+        }
+        if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        for (int64_t t = 0; t < tokens; t++) {  // the chunk that ends last looks at all of them; of equals the first counts
+            Found most = found[t];
+            for (int64_t i = 1; i < num_chunks; i++)
+                if (found[i * tokens + t].value > most.value) most = found[i * tokens + t];
+            *(int64_t*)p.row(out, t) = most.at;
+        }
     }
 };
 
@@ -375,4 +434,10 @@ int64_t ss_ceiling_macs(ss_engine* engine, int32_t what, int64_t rounds) {
 void ss_add_argmax(ss_program* p, int32_t x, int32_t out, int64_t size) {
     auto* op = add<Argmax>(p);
     op->x = x, op->out = out, op->size = size;
+}
+
+void ss_add_linear_argmax(ss_program* p, int32_t x, int32_t out, int32_t kind, int64_t rows, int64_t inner, const void* packed,
+                          const float* bias) {
+    auto* op = add<LinearArgmax>(p);
+    op->x = x, op->out = out, op->args = linear_args(kind, rows, inner, packed, bias, false);
 }

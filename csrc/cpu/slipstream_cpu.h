@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 7  // changes with anything in this file
+#define SS_ABI 8  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -90,7 +90,10 @@ SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer,
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'
+// Where a row is largest, int64: the first of equals. Of a row there is, or of a product's, which is never written.
 SS_API void ss_add_argmax(ss_program*, int32_t x, int32_t out, int64_t size);
+SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t kind, int64_t rows, int64_t inner, const void* packed,
+                                 const float* bias);
 
 typedef struct {
     void *k, *v;  // [B, K, block_size, D]
@@ -108,7 +111,7 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/ops.p
     const ss_layer_kv* layers;
 } ss_step;
 
-SS_API void ss_run(ss_program* program, const ss_step* step);
+SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then`: another over the same tokens, or null
 // Nanoseconds that each operator took in all runs since the last call, which started a clock: 1 the wall's, 2 the processor time of
 // all threads (which a busy neighbour leaves alone), 0 none. Returns how many operators there are.
 SS_API int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity);

@@ -138,6 +138,33 @@ static inline F dot_pairs(F a, B w, B x) {
 static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
 #endif
 
+// Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i. By pairs of rows, of pairs,
+// and so on: unpacked within each quarter of a register, then the quarters change places.
+__attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(from + 16 * i);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)  // a[i + w]: words w, 4 + w, 8 + w, 12 + w of rows i … i + 3
+        for (int h = 0; h < 2; h++) {
+            a[i + 2 * h] = _mm512_unpacklo_epi64(b[i + h], b[i + 2 + h]);
+            a[i + 2 * h + 1] = _mm512_unpackhi_epi64(b[i + h], b[i + 2 + h]);
+        }
+    for (int w = 0; w < 4; w++) {
+        const __m512i p = _mm512_shuffle_i32x4(a[w], a[4 + w], 0x88), q = _mm512_shuffle_i32x4(a[8 + w], a[12 + w], 0x88);
+        const __m512i r = _mm512_shuffle_i32x4(a[w], a[4 + w], 0xdd), s = _mm512_shuffle_i32x4(a[8 + w], a[12 + w], 0xdd);
+        b[w] = _mm512_shuffle_i32x4(p, q, 0x88), b[8 + w] = _mm512_shuffle_i32x4(p, q, 0xdd);
+        b[4 + w] = _mm512_shuffle_i32x4(r, s, 0x88), b[12 + w] = _mm512_shuffle_i32x4(r, s, 0xdd);
+    }
+    if (count == 16)
+        for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * stride, b[i]);
+    else
+        for (int i = 0; i < 16; i++)
+            if (i < count) _mm512_storeu_si512(to + i * stride, b[i]);
+}
+
 // Lane i of the result is the sum of a[i]'s lanes.
 __attribute__((always_inline)) static inline F sums16(const F* a) {
     __m512 t[8], u[4];

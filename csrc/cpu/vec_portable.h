@@ -56,6 +56,7 @@ static inline F pow2(I n) {
     return r;
 }
 static inline void store_bytes(int8_t* p, I a) { EACH p[i] = (int8_t)(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
+static inline int32_t sum_bytes(const int8_t* p) { int32_t s = 0; EACH s += p[i]; return s; }  // of sixteen
 static inline F load_i8(const int8_t* p) { F r; EACH r.v[i] = p[i]; return r; }
 static inline F load_u4(const uint8_t* p, bool high) { F r; EACH r.v[i] = high ? p[i] >> 4 : p[i] & 15; return r; }
 static inline F load_exponents(const uint8_t* p) {
@@ -145,7 +146,13 @@ static inline F dot_bf16(F a, B w, uint32_t x) {
     EACH memcpy(v.v + 4 * i, &x, 4);
     return dot_pairs(a, w, v);
 }
-__attribute__((always_inline)) static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
+__attribute__((always_inline)) // Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
+static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];
+}
+
+static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
 
 }  // namespace ISA
 

@@ -156,6 +156,28 @@ def test_prefix_cache_is_hit_and_changes_nothing(path):
     assert again.outputs[0].token_ids == whole[0].outputs[0].token_ids
 
 
+def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
+    """Steps whose rows all want nothing but the likeliest token never compute the logits; one row that wants more changes that
+    for all of its step, and nobody's tokens."""
+    with make(path, num_threads=2) as llm:
+        decoder, found = llm.core.runner.model.decoder, []
+        whole = decoder.logits
+        decoder.logits = lambda hidden: found.append(len(hidden)) or whole(hidden)
+        alone = llm.generate(PROMPTS, GREEDY)
+        assert not found
+        wants = [
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1),
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={1: -50.0}),
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, min_tokens=3, stop_token_ids=[2]),
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.0001),
+        ]
+        for more in wants:
+            found.clear()
+            mixed = llm.generate(PROMPTS, [more] + [GREEDY] * (len(PROMPTS) - 1))
+            assert found
+            assert [a.outputs[0].token_ids for a in mixed[1:]] == [a.outputs[0].token_ids for a in alone[1:]]
+
+
 def test_logprobs_are_the_models_own(llm, hf):
     sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=6, logprobs=5, prompt_logprobs=2, ignore_eos=True)
     (output,) = llm.generate([PROMPTS[3]], sampling)

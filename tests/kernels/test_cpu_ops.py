@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, NativeLinear, NativeOps
+from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeLinear, NativeOps, Product
 from slipstream.kernels.ops import BlockLinear, BlockRows, GroupedLinear, LayerKV, ScaledLinear, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
@@ -396,6 +396,31 @@ def test_greedy_takes_the_lowest_of_equals(ops):
     logits[4] = -torch.arange(1030.0)
     assert ops.sample(logits, sampling(5, temperature=0.0)).tolist() == [0, 255, 700, 1023, 0]
     assert ops.sample(logits.bfloat16(), sampling(5, temperature=0.0)).tolist() == [0, 255, 700, 1023, 0]
+
+
+@pytest.mark.parametrize(("out", "inner"), [(1, 3), (33, 64), (1030, 40), (4500, 32)])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "sparse"])
+def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
+    """Exactly where the product itself is largest, whatever the number of tokens."""
+    torch.manual_seed(out)
+    weight, bias = pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner), torch.randn(out)
+    scheme = SCHEMES["int8"] if form in ("int8", "sparse") else None
+    w = ops.prepare_linear(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
+    found, whole = Likeliest(ops.engine, w), Product(ops.engine, w)
+    for num_tokens in (1, 5, 48, 49, 130):
+        x = torch.randn(num_tokens, inner)
+        assert torch.equal(found(x), whole(x).argmax(dim=-1))
+
+
+def test_the_largest_of_equals_is_the_first(ops):
+    """In one range of rows, and in two that different threads look at."""
+    weight = torch.zeros(3000, 32)
+    weight[[40, 41, 2900], 0] = 1.0
+    weight[[700, 2500], 1] = 1.0
+    found = Likeliest(ops.engine, ops.prepare_linear(weight, None))
+    x = torch.zeros(3, 32)
+    x[0, 0] = x[1, 1] = 1.0
+    assert found(x).tolist() == [40, 700, 0]
 
 
 def test_threads_change_nothing(ops):

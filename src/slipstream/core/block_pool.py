@@ -1,9 +1,11 @@
 """The KV cache's blocks: who holds them, which are free, and which still hold a prefix worth keeping.
 
 A block is *held* by `ref_count` sequences, or it stands in the free list. A free block may still be *cached*: its contents
-are those that its hash says, and a new sequence with the same prefix takes it back. The free list is in order of release,
-so allocating from its head evicts the least recently used; sequences release their blocks last one first, so that of one
-sequence the tail goes before the head. Every operation is O(1) a block.
+are those that its hash says, and a new sequence with the same prefix takes it back. The free list is allocated from its head:
+first blocks that hold nothing, the latest released before the others, then those never used, then cached ones, the least
+recently used before the others; sequences release their blocks last one first, so that of one sequence the tail goes before
+the head. So no prefix is given up while there is another block, and memory that the system has not handed out yet (a CPU's
+cache takes its pages when they are first written) is touched last. Every operation is O(1) a block.
 
 Block 0 is the null block: padding writes there, and no sequence ever holds it.
 """
@@ -41,8 +43,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one holder each, least recently used first; their old contents are forgotten. The caller
-        has seen that `count` ≤ `num_free`."""
+        """`count` blocks with one holder each; their old contents are forgotten. The caller has seen that there are so many."""
         taken = []
         for _ in range(count):
             block = self._next[self._end]
@@ -86,6 +87,9 @@ class BlockPool:
     def forget_all(self) -> None:
         for block in list(self._cached.values()):
             self.forget(block)
+            if self.ref_counts[block] == 0:
+                self._unlink(block)
+                self._link(block)
 
     def is_writable(self, block: int) -> bool:
         """Only one sequence holds it, and no prefix relies on its contents."""
@@ -105,9 +109,11 @@ class BlockPool:
         assert {b: k for k, b in self._cached.items()} == {b: k for b, k in enumerate(self.hashes) if k is not None}
 
     def _link(self, block: int) -> None:
-        last = self._previous[self._end]
-        self._next[last], self._previous[block] = block, last
-        self._next[block], self._previous[self._end] = self._end, block
+        """At the tail if it is cached, else at the head."""
+        before = self._previous[self._end] if self.hashes[block] is not None else self._end
+        after = self._next[before]
+        self._next[before], self._previous[block] = block, before
+        self._next[block], self._previous[after] = after, block
         self.num_free += 1
 
     def _unlink(self, block: int) -> None:

@@ -387,6 +387,34 @@ class Product:
         return y
 
 
+class Likeliest:
+    """Where a product's rows are largest, of equals the first: float32 [T, in] → int64 [T]. The rows themselves, [T, out], are
+    never there as a whole."""
+
+    def __init__(self, engine: Engine, w: NativeLinear) -> None:
+        (part,) = w.parts
+        self.program = p = Program(engine)
+        self._size, self._x, self._out = part.inner, p.bound(), p.bound()
+        x = self._x
+        if w.form != native.FORM_F32:
+            x = p.buffer(w.form, part.inner)
+            p.add("convert", self._x, x, w.form, part.inner, 1)
+        p.add("linear_argmax", x, self._out, part.kind, part.rows, part.inner, part.data, w.bias, weights=part)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found = self.of(x)
+        self.program.run(native.StepInputs(num_tokens=len(x)))
+        return found
+
+    def of(self, x: Tensor) -> Tensor:
+        """What `program`, when it runs next, finds for `x`. Both must live until then."""
+        assert (x.dtype, x.shape[1]) == (torch.float32, self._size)
+        found = torch.empty(len(x), 1, dtype=torch.int64)
+        self.program.bind(self._x, x)
+        self.program.bind(self._out, found)
+        return found[:, 0]
+
+
 def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False) -> None:
     """A product, part by part: x in the weight's form, y float32."""
     row = 0

@@ -25,7 +25,7 @@ from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 7
+ABI = 8
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -124,9 +124,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
     "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
+    "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),
-    "run": (None, [_P, ctypes.POINTER(StepInputs)]),
+    "run": (None, [_P, _P, ctypes.POINTER(StepInputs)]),
     "profile": (_I, [_P, _I, _P, _I]),
 }
 
@@ -399,8 +400,9 @@ class Program:
         getattr(self._library, "ss_add_" + name)(self._pointer, *plain)
         self.operators.append(Operator(name, weights))
 
-    def run(self, step: StepInputs) -> None:
-        self._library.ss_run(self._pointer, ctypes.byref(step))
+    def run(self, step: StepInputs, then: Program | None = None) -> None:
+        """`then`: another program over the same tokens, without a return to Python in between."""
+        self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
         """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeLinear, NativeOps, Product, add_linear
+from slipstream.kernels.cpu import Likeliest, NativeLinear, NativeOps, Product, add_linear
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
 from slipstream.kernels.native import FORM_F32, Program, activation_of
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
@@ -84,6 +84,7 @@ class CompiledStep:
     """`encoder` is there where the model is an encoder-decoder."""
 
     head: Product  # float32 [N, E] → logits float32 [N, V]; an encoder has none
+    likeliest: Likeliest | None  # float32 [N, E] → tokens int64 [N]; None: the head is of several parts
 
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         spec = decoder.spec
@@ -103,6 +104,7 @@ class CompiledStep:
         if decoder.head is not None:
             assert isinstance(decoder.head, NativeLinear)
             self.head = Product(ops.engine, decoder.head)
+            self.likeliest = Likeliest(ops.engine, decoder.head) if len(decoder.head.parts) == 1 else None
 
     def __call__(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, embedded: Tensor | None = None
@@ -112,6 +114,15 @@ class CompiledStep:
         self.program.bind(self.out, hidden)
         self._layers.run(kv, meta, token_ids, embedded)
         return hidden
+
+    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        """The whole of a decoder's step in one call: `likeliest` of each of its tokens' hidden states."""
+        assert self.likeliest is not None
+        hidden = torch.empty(len(token_ids), self.hidden_size)
+        self.program.bind(self.out, hidden)
+        found = self.likeliest.of(hidden)
+        self._layers.run(kv, meta, token_ids, None, self.likeliest.program)
+        return found
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
@@ -164,7 +175,12 @@ class _Layers:
         self._pointers: object = None
 
     def run(
-        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None, embedded: Tensor | None
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Tensor | None,
+        embedded: Tensor | None,
+        then: Program | None = None,
     ) -> None:
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
@@ -172,7 +188,7 @@ class _Layers:
             embedded = embedded.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # added to in place
             self.program.bind(self.x, embedded)
         inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
-        self.program.run(inputs)
+        self.program.run(inputs, then)
         del kept, embedded
 
     def layer(self, layer: Layer, index: int, waiting: bool, out: int) -> bool:

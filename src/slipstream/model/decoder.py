@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, AttentionMetadata, ExpertLoad, LayerKV, Linear, OpSet
-from slipstream.model.compiled import compile_step
+from slipstream.model.compiled import CompiledStep, compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
 from slipstream.model.one_token import one_token_step
 from slipstream.model.positions import alibi_slopes, distance_bias, rope_table
@@ -417,6 +417,23 @@ class Decoder:
             logits = _scaled(self.ops.linear(hidden, self.head), self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
+
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        """[N, E] → tokens int64 [N] whose logits are largest, of equals the first, without the logits; None if the kernels
+        can't. Softcap and a positive scale keep the order, so that they are left out."""
+        step = self._greedy
+        return None if step is None or step.likeliest is None else step.likeliest(hidden)
+
+    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor | None:
+        """`likeliest(forward(...))` of a decoder, in one; None if the kernels can't."""
+        step = self._greedy
+        return None if step is None else step.greedy(token_ids, kv, meta)
+
+    @property
+    def _greedy(self) -> CompiledStep | None:
+        step = self.compiled
+        known = step is not None and step.likeliest is not None and self.spec.logit_scale > 0.0
+        return step if known else None
 
 
 class PositionTables:

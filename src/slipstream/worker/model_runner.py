@@ -230,13 +230,33 @@ class ModelRunner:
         if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
             return self._sample(plan, *replayed, {})
         batch = gather(rows, plan)
+        greedy = all(rows.rows[s.request_id].takes_likeliest for s in batch.sampled.sequences)
+        if greedy and batch.sample_index is None:
+            tokens = self.model.decoder.greedy(batch.token_ids, self.kv, batch.meta)
+            if tokens is not None:
+                return self._sampled(plan, batch.sampled, tokens)
         hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
         prompt = self._prompt_logprobs(plan, hidden)
         pooled = self._pool(plan, hidden, batch.meta)
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
-        logits = self.model.decoder.logits(hidden if batch.sample_index is None else hidden[batch.sample_index])
-        return self._sample(plan, logits, batch.sampled, prompt, pooled)
+        hidden = hidden if batch.sample_index is None else hidden[batch.sample_index]
+        if greedy and (tokens := self.model.decoder.likeliest(hidden)) is not None:
+            return self._sampled(plan, batch.sampled, tokens, prompt, pooled)
+        return self._sample(plan, self.model.decoder.logits(hidden), batch.sampled, prompt, pooled)
+
+    def _sampled(
+        self,
+        plan: StepPlan,
+        sampled: SampledRows,
+        tokens: Tensor,
+        prompt: dict[str, list[TokenLogprobs]] | None = None,
+        pooled: tuple[tuple[str, ...], Tensor] | None = None,
+    ) -> InFlightStep:
+        assert self.rows is not None
+        self.rows.write(sampled.rows, sampled.positions, tokens)
+        ids = tuple([s.request_id for s in sampled.sequences])
+        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), None, prompt or {}, pooled)
 
     def forget_rows(self) -> None:
         """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""
