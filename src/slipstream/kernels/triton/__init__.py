@@ -221,7 +221,7 @@ class TritonOps(OpSet):
         correction: Tensor | None = None,
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        return moe.moe(x, router_logits, up, down, spec, correction, load)
+        return moe.moe(x, router_logits, up, down, spec, correction, load, deterministic=self.deterministic)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:
