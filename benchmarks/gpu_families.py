@@ -10,7 +10,8 @@ large product in the types that the scheme has. Floors:
     128/128           for each step max(FLOPs of its products / rate, bytes of the weights they read / bytes a second), plus the
                       cache's bytes and the output head's FLOPs; as many sequences at once as the engine may run
 
-`--configs` and `--requests` are for trying it out on a CPU, where the shares mean nothing.
+`--profile` adds where the GPU's time goes: the kernels of a decode step of one sequence and of as many as run at once, and of
+prefill steps. `--configs` and `--requests` are for trying it out on a CPU, where the shares mean nothing.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     device = str(config.device.facts.device)
 
     def generate(lengths: list[tuple[int, int]]) -> float:
-        prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 1000 for j in range(n)]} for i, (n, _) in enumerate(lengths)]
+        prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(n)]} for i, (n, _) in enumerate(lengths)]
         sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in lengths]
         start = time.perf_counter()
         llm.generate(prompts, sampling, progress=False)
@@ -175,6 +176,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     fits = max(1, llm.ledger.num_kv_tokens // (PROMPT + ANSWER))
     ledger, dtype = llm.ledger.describe(), config.model.dtype
     concurrency = min(args.requests, config.scheduling.max_num_seqs, fits)
+    profiles = {} if not args.profile else {str(n): profile(llm, n) for n in (1, concurrency)}
     llm.shutdown()
     ceilings = measure(device, dtype, scheme.inputs if scheme else None)
     floor = floors(
@@ -201,7 +203,52 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         "requests": args.requests,
         "ceilings": {"read_bytes_per_s": ceilings.read, "flops": ceilings.dense, "flops_8_bits": ceilings.eight_bits},
         "ledger": ledger,
+        **({"profiles": profiles} if profiles else {}),
     }
+
+
+def profile(llm: Any, num_seqs: int) -> dict[str, Any]:
+    """Kernels of prefill steps of `num_seqs` prompts and of eight decode steps of theirs: calls a step, microseconds each,
+    milliseconds a step."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    from slipstream import SamplingParams
+
+    def steps(count: int) -> list[dict[str, Any]]:
+        kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+        with record(activities=[kind]) as trace:
+            for _ in range(count):
+                llm._step()
+            torch.cuda.synchronize()
+        rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
+        head = {"kernels": sum(e.count for e in rows) / count, "ms": sum(e.self_device_time_total for e in rows) / 1e3 / count}
+        return [head] + [
+            {
+                "kernel": e.key[:80],
+                "calls": e.count / count,
+                "us": round(e.self_device_time_total / e.count, 2),
+                "ms": round(e.self_device_time_total / 1e3 / count, 3),
+            }
+            for e in rows[:24]
+        ]
+
+    core = llm.core
+    for i in range(num_seqs):
+        prompt = {"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(PROMPT)]}
+        request = llm._input.prepare(prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+        llm._output.add(request)
+        core.add(request.engine_requests)
+    found: dict[str, Any] = {"prefill": steps(1)}
+    while core.scheduler.num_waiting or any(r.num_computed_tokens < r.num_prompt_tokens for r in core.scheduler._running):
+        llm._step()
+    for _ in range(4):
+        llm._step()
+    found["decode"] = steps(8)
+    while llm._output:
+        llm._step()
+    return found
 
 
 def main() -> None:
@@ -212,6 +259,7 @@ def main() -> None:
     p.add_argument("--repeat", type=int, default=2, help="measured runs of the load, after one that is not")
     p.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
     p.add_argument("--device", default="auto")
+    p.add_argument("--profile", action="store_true")
     p.add_argument("--one", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.one:
@@ -219,7 +267,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     passed_on = ["--configs", str(args.configs), "--requests", str(args.requests), "--repeat", str(args.repeat)]
-    passed_on += ["--budget", str(args.budget), "--device", args.device]
+    passed_on += ["--budget", str(args.budget), "--device", args.device, *(["--profile"] if args.profile else [])]
     for model in args.models.split(","):
         command = [sys.executable, __file__, "--one", model, *passed_on]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
