@@ -216,12 +216,14 @@ def profile(llm: Any, num_seqs: int) -> dict[str, Any]:
 
     from slipstream import SamplingParams
 
+    on_gpu = torch.cuda.is_available()
+
     def steps(count: int) -> list[dict[str, Any]]:
-        kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
-        with record(activities=[kind]) as trace:
+        with record(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
             for _ in range(count):
                 llm._step()
-            torch.cuda.synchronize()
+            if on_gpu:
+                torch.cuda.synchronize()
         rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
         head = {"kernels": sum(e.count for e in rows) / count, "ms": sum(e.self_device_time_total for e in rows) / 1e3 / count}
         return [head] + [
