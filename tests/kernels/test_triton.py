@@ -111,6 +111,30 @@ def test_latent_attention(data, splits):
     assert torch.equal(*copied)
 
 
+@pytest.mark.parametrize("lens", [((1, 20), (1, 3)), ((1, 0),), ((1, 40),) * 9, ((6, 5), (9, 0)), ((1, 7), (3, 2))], ids=len)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
+    """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
+    monkeypatch.setattr("slipstream.kernels.triton.latent.num_splits", lambda *_: splits)
+    heads, plain, rotary, rank, width = 3, 20, 8, 72, 24
+    step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
+    num_tokens = len(step.q)
+    q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
+    keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
+    found = []
+    for ops in (OURS, REFERENCE):
+        k = step.kv.k.clone()
+        kv = LayerKV(k, k[..., rotary:])
+        options = dict(keys=keys, norm=norm, eps=1e-5, cos_sin=torch.ones(2000, rotary).cumsum(0).sin(), interleaved=interleaved)
+        queries = ops.latent_queries(q, row, kv, step.meta, **options)
+        out = ops.latent_attention(queries, kv, step.meta, values, scale=0.3)
+        assert out.shape == (num_tokens, heads * width)
+        found.append((queries, k[1:], out[step.owned]))
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs)
+
+
 @QUICK
 @given(data=st.data())
 def test_rope_and_cache(data):

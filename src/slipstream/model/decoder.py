@@ -163,25 +163,18 @@ class LatentAttention:
             assert self.q_norm is not None
             rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
         q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
-        plain, turned = q.split((s.plain_dim, s.rotary_dim), dim=2)
-        latent, key = ops.linear(x, self.latent).split((s.kv_rank, s.rotary_dim), dim=1)
-        normed = ops.rms_norm(latent.contiguous(), self.k_norm, s.eps)[0]
-        assert isinstance(normed, Tensor)
-        absorbed = torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
-        queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
-        q = ops.rope_and_cache(
-            torch.cat((queries, cached[:, None]), dim=1).flatten(1),
+        queries = ops.latent_queries(
+            q,
+            ops.linear(x, self.latent),
             kv,
             meta,
-            num_heads=s.num_heads,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
+            keys=self.keys,
+            norm=self.k_norm,
+            eps=s.eps,
             cos_sin=self.cos_sin,
             interleaved=s.position.style == "interleaved",
         )
-        seen = ops.attention(q, kv, meta, scale=s.scale)  # [T, H, kv_rank]
-        values = torch.bmm(seen.transpose(0, 1), self.values).transpose(0, 1)
-        return ops.linear(values.flatten(1), self.out)
+        return ops.linear(ops.latent_attention(queries, kv, meta, self.values, scale=s.scale), self.out)
 
     @property
     def inputs(self) -> InputFormat | None:

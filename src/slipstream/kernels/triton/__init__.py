@@ -28,7 +28,7 @@ from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, halves, linear, moe, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.latent import latent_attention
+from slipstream.kernels.triton.latent import latent_attention, latent_queries
 from slipstream.kernels.triton.one_token import OneTokenStep
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
@@ -191,6 +191,24 @@ class TritonOps(OpSet):
             deterministic=self.deterministic,
         )
 
+    def latent_queries(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
+        return latent_queries(q, row, kv, meta, keys, norm, eps, cos_sin, interleaved)
+
+    def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
+        return latent_attention(q, kv, meta, scale=scale, values=values)
+
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
@@ -221,7 +239,7 @@ class TritonOps(OpSet):
         correction: Tensor | None = None,
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        return moe.moe(x, router_logits, up, down, spec, correction, load, deterministic=self.deterministic)
+        return moe.moe(x, router_logits, up, down, spec, correction, load)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

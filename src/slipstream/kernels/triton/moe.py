@@ -62,14 +62,12 @@ def moe(
     spec: MoESpec,
     correction: Tensor | None = None,
     load: ExpertLoad | None = None,
-    *,
-    deterministic: bool = False,
 ) -> Tensor:
-    """`OpSet.moe`. `deterministic`: the same kernels for any number of tokens."""
+    """`OpSet.moe`."""
     if not x.shape[0]:
         return torch.empty_like(x)
     weights, chosen = route(router_logits, spec, correction, load)
-    few = not deterministic and (x.shape[0] == 1 or 4 * chosen.numel() <= spec.num_experts)
+    few = x.shape[0] == 1 or 4 * chosen.numel() <= spec.num_experts
     if few and type(up) is Linear and type(down) is Linear:
         return few_experts(x.contiguous(), weights, chosen, up, down, spec)
     groups = singles(chosen) if few else group(chosen, spec.num_experts)
