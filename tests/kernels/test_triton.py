@@ -126,7 +126,8 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     for ops in (OURS, REFERENCE):
         k = step.kv.k.clone()
         kv = LayerKV(k, k[..., rotary:])
-        options = dict(keys=keys, norm=norm, eps=1e-5, cos_sin=torch.ones(2000, rotary).cumsum(0).sin(), interleaved=interleaved)
+        cos_sin = torch.ones(2000, rotary).cumsum(0).sin()
+        options = dict(keys=keys, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=interleaved)
         queries = ops.latent_queries(q, row, kv, step.meta, **options)
         out = ops.latent_attention(queries, kv, step.meta, values, scale=0.3)
         assert out.shape == (num_tokens, heads * width)

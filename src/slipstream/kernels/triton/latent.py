@@ -270,8 +270,8 @@ def _latent_kernel(
 def latent_attention(
     q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float, values: Tensor | None = None
 ) -> Tensor:
-    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`'s. Tiles are guesses that fit an H200's registers and
-    shared memory at DeepSeek's 64 + 512; unmeasured so far."""
+    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`. Tiles are
+    guesses that fit an H200's registers and shared memory at DeepSeek's 64 + 512; unmeasured so far."""
     if kv.k_scale is not None:
         raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
     q = q.contiguous()
