@@ -36,7 +36,7 @@ def caches(spec, kind, device):
     return found
 
 
-@pytest.mark.parametrize("scheme", ["int4", "int4-g32"])
+@pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32"])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
     ("family", "overrides"),
@@ -52,7 +52,7 @@ def test_a_step(tmp_path, family, overrides, kind, scheme):
 
     tiny_models.build(tmp_path, family, **overrides)
     device = torch.device("cuda")
-    model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=SCHEMES[scheme])
+    model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=SCHEMES[scheme] if scheme else None)
     decoder, fused = model.decoder, model.decoder.one_token
     assert fused is not None
     kv = caches(model.spec, kind, device)

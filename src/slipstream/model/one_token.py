@@ -29,9 +29,6 @@ from slipstream.model.spec import (
 if TYPE_CHECKING:
     from slipstream.model.decoder import Decoder
 
-WIDEST = 1024
-"""Query heads of a kv head, times their size: what the attention of one token holds at once."""
-
 OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 
 
@@ -106,8 +103,6 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     if a.window is not None or a.softcap is not None or a.clip_qkv is not None or a.sinks or not a.causal:
         return None
     if a.qk_norm is not None and a.qk_norm.over != "head":
-        return None
-    if a.num_heads // a.num_kv_heads * a.head_dim > WIDEST:
         return None
     second: NormSpec | None
     if isinstance(block, SequentialBlock):

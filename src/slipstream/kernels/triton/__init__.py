@@ -26,10 +26,9 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton import grouped, halves, linear, moe, parts, pointwise, sampling
+from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention, latent_queries
-from slipstream.kernels.triton.one_token import OneTokenStep
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 
@@ -223,10 +222,10 @@ class TritonOps(OpSet):
         layers: Sequence[Mapping[str, Tensor | None]],
         product: Linear,
         cos_sin: Tensor | None,
-    ) -> OneTokenStep | None:
-        if self.deterministic or not isinstance(product, GroupedLinear) or product.codes != "int4" or product.zeros is not None:
+    ) -> one_token.OneTokenStep | None:
+        if self.deterministic or not one_token.runs(shape, product, cos_sin):
             return None
-        return OneTokenStep(shape, layers, product.group_size, cos_sin)
+        return one_token.OneTokenStep(shape, layers, product, cos_sin)
 
     def moe(
         self,

@@ -1,0 +1,105 @@
+"""CUDA C++ for the few kernels that Triton cannot express, without a toolkit: NVRTC, which torch brings, compiles them.
+
+A kernel is compiled for one device and one set of definitions, when it is first made; the result lies in Triton's cache,
+beside Triton's own kernels. Sources include nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.cache import get_cache_manager
+
+from slipstream.errors import EngineError
+
+MAX_DYNAMIC_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    """The library that torch was built with. EngineError: it is not there."""
+    name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
+    found = [name, *(str(p) for folder in sys.path for p in sorted(Path(folder, "nvidia").glob(f"*/lib/{name}")))]
+    for path in found:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise EngineError(f"{name} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries")
+
+
+def compile_source(source: str, arch: str, definitions: Mapping[str, int | float], library: ctypes.CDLL) -> bytes:
+    """The machine code (a cubin) of `source` for `arch` (as sm_90a). EngineError: what the compiler said."""
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math"]
+    options += [f"-D{name}={_literal(value)}" for name, value in definitions.items()]
+    program = ctypes.c_void_p()
+    _checked(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"slipstream.cu", 0, None, None))
+    try:
+        failed = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+        if failed:
+            raise EngineError(f"a CUDA kernel does not compile: {_read(library, program, 'ProgramLog').decode().strip()}")
+        return _read(library, program, "CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _literal(value: float) -> str:
+    return f"{float(value)!r}f" if isinstance(value, float) else str(int(value))
+
+
+def _read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _checked(getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    _checked(getattr(library, f"nvrtcGet{what}")(program, text))
+    return text.raw
+
+
+def _checked(code: int) -> None:
+    if code:
+        raise EngineError(f"CUDA's library answered with error {code}")
+
+
+class CudaKernel:
+    """A kernel on the current device, all of whose programs run at once (a cooperative launch)."""
+
+    def __init__(self, source: Path, name: str, definitions: Mapping[str, int | float], *, shared_bytes: int) -> None:
+        self.shared_bytes = shared_bytes
+        major, minor = torch.cuda.get_device_capability()
+        arch, text = f"sm_{major}{minor}", source.read_text()
+        key = hashlib.sha256(repr((text, arch, sorted(definitions.items()), torch.version.cuda)).encode()).hexdigest()
+        cache, file = get_cache_manager(key), f"{name}.cubin"
+        kept = cache.get_file(file)
+        if kept is None:
+            cubin = compile_source(text, arch, definitions, nvrtc())
+            cache.put(cubin, file, binary=True)
+        else:
+            cubin = Path(kept).read_bytes()
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        torch.cuda.current_stream()  # so that there is a context
+        _checked(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
+        _checked(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        _checked(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes))
+
+    def __call__(self, programs: int, threads: int, arguments: Sequence[Tensor | int]) -> None:
+        """On the current stream. Tensors are passed as pointers, numbers as 32-bit integers."""
+        values: list[Any] = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _checked(
+            self._driver.cuLaunchCooperativeKernel(
+                self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, pointers
+            )
+        )
