@@ -334,6 +334,20 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         assert torch.equal(ours, ops.moe(x, logits, up, down, spec))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_an_expert_of_all_tokens(ops, num_tokens):
+    """DeepSeek-V2-Lite's sizes; 3 tokens go the way of many."""
+    expert = DenseSpec(intermediate_size=1408, activation="silu")
+    spec = MoESpec(num_experts=64, num_experts_per_token=6, expert=expert)
+    shapes = (64 * 2816, 2048), (64 * 2048, 1408), (2 * 2816, 2048), (2048, 2816)
+    up, down, *shared = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in shapes)
+    pair = [ops.prepare_experts(w, num_experts=64) for w in (up, down)]
+    always = tuple(ops.prepare_linear(w, None) for w in shared)
+    x, logits = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64))
+    ours, theirs = (o.moe_and_shared(x, logits.float(), *pair, spec, always) for o in (ops, REFERENCE))
+    assert error(ours, theirs) < 2e-2
+
+
 @pytest.mark.parametrize("name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)])
 def test_deterministic_products(ops, name):
     """A row's product is the same, bit for bit, whatever stands beside it."""

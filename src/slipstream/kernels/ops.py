@@ -568,6 +568,24 @@ class OpSet(ABC):
         `down` [X · E, F] hold the experts one below the other, their biases too. What was chosen is added to `load`.
         """
 
+    def moe_and_shared(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        shared: tuple[Linear, Linear],
+        *,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
+    ) -> Tensor:
+        """`moe`, and added to it one expert more that every token has, of the products `shared`, with the same activation."""
+        routed = self.moe(x, router_logits, up, down, spec, correction=correction, load=load)
+        act = self.gated_activation if spec.expert.gated else self.activation
+        h = act(self.linear(x, shared[0]), spec.expert.activation, inputs=shared[1].inputs)
+        return routed + self.linear(h, shared[1])
+
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature, min_p, top_k, top_p, draw.

@@ -211,14 +211,15 @@ class MoE:
     def __call__(self, ops: OpSet, x: Activations, load: ExpertLoad | None = None) -> Tensor:
         """[T, E] → [T, E]"""
         assert isinstance(x, Tensor)
-        logits = ops.linear(x, self.router)
-        routed = ops.moe(x, logits, self.up, self.down, self.spec, correction=self.correction, load=load)
+        logits, own = ops.linear(x, self.router), (self.up, self.down, self.spec)
         if self.shared is None:
-            return routed
-        always = self.shared(ops, x)
-        if self.shared_weight is not None:
-            always = always * ops.linear(x, self.shared_weight).sigmoid()
-        return routed + always
+            return ops.moe(x, logits, *own, correction=self.correction, load=load)
+        expert, always = self.spec.expert, self.shared.spec
+        if self.shared_weight is None and (expert.activation, expert.gated) == (always.activation, always.gated):
+            both = self.shared.up, self.shared.down
+            return ops.moe_and_shared(x, logits, *own, both, correction=self.correction, load=load)
+        routed, added = ops.moe(x, logits, *own, correction=self.correction, load=load), self.shared(ops, x)
+        return routed + (added if self.shared_weight is None else added * ops.linear(x, self.shared_weight).sigmoid())
 
     @property
     def inputs(self) -> InputFormat | None:

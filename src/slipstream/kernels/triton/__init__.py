@@ -240,6 +240,22 @@ class TritonOps(OpSet):
     ) -> Tensor:
         return moe.moe(x, router_logits, up, down, spec, correction, load)
 
+    def moe_and_shared(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        shared: tuple[Linear, Linear],
+        *,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
+    ) -> Tensor:
+        if moe.takes_shared(x.shape[0], up, down, spec, shared):
+            return moe.moe(x, router_logits, up, down, spec, correction, load, shared)
+        return super().moe_and_shared(x, router_logits, up, down, spec, shared, correction=correction, load=load)
+
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:
             logits = apply_bias_and_penalties(logits.float(), params)

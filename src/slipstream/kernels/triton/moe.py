@@ -62,20 +62,36 @@ def moe(
     spec: MoESpec,
     correction: Tensor | None = None,
     load: ExpertLoad | None = None,
+    shared: tuple[Linear, Linear] | None = None,
 ) -> Tensor:
-    """`OpSet.moe`."""
+    """`OpSet.moe`; with `shared`, which `takes_shared` has seen, `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
     weights, chosen = route(router_logits, spec, correction, load)
-    few = x.shape[0] == 1 or 4 * chosen.numel() <= spec.num_experts
-    if few and type(up) is Linear and type(down) is Linear:
-        return few_experts(x.contiguous(), weights, chosen, up, down, spec)
+    few = hardly_meet(x.shape[0], spec)
+    if few and _dense(up, down):
+        return few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
     groups = singles(chosen) if few else group(chosen, spec.num_experts)
     given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
     inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
     y = experts(inner, down, groups, spec, x.shape[1], x.dtype, gather=False)
     return combine(y, weights)
+
+
+def hardly_meet(num_tokens: int, spec: MoESpec) -> bool:
+    """So few entries that hardly two of them are in one expert."""
+    return num_tokens == 1 or 4 * num_tokens * spec.num_experts_per_token <= spec.num_experts
+
+
+def takes_shared(num_tokens: int, up: Linear, down: Linear, spec: MoESpec, shared: tuple[Linear, Linear]) -> bool:
+    """Whether `moe` takes an expert of all tokens along: few tokens, dense weights, biases as the others have."""
+    alike = all((a.bias is None) == (b.bias is None) for a, b in zip((up, down), shared, strict=True))
+    return num_tokens > 0 and hardly_meet(num_tokens, spec) and _dense(up, down, *shared) and alike
+
+
+def _dense(*products: Linear) -> bool:
+    return all(type(w) is Linear and w.weight.is_contiguous() for w in products)
 
 
 # --- Routing ---------------------------------------------------------------------------------------------------------
