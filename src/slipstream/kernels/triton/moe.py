@@ -279,10 +279,10 @@ def singles(chosen: Tensor) -> Groups:
 
 @triton.jit
 def _e2m1(code):
-    """The number that a 4-bit float stands for: a sign, two bits of exponent, one of mantissa."""
-    digits = code & 7
-    twice = tl.where(digits < 2, digits, (2 | digits & 1) << (tl.maximum(digits, 2) // 2 - 1))  # in halves
-    return twice.to(tl.float32) * tl.where(code < 8, 0.5, -0.5)
+    """The number that a 4-bit float stands for, / 2^14: its bits, a sign, two of exponent and one of mantissa, where float16 has
+    them. Without an exponent both are subnormal."""
+    code = code.to(tl.uint16, bitcast=True)
+    return ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -370,7 +370,7 @@ def _experts_kernel(
                         zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
                     code = (words >> (4 * i)) & 0xF
                     if E2M1:
-                        w = _e2m1(code) * scale
+                        w = _e2m1(code) * (scale * 16384.0)
                     else:
                         w = (code.to(tl.float32) - zero) * scale
                     k = chunk * CHUNK + i * QUARTER + js
