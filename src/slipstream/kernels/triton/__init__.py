@@ -50,7 +50,6 @@ class TritonOps(OpSet):
         self.deterministic = deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, parts.Scratch] = {}
-        self._halves = halves.Halves()
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1
@@ -76,7 +75,7 @@ class TritonOps(OpSet):
 
     def _sparse(self, w: Linear) -> Linear:
         """With a copy without zeros, if that is the faster one; another order of sums, so none where results are fixed."""
-        return w if self.deterministic else self._halves.with_copy(w, self._dense)
+        return w if self.deterministic else halves.with_copy(w, self.tiles)
 
     def _dense(self, x: Activations, w: Linear) -> Tensor:
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)

@@ -279,7 +279,7 @@ def singles(chosen: Tensor) -> Groups:
 
 @triton.jit
 def _e2m1(code):
-    """The number that a 4-bit float stands for, / 2^14: its bits, a sign, two of exponent and one of mantissa, where float16 has
+    """The number that a 4-bit float stands for, / 2^14: its bits, a sign, two of exponent, one of mantissa, where float16 has
     them. Without an exponent both are subnormal."""
     code = code.to(tl.uint16, bitcast=True)
     return ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
