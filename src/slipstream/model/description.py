@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
-from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, ConfigReader, Family
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.held import held_formats
 from slipstream.model.parameters import Shape, parameters
-from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
+from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.model.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
 from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, WeightFormat
 from slipstream.model.spec import ModelSpec
@@ -199,6 +199,7 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
+    said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     config = family.gguf.config(reader)
     reader.finish()
@@ -224,6 +225,7 @@ def _read_gguf(path: Path) -> ModelDescription:
         dtype="bfloat16",
         eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        pooling=gguf_pooling(meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder),
         stored=_stored(file),
         gguf=file,
     )

@@ -70,6 +70,15 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
     )
 
 
+def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
+    """By llama.cpp's `pooling_type`: 1 the mean, 2 the first token, 3 the last; 0, or none at all, its usual one."""
+    kinds: dict[object, Literal["mean", "cls", "last"]] = {1: "mean", 2: "cls", 3: "last"}
+    usual: Literal["mean", "last"] = "mean" if is_encoder else "last"
+    if number not in (None, 0, *kinds):
+        raise UnsupportedModelError(f"pooling_type = {number!r}: only 0 to 3 are supported", field="pooling_type")
+    return PoolingSpec(kind=kinds.get(number, usual), normalize=True)
+
+
 def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
     """The one mode that a Pooling step's config turns on."""
     modes: dict[str, Literal["mean", "cls", "last"]] = {
