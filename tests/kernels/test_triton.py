@@ -331,6 +331,7 @@ def spied(patch, name):
         ("skinny", "fp8", "fp8", 3, (16,), (32, 32, 1, 1)),
         ("skinny", "int8", "int8", 17, (32,), (32, 64, 2, 1)),
         ("tiled", "int8", "int8", 70, (256,), (32, 32, 32, 4, 1)),
+        ("blocks", "fp8-block", "fp8-block", 2, (16,), (16, 2, 4, 1)),
         ("grouped", "int4-g32", "int4-g32", 2, (16,), (32, 1, 1)),
         ("grouped", "int4", "int4", 2, (16,), (32, 2, 1)),
     ],
@@ -344,10 +345,10 @@ def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, s
     w = ops.prepare_linear(weight.half() if op == "grouped" else weight, None, SCHEMES[scheme] if scheme else None)
     x = torch.randn(tokens, inner).to(w.scales.dtype if op == "grouped" else weight.dtype)
     ours, theirs = ops.linear(x, w), REFERENCE.linear(x, w)
-    assert seen == [tile]
+    assert seen == [tile if op != "blocks" else (16, *tile)]  # whose first number follows from the tokens
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * inner**0.5)
     ops.with_tiles(NO_TILES).linear(x, w)
-    assert seen == [tile, None]
+    assert seen[1:] == [None]
 
 
 def test_attention_takes_the_tables_tiles(monkeypatch):
@@ -394,6 +395,14 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
             asked.clear()
             assert tuning.results_agree(trial.prepare(trial.key), tiles[op]), trial.key
             assert any(find(table, *key) == tiles[op] for table, key in asked), trial.key
+
+
+def test_trials_of_products_by_blocks(monkeypatch):
+    monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
+    bench = tuning._Bench(NO_TILES, torch.device("cpu"), torch.float32)
+    trials = bench._products((48, 256), SCHEMES["fp8-block"])
+    assert [t.key for t in trials] == [("blocks", "fp8-block", (48, 256, n)) for n in (16, 32, 64)]
+    assert tuning.results_agree(trials[0].prepare(trials[0].key), (16, 2, 4, 1))
 
 
 def test_linear_embed_and_copies():

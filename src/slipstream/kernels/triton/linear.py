@@ -45,7 +45,11 @@ def linear(
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         if deterministic:
             return invariant(q, w)
-        return library(q, w) if has_library(q, w) else blocks(q, w, scratch)
+        if has_library(q, w):
+            return library(q, w)
+        num_tokens, inner = q.values.shape
+        found = tiles.find("blocks", w.inputs, w.out_features, inner, num_tokens) if num_tokens <= SKINNY else None
+        return blocks(q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found))
     if deterministic:
         return _invariant(x, w)
     if isinstance(w, ScaledLinear):

@@ -36,6 +36,7 @@ SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
     "skinny": ((64, 256, 2, 3), ((32, 64, 128), (128, 256, 512), (1, 2, 4, 8), (2, 3, 4, 5))),
     "tiled": ((128, 256, 128, 8, 3), ((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4))),
     "grouped": ((64, 2, 3), ((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5))),
+    "blocks": ((64, 4, 4, 6), ((64, 128), (1, 2, 4, 8), (4, 8), (3, 4, 5, 6))),
     "halves": ((256,), ((64, 256, 1024, 4096, NEVER),)),
     "decode": ((16, 1, 6), ((16, 32, 64), (1, 2, 4), (1, 2, 3, 4, 6))),
     "prefill": ((64, 64, 4, 3), ((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))),
@@ -236,8 +237,8 @@ class _Bench:
         if scheme is None:
             return [Trial(("gemv", self.kind, shape), partial(self._product, None)), *self._halves(self.kind, shape, None)]
         if scheme.inputs == "fp8-block":
-            return []  # its kernel has no tiles in tables
-        if scheme.inputs is None:
+            wanted = [("blocks", "fp8-block")]
+        elif scheme.inputs is None:
             wanted = [("grouped", "int4" if scheme.group_size == 128 else "int4-g32")]
         else:
             wanted = [(op, str(scheme.inputs)) for op in ("skinny", "tiled")[: 2 if scheme.inputs == "int8" else 1]]
@@ -245,7 +246,7 @@ class _Bench:
             Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
             for op, kind in wanted
             for num_tokens in OPS[op].classes
-        ] + ([] if scheme.inputs is None else self._halves(scheme.inputs, shape, scheme))
+        ] + (self._halves(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
 
     def _halves(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is there."""
