@@ -156,7 +156,8 @@ def main() -> None:
     with LLM(args.t5, skip_tokenizer_init=True, max_num_seqs=max(args.batch_sizes), **settings, **more) as llm:
         if dummy:
             config = transformers.AutoConfig.from_pretrained(path)
-            theirs = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype)
+            with torch.device(args.device):
+                theirs = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype)
         else:
             theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, dtype=dtype)
         theirs = theirs.eval().to(args.device)
