@@ -136,6 +136,9 @@ def _read_folder(path: Path) -> ModelDescription:
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
+    pooling = read_pooling(path, config, is_encoder=spec.is_encoder)
+    if pooling.score_tokens is not None and max(n or 0 for n in pooling.score_tokens) >= spec.vocab_size:
+        raise CheckpointError(f"{path}: its LogitScore step names tokens that there are not", field="true_token_id")
     dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     if dtype is None:  # what is rounded was of 16 bits
         dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
@@ -149,7 +152,7 @@ def _read_folder(path: Path) -> ModelDescription:
         eos_token_ids=_ids(eos, spec.vocab_size),
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
         quantization=quantization,
-        pooling=read_pooling(path, config, is_encoder=spec.is_encoder),
+        pooling=pooling,
         sampling=_sampling(defaults),
     )
 
