@@ -1,7 +1,8 @@
 """What comes of pooled requests: embeddings, their shorter forms, and the order of documents for a query. No torch.
 
-A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each pair of
-query and document; its score passes the logistic function unless its config says otherwise. A model of embeddings ranks by the cosine of query and document.
+A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each pair
+of query and document; its score passes the logistic function unless its config says otherwise. A model of embeddings ranks by
+the cosine of query and document.
 """
 
 from __future__ import annotations

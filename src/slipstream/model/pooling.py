@@ -1,9 +1,10 @@
 """How a checkpoint makes one vector of a text, as sentence-transformers writes it down. No torch.
 
 `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first or the last) and perhaps Normalize;
-any other is refused by name. A language model that judges pairs of texts (Qwen3-Reranker) has LogitScore as its second step: the
-tokens whose logits after the whole prompt are the score, which the chat template makes of a query and a document. Without that file an encoder takes the mean, a decoder the last token, and the vector gets the
-length 1. A cross-encoder's scores are probabilities unless its config says otherwise.
+any other is refused by name. A language model that judges pairs of texts (Qwen3-Reranker) has LogitScore as its second step:
+the tokens whose logits after the whole prompt are the score, which the chat template makes of a query and a document. Without
+that file an encoder takes the mean, a decoder the last token, and the vector gets the length 1. A cross-encoder's scores are
+probabilities unless its config says otherwise.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ CONFIG_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """`score_tokens`: a pair's score is the first one's logit, less the second's if there is one. `max_length`: the longest text that the model was trained for, in tokens, if its files say so. `prompt` stands before
-    every text. `dimensions`: the shorter vectors that it was trained to give too, of any length if empty; None: none.
-    `probabilities`: a classifier's scores pass the logistic function."""
+    """`score_tokens`: a pair's score is the first one's logit, less the second's if there is one. `max_length`: the longest text
+    that the model was trained for, in tokens, if its files say so. `prompt` stands before every text. `dimensions`: the
+    shorter vectors that it was trained to give too, of any length if empty; None: none. `probabilities`: a classifier's
+    scores pass the logistic function."""
 
     kind: Literal["mean", "cls", "last"]
     normalize: bool
