@@ -25,8 +25,8 @@ CONFIG_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """`score_tokens`: a pair's score is the first one's logit, less the second's if there is one. `max_length`: the longest text
-    that the model was trained for, in tokens, if its files say so. `prompt` stands before every text. `dimensions`: the
+    """`score_tokens`: a pair's score is the first one's logit, less the second's if there is one. `max_length`: the longest
+    text that the model was trained for, in tokens, if its files say so. `prompt` stands before every text. `dimensions`: the
     shorter vectors that it was trained to give too, of any length if empty; None: none. `probabilities`: a classifier's
     scores pass the logistic function."""
 

@@ -237,11 +237,15 @@ def _group_kernel(
     tl.store(ends_ptr + xs, tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, 0), mask=xs < X)
 
 
-def group(chosen: Tensor, num_experts: int) -> Groups:
-    """chosen int32 [T, k] → its entries by expert. Tiles grow with the entries that an expert has on average; unmeasured so far
-    (benchmarks/gpu_moe.py)."""
+def entries_of_a_tile(count: int, num_experts: int) -> int:
+    """Tiles grow with the entries that an expert has on average."""
+    return next((size for size, most in ((16, 8), (32, 32), (64, 128)) if count <= most * num_experts), 128)
+
+
+def group(chosen: Tensor, num_experts: int, *, block: int | None = None) -> Groups:
+    """chosen int32 [T, k] → its entries by expert, in tiles of `block`."""
     count, device = chosen.numel(), chosen.device
-    block = next((size for size, most in ((16, 8), (32, 32), (64, 128)) if count <= most * num_experts), 128)
+    block = block or entries_of_a_tile(count, num_experts)
     max_tiles = min(count, triton.cdiv(count, block) + num_experts)
     order = torch.empty(count, dtype=torch.int32, device=device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
@@ -386,18 +390,25 @@ def _experts_kernel(
 
 
 def experts(
-    x: Activations, w: Linear, groups: Groups, spec: MoESpec, rows: int, dtype: torch.dtype, *, gather: bool
+    x: Activations,
+    w: Linear,
+    groups: Groups,
+    spec: MoESpec,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    gather: bool,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`."""
+    """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`. `tile`: (BLOCK_N,
+    BLOCK_K, warps, stages)."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
     scaled, packed, blocked = (isinstance(w, kind) for kind in (ScaledLinear, GroupedLinear, BlockScaledLinear))
     scales = w.scales if isinstance(w, (ScaledLinear, BlockScaledLinear, GroupedLinear)) else values
     zeros = w.zeros if isinstance(w, GroupedLinear) else None
     y = torch.empty(groups.order.numel(), rows, dtype=dtype, device=values.device)
-    block_n = 64 if groups.block < 64 or blocked else 128  # by blocks a taller tile's sums do not fit the registers
-    block_k = 64 if packed or values.element_size() == 4 else (256 if groups.block < 128 else 128) // values.element_size()
-    block_k = BLOCK if blocked else block_k
+    block_n, block_k, warps, stages = tile or _tile(groups.block, values.element_size(), packed=packed, blocked=blocked)
     _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
         values,
         x.scales if isinstance(x, Quantized) else values,
@@ -428,11 +439,18 @@ def experts(
         BLOCK_K=block_k,
         BLOCK_X=triton.next_power_of_2(spec.num_experts),
         SINGLE=groups.single,
-        num_warps=4 if block_n == 64 else 8,
-        num_stages=4 if blocked else 3,
+        num_warps=warps,
+        num_stages=stages,
         **overlapped(values),
     )
     return y
+
+
+def _tile(block: int, element_size: int, *, packed: bool, blocked: bool) -> tuple[int, int, int, int]:
+    if blocked:  # a taller tile's sums do not fit the registers
+        return 64, BLOCK, 4, 4
+    block_k = 64 if packed or element_size == 4 else (256 if block < 128 else 128) // element_size
+    return (64, block_k, 4, 3) if block < 64 else (128, block_k, 8, 3)
 
 
 # --- The sum ---------------------------------------------------------------------------------------------------------
