@@ -44,8 +44,8 @@ def compile_source(source: str, arch: str, definitions: Mapping[str, int | float
     program = ctypes.c_void_p()
     _checked(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"slipstream.cu", 0, None, None))
     try:
-        failed = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
-        if failed:
+        array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        if library.nvrtcCompileProgram(program, len(options), array):
             raise EngineError(f"a CUDA kernel does not compile: {_read(library, program, 'ProgramLog').decode().strip()}")
         return _read(library, program, "CUBIN")
     finally:

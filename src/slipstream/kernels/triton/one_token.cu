@@ -1,14 +1,14 @@
 // All layers of a decode step of one sequence in one kernel (`one_token.py` says when, and defines the capitals below).
 //
-// Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warp does nothing but
+// Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
 // ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
-// multiply what has arrived. Weights wait for nobody: while programs meet, norm a row or attend, the ring fills. A layer is
+// multiply what has arrived. Weights wait for nobody: while programs wait for one another, norm a row or attend,
+// the ring fills. A layer is
 //
 //     norm → q, k, v | rope, cache, attention | parts together → output, into the residual | norm → up, activation | down
 //
-// with a meeting at each bar: a counter in memory that all programs add to and wait for. In a parallel block up stands beside
-// q, k, v and down beside output, so there are three. Every program makes the whole row that a product reads for itself, which
-// is cheaper than waiting for one to do it.
+// At each bar a program needs what all others made (see `tell`). In a parallel block up stands beside q, k, v and down beside
+// output. Every program makes the whole row that a product reads for itself, which is cheaper than waiting for one to do it.
 //
 // A product's rows are dealt out in tiles of 16 (of a gated one 8 gates and their 8 ups), each program a stretch of them. A
 // piece of the ring is 1,024 bytes of each row of a tile. A sum may be taken in any order, so a lane's 16 bytes of a row are the
@@ -24,9 +24,9 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 // --- what is computed from one_token.py's numbers
-constexpr int WARPS = 8, THREADS = WARPS * 32;  // that multiply; one more asks for weights
+constexpr int THREADS = WARPS * 32;  // that multiply
 constexpr int Q = H * D, QKV = (H + 2 * HK) * D, G = H / HK;
-constexpr int PIECE = 1024, ROW = PIECE + 64;  // of a row; rows of a piece must not meet in shared memory's banks
+constexpr int ROW = PIECE + 64;  // rows of a piece must not meet in shared memory's banks
 constexpr int SCALE_BYTES = FORM == 2 ? PIECE * 2 / GROUP * 32 : 0;  // of a piece with 4-bit codes
 constexpr int STAGE = 16 * ROW + SCALE_BYTES;
 __device__ constexpr int row_bytes(int inputs) { return FORM == 0 ? inputs * 2 : FORM == 2 ? inputs / 2 : inputs; }
@@ -41,14 +41,14 @@ constexpr int LANES = D * BYTES / 16;          // of a key
 constexpr int EACH = 16 / BYTES;               // numbers of a lane
 constexpr int KEYS = THREADS / LANES;          // taken at once
 constexpr int DEEP = 4, CHUNK = DEEP * KEYS;   // asked for at once
+constexpr int PER_LANE = (D + 31) / 32;        // numbers of a head
 constexpr int ALIKE = BYTES == 1 ? THREADS / D : WARPS;  // partial sums of a value's number, when all keys are through
 constexpr int ATTEND = 4 * (G * D + 2 * D + (G + 2) * D + G * CHUNK + G + ALIKE * G * D);
-constexpr int WEIGHTS = 4 * H * SPLITS;        // of the parts of attention
 
 // --- shared memory
 constexpr int BARRIERS = 0, ROWS = BARRIERS + 16 * 32, TILES = ROWS + 2 * 8 * 32, SCRATCH = TILES + 2 * WARPS * 16 * 4;
 constexpr int SUMS_AT = SCRATCH + 256, INPUT_AT = (SUMS_AT + SUMS + 127) / 128 * 128;
-constexpr int RING = (INPUT_AT + most(INPUT, most(ATTEND, WEIGHTS + INPUT)) + 127) / 128 * 128;
+constexpr int RING = (INPUT_AT + most(INPUT, ATTEND) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING) / STAGE < 16 ? (SHARED - RING) / STAGE : 16;
 static_assert(STAGES >= 3, "too little shared memory");
 static_assert(E % 16 == 0 && F % 16 == 0 && QKV % 16 == 0 && G <= 8 && LANES <= 32, "a shape that one_token.py should refuse");
@@ -118,22 +118,6 @@ __device__ __forceinline__ uint4 at16(u32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
-// What other programs wrote in this kernel: from the cache that all share.
-__device__ __forceinline__ uint4 fresh16(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-__device__ __forceinline__ u16 fresh2(const u16* p) {
-    u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
-    return v;
-}
-__device__ __forceinline__ float fresh4(const float* p) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
-    return v;
-}
 __device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
 
 __device__ __forceinline__ void until(u32 barrier, u32 parity) {
@@ -149,18 +133,24 @@ __device__ __forceinline__ void bring(u32 to, const void* from, u32 bytes, u32 b
         : "memory");
 }
 
-// --- meetings: of all programs (counter 0), and of those that attend (1); counter 2 counts who leaves
-__device__ __forceinline__ void arrive(u32* counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+// --- what programs tell each other: 16-bit numbers, each in a word with the layer's tag above it. Who needs one reads it until it
+// carries the tag: one way through memory, where a counter would take three. A word is written again only a layer later, and
+// by then all who read it have: they made what the writer's inputs are made of.
+__device__ __forceinline__ void tell(u32* to, u32 tag, u16 x) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(tag | x) : "memory"); }
+__device__ __forceinline__ u32 word(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
 }
-__device__ __forceinline__ void wait(const u32* counter, u32 arrivals) {
-    if (threadIdx.x == 0) {
-        u32 seen;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        } while (seen < arrivals);
-    }
-    together();
+__device__ __forceinline__ uint4 words(const u32* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ bool carry(const uint4& v, u32 tag) { return !(((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) >> 16); }
+__device__ __forceinline__ float told(const u32* from, u32 tag, u32 v) {  // `v` is what was read there first
+    while ((v ^ tag) >> 16) v = word(from);
+    return number((u16)v);
 }
 
 // --- sums and maxima over the threads that multiply
@@ -191,35 +181,31 @@ struct Place {  // in the ring, and which of two buffers takes a tile's sums
 template <int TILES_>
 __device__ __forceinline__ int first_tile(int program) { return (int)((long long)program * TILES_ / PROGRAMS); }
 
-// Asks for this program's tiles of a product [N, K]. A gated one's N counts its gates alone.
-template <int N, int K, int CODES, bool GATES>
-__device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, u32 smem, int program, int lane, u64 policy) {
+// Asks for this program's tiles of a product [N, K]; a gated one's N counts its gates alone. A copy costs the warp that asks for
+// it some 60 cycles, so ASKERS share a piece's rows. No more than DEPTH pieces are under way: beyond what keeps the memory busy,
+// it only becomes slower, for what programs tell each other too. The scales of 4-bit codes lie as they are wanted: [tile, group, 16].
+template <int N, int K, bool GATES>
+__device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane, u64 policy) {
     constexpr int TOTAL = N / (GATES ? 8 : 16), BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
-    const int end = first_tile<TOTAL>(program + 1);
+    const int end = first_tile<TOTAL>(program + 1), mine = asker * (16 / ASKERS) + lane;
     for (int tile = first_tile<TOTAL>(program); tile < end; tile++) {
-        const int row = GATES ? (lane < 8 ? tile * 8 + lane : N + tile * 8 + lane - 8) : tile * 16 + lane;
-        const u8* from = weight + (long long)row * BYTES_OF_ROW;
+        const int row = GATES ? (mine < 8 ? tile * 8 + mine : N + tile * 8 + mine - 8) : tile * 16 + mine;
+        const u8 *from = weight + (long long)row * BYTES_OF_ROW, *from_scales = scales + (long long)tile * (K / GROUP * 32);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; piece++) {
             const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
             const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
-            const int groups = FORM == 2 ? bytes * 2 / GROUP : 0;
+            const int more = FORM == 2 && asker == ASKERS - 1 ? bytes * 2 / GROUP * 32 : 0;
             until(full + 8, place.parity ^ 1);
+            if (asked++ >= DEPTH) {
+                until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
+                arrived.next();
+            }
             if (lane == 0)
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(16 * bytes + groups * 32) : "memory");
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(16 / ASKERS * bytes + more) : "memory");
             __syncwarp();
-            if (lane < 16) bring(to + lane * ROW, from + piece * PIECE, bytes, full, policy);
-            if (FORM == 2 && lane >= 16)
-                for (int group = lane - 16; group < groups; group += 16) {
-                    const int all = piece * (PIECE * 2 / GROUP) + group;
-                    const u32 there = to + 16 * ROW + group * 32;
-                    if (GATES) {
-                        const u8* of = scales + ((long long)all * 2 * N + tile * 8) * 2;
-                        bring(there, of, 16, full, policy);
-                        bring(there + 16, of + 2 * N, 16, full, policy);
-                    } else
-                        bring(there, scales + ((long long)all * N + tile * 16) * 2, 32, full, policy);
-                }
+            if (lane < 16 / ASKERS) bring(to + mine * ROW, from + piece * PIECE, bytes, full, policy);
+            if (FORM == 2 && more && lane == 0) bring(to + 16 * ROW, from_scales + piece * SCALE_BYTES, more, full, policy);
             place.next();
         }
     }
@@ -254,38 +240,45 @@ template <int N, int K, int CODES, int END, bool BIASED>
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED;
     static constexpr int TOTAL = N / (GATES ? 8 : 16), BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
+    static __device__ __forceinline__ bool any(int program) { return first_tile<TOTAL>(program) < first_tile<TOTAL>(program + 1); }
+    static constexpr int TURNS = PIECE / 64 / WARPS;
 
     static __device__ __forceinline__ int row_of(int tile) {
         const int t = threadIdx.x;
         return GATES ? (t < 8 ? tile * 8 + t : N + tile * 8 + t - 8) : tile * 16 + t;
     }
-    static __device__ __forceinline__ AtEnd end_of(int tile, const u64* row, int scales, const u16* residual) {
+    static __device__ __forceinline__ AtEnd end_of(int tile, int end_tile, const u64* row, int scales, const u16* residual = nullptr) {
         AtEnd end;
-        if (threadIdx.x < 16) {
+        if (threadIdx.x < 16 && tile < end_tile) {
             const int n = row_of(tile);
             if (FORM == 1 || FORM == 3) end.scale = ((const float*)row[scales])[n];
             if (BIASED) end.bias = number(((const u16*)row[scales + 1])[n]);
-            if (END == ADD) end.residual = number(fresh2(residual + n));
+            if (END == ADD) end.residual = number(residual[n]);
         }
         return end;
     }
-    // `ahead` is what `end_of` said of the first tile; x_scale what the input's codes are to be multiplied with.
-    static __device__ void run(AtEnd ahead, const u64* row, int scales, u16* out, float x_scale, Place& place, u8* memory, int program) {
+    static __device__ __forceinline__ AtEnd first(int program, const u64* row, int scales, const u16* residual = nullptr) {
+        return end_of(first_tile<TOTAL>(program), first_tile<TOTAL>(program + 1), row, scales, residual);
+    }
+    // `ahead` is what `first` said; x_scale what the input's codes are to be multiplied with. The residual's
+    // rows are this thread's alone, at `from` and then at `to`.
+    static __device__ void run(AtEnd ahead, const u64* row, int scales, u32* out, u32 tag, float x_scale, Place& place, u8* memory, int program,
+                               const u16* from = nullptr, u16* to = nullptr) {
         const u32 smem = shared(memory);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = first_tile<TOTAL>(program + 1);
         const u32 mine = (lane / 4) * ROW + lane % 4 * 16;
         for (int tile = first_tile<TOTAL>(program); tile < end; tile++) {
             const AtEnd now = ahead;
-            if (tile + 1 < end) ahead = end_of(tile + 1, row, scales, out);
-            Total sum[2][4] = {};
+            ahead = end_of(tile + 1, end, row, scales, from);
+            Total sum[TURNS][4] = {};
 #pragma unroll 1
             for (int piece = 0; piece < PIECES; piece++) {
                 const u32 full = smem + BARRIERS + place.stage * 16, stage = smem + RING + place.stage * STAGE;
                 const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
                 until(full, place.parity);
 #pragma unroll
-                for (int turn = 0; turn < 2; turn++) {
-                    const int column = (warp * 2 + turn) * 64;
+                for (int turn = 0; turn < TURNS; turn++) {
+                    const int column = (warp * TURNS + turn) * 64;
                     if (BYTES_OF_ROW % PIECE == 0 || column < bytes) columns(sum[turn], stage + mine, stage, memory, piece, column, lane);
                 }
                 __syncwarp();
@@ -295,8 +288,11 @@ struct Product {
             float* tiles = (float*)(memory + TILES) + place.buffer * WARPS * 16;
             place.buffer ^= 1;
             if (lane % 4 == 0) {
-                tiles[warp * 16 + lane / 4] = (float)(sum[0][0] + sum[1][0]);
-                tiles[warp * 16 + lane / 4 + 8] = (float)(sum[0][2] + sum[1][2]);
+                Total low = 0, high = 0;
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) low += sum[i][0], high += sum[i][2];
+                tiles[warp * 16 + lane / 4] = (float)low;
+                tiles[warp * 16 + lane / 4 + 8] = (float)high;
             }
             together();
             if (warp == 0) {
@@ -308,9 +304,12 @@ struct Product {
                 const int n = row_of(tile);
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
-                    if (lane < 8) out[n] = rounded(activate(y) * up);
-                } else if (lane < 16)
-                    out[n] = rounded(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) : y);
+                    if (lane < 8) tell(out + n, tag, rounded(activate(y) * up));
+                } else if (lane < 16) {
+                    const u16 z = rounded(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) : y);
+                    if (END == ADD) to[n] = z;
+                    if (out) tell(out + n, tag, z);
+                }
             }
         }
     }
@@ -358,24 +357,114 @@ struct Product {
     }
 };
 
-// The row that a product reads, in its form; returns what codes are to be multiplied with. `load(v, y)` gives numbers 8 v …
-// 8 v + 7. NORM_ is 0, 1 (root mean square) or 2 (layer); `weight` and `bias` are the norm's.
-template <int K, int NORM_, typename Load>
-__device__ __forceinline__ float prepare(Load load, const u16* weight, const u16* bias, float eps, float offset, u8* memory) {
-    constexpr int VECTORS = K / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
+// Where a row of K numbers comes from: `ask` for numbers 8 v … 8 v + 7, then `take` them.
+template <int K> constexpr int TIMES_OF = (K / 8 + THREADS - 1) / THREADS;
+
+template <int K>
+struct Told {
+    const u32* from;
+    u32 tag;
+    const u16* plain;  // instead, unless null: what nobody writes in this layer
+    uint4 low[TIMES_OF<K>], high[TIMES_OF<K>];
+    __device__ __forceinline__ void ask(int i, int v) {
+        if (plain) {
+            low[i] = ((const uint4*)plain)[v];
+        } else {
+            low[i] = words(from + v * 8);
+            high[i] = words(from + v * 8 + 4);
+        }
+    }
+    __device__ __forceinline__ void take(int i, int v, float* y) {
+        if (plain) return numbers(low[i], y);
+        while (!carry(low[i], tag)) low[i] = words(from + v * 8);
+        while (!carry(high[i], tag)) high[i] = words(from + v * 8 + 4);
+        const u32 all[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
+#pragma unroll
+        for (int j = 0; j < 8; j++) y[j] = number((u16)all[j]);
+    }
+};
+
+// Attention's parts [splits, Q], each an answer for its keys, and the logarithms of their weights [splits, H].
+struct Parts {
+    const u32* parts;
+    const u64* weights;
+    u32 tag;
+    int splits;
+    uint4 low[TIMES_OF<Q>][4], high[TIMES_OF<Q>][4];  // four splits are asked for at once
+    u64 weight[TIMES_OF<Q>][4];
+    static __device__ __forceinline__ u64 both(const u64* p) {
+        u64 v;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+        return v;
+    }
+    __device__ __forceinline__ void ask(int i, int v, int first = 0) {
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+            if (first + s < splits) {
+                low[i][s] = words(parts + (first + s) * Q + v * 8);
+                high[i][s] = words(parts + (first + s) * Q + v * 8 + 4);
+                weight[i][s] = both(weights + (first + s) * H + v * 8 / D);
+            }
+    }
+    __device__ __forceinline__ void take(int i, int v, float* y) {
+        float top = -1e30f, total = 0.0f;
+        for (int first = 0; first < splits; first += 4) {
+            if (first) ask(i, v, first);
+            float log[4], highest = top;
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                log[s] = -1e30f;
+                if (first + s < splits) {
+                    while ((u32)(weight[i][s] >> 32) != tag) weight[i][s] = both(weights + (first + s) * H + v * 8 / D);
+                    while (!carry(low[i][s], tag)) low[i][s] = words(parts + (first + s) * Q + v * 8);
+                    while (!carry(high[i][s], tag)) high[i][s] = words(parts + (first + s) * Q + v * 8 + 4);
+                    log[s] = __uint_as_float((u32)weight[i][s]);
+                    highest = fmaxf(highest, log[s]);
+                }
+            }
+            const float fade = power2(top - highest);
+            total *= fade;
+#pragma unroll
+            for (int j = 0; j < 8; j++) y[j] *= fade;
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                if (first + s < splits) {
+                    const u32 all[8] = {low[i][s].x, low[i][s].y, low[i][s].z, low[i][s].w, high[i][s].x, high[i][s].y, high[i][s].z, high[i][s].w};
+                    const float w = power2(log[s] - highest);
+                    total += w;
+#pragma unroll
+                    for (int j = 0; j < 8; j++) y[j] += w * number((u16)all[j]);
+                }
+            top = highest;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) y[j] = number(rounded(y[j] / total));  // as an attention of its own leaves them
+    }
+};
+
+// The row that a product reads, in its form; returns what codes are to be multiplied with. NORM_ is 0, 1 (root mean square) or 2
+// (layer); `weight` and `bias` are the norm's.
+template <int K, int NORM_, typename Source>
+__device__ __forceinline__ float prepare(Source source, const u16* weight, const u16* bias, float eps, float offset, u8* memory) {
+    constexpr int VECTORS = K / 8, TIMES = TIMES_OF<K>;
     float* scratch = (float*)(memory + SCRATCH);
     float y[TIMES][8];
     uint4 w[NORM_ ? TIMES : 1], b[NORM_ ? TIMES : 1];
 #pragma unroll
     for (int i = 0; i < TIMES; i++) {
         const int v = i * THREADS + threadIdx.x;
-#pragma unroll
-        for (int j = 0; j < 8; j++) y[i][j] = 0.0f;
         if (v < VECTORS) {
-            load(v, y[i]);
             if (NORM_) w[i] = ((const uint4*)weight)[v];
             if (NORM_ && NORM_BIAS) b[i] = ((const uint4*)bias)[v];
+            source.ask(i, v);
         }
+    }
+#pragma unroll
+    for (int i = 0; i < TIMES; i++) {
+        const int v = i * THREADS + threadIdx.x;
+#pragma unroll
+        for (int j = 0; j < 8; j++) y[i][j] = 0.0f;
+        if (v < VECTORS) source.take(i, v, y[i]);
     }
     if (NORM_ == 2) {
         float sum = 0.0f;
@@ -488,6 +577,8 @@ struct Attention {
     int head, first, old, last;  // this program's kv head, its keys first … old − 1 from the cache, and whether the new one
     u8 *k, *v;
     uint4 keys[DEEP], values[DEEP];
+    float k_scale, v_scale, cos[PER_LANE], sin[PER_LANE];
+    long long block;  // of the new key, with the head
 
     __device__ __forceinline__ void ask_keys(int start) {
 #pragma unroll
@@ -511,9 +602,23 @@ struct Attention {
             }
     }
 
-    // Its part of the heads' sums to `parts` [SPLITS, H, D] and `tops` [SPLITS, H, 2]: not yet divided, the largest score and the
-    // sum of weights.
-    __device__ __forceinline__ void run(const u64* row, const u16* qkv, const float* angles, int length, int split, float* parts, float* tops, u8* memory) {
+    // All that does not wait for this layer's q, k and v.
+    __device__ __forceinline__ void ask(const u64* row, const float* angles, int length) {
+        ask_keys(first);
+        ask_values(first);
+        k_scale = CACHE == 16 ? 1.0f : ((const float*)row[K_SCALE])[head];
+        v_scale = CACHE == 16 ? 1.0f : ((const float*)row[V_SCALE])[head];
+        block = (long long)table[(length - 1) / BLOCK_SIZE] * HK + head;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            const int d = i * 32 + threadIdx.x % 32, angle = INTERLEAVED ? d / 2 : d % (R / 2 ? R / 2 : 1);
+            cos[i] = d < R ? angles[angle] : 1.0f;
+            sin[i] = d < R ? angles[R / 2 + angle] : 0.0f;
+        }
+    }
+
+    // Its part of the heads' answers to `parts` [SPLITS, Q], and the logarithms of its weights to `weights` [SPLITS, H].
+    __device__ __forceinline__ void run(const u64* row, const u32* qkv, u32 tag, int length, int split, u32* parts, u64* weights, u8* memory) {
         float* q = (float*)(memory + INPUT_AT);  // [G, D], a lane's four numbers beside the next lane's
         float* new_k = q + G * D;
         float* new_v = new_k + D;
@@ -522,15 +627,18 @@ struct Attention {
         float* fades = scores + G * CHUNK;
         float* sums = fades + G;  // [ALIKE, G, D]
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const float k_scale = CACHE == 16 ? 1.0f : ((const float*)row[K_SCALE])[head], v_scale = CACHE == 16 ? 1.0f : ((const float*)row[V_SCALE])[head];
         const float factor = SCALE * 1.4426950408889634f * k_scale;
         for (int which = warp; which < G + 2 * last; which += WARPS) {
             const bool is_q = which < G, is_v = which == G + 1;
-            const u16* source = qkv + (is_q ? head * G + which : is_v ? H + HK + head : H + head) * D;
-            float x[(D + 31) / 32], squares = 0.0f;
+            const u32* source = qkv + (is_q ? head * G + which : is_v ? H + HK + head : H + head) * D;
+            float x[PER_LANE], squares = 0.0f;
+            u32 raw_words[PER_LANE];
 #pragma unroll
-            for (int i = 0; i < (D + 31) / 32; i++) {
-                x[i] = i * 32 + lane < D ? number(fresh2(source + i * 32 + lane)) : 0.0f;
+            for (int i = 0; i < PER_LANE; i++)
+                raw_words[i] = i * 32 + lane < D ? word(source + i * 32 + lane) : tag;
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++) {
+                x[i] = told(source + i * 32 + lane, tag, raw_words[i]);
                 squares += x[i] * x[i];
             }
             if (QK_NORM && !is_v) {
@@ -539,25 +647,24 @@ struct Attention {
                 const float by = rsqrtf(squares / D + QK_EPS);
                 const u16* weight = (const u16*)row[is_q ? Q_NORM : K_NORM];
 #pragma unroll
-                for (int i = 0; i < (D + 31) / 32; i++)
+                for (int i = 0; i < PER_LANE; i++)
                     if (i * 32 + lane < D) x[i] *= by * (number(weight[i * 32 + lane]) + QK_OFFSET);
             }
             float* own = raw + which * D;
 #pragma unroll
-            for (int i = 0; i < (D + 31) / 32; i++)
+            for (int i = 0; i < PER_LANE; i++)
                 if (i * 32 + lane < D) own[i * 32 + lane] = x[i];
             __syncwarp();
             const int at = length - 1;
-            const long long block = (long long)table[at / BLOCK_SIZE] * HK + head;
 #pragma unroll
-            for (int i = 0; i < (D + 31) / 32; i++) {
+            for (int i = 0; i < PER_LANE; i++) {
                 const int d = i * 32 + lane;
                 if (d >= D) continue;
                 float y = x[i];
                 if (!is_v && d < R) {
-                    const int other = INTERLEAVED ? d ^ 1 : (d + R / 2) % (R ? R : 1), angle = INTERLEAVED ? d / 2 : d % (R / 2 ? R / 2 : 1);
+                    const int other = INTERLEAVED ? d ^ 1 : (d + R / 2) % (R ? R : 1);
                     const float sign = (INTERLEAVED ? d % 2 == 0 : d < R / 2) ? -1.0f : 1.0f;
-                    y = y * angles[angle] + sign * own[other] * angles[R / 2 + angle];
+                    y = y * cos[i] + sign * own[other] * sin[i];
                 }
                 if (is_q)
                     q[which * D + ((d % EACH / 4) * LANES + d / EACH) * 4 + d % 4] = number(rounded(y));
@@ -659,17 +766,17 @@ struct Attention {
                 const int alike = BYTES == 2 ? warp : threadIdx.x / D;
                 if (BYTES == 1 || lane < LANES) sums[(alike * G + g) * D + of + j] = y;
             }
+        if (warp < G && lane == 0) {
+            fades[warp] = total > 0.0f ? v_scale / total : 0.0f;
+            const u64 log = __float_as_uint(total > 0.0f ? top + log2f(total) : -1e30f) | (u64)tag << 32;
+            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(weights + split * H + head * G + warp), "l"(log) : "memory");
+        }
         together();
         for (int i = threadIdx.x; i < G * D; i += THREADS) {
             float y = 0.0f;
 #pragma unroll
             for (int j = 0; j < ALIKE; j++) y += sums[j * G * D + i];
-            parts[(long long)split * Q + head * G * D + i] = y * v_scale;
-        }
-        if (warp < G && lane == 0) {
-            float* own = tops + (split * H + head * G + warp) * 2;
-            own[0] = top;
-            own[1] = total;
+            tell(parts + split * Q + head * G * D + i, tag, rounded(y * fades[i / D]));
         }
         together();
     }
@@ -681,15 +788,15 @@ __device__ __forceinline__ int splits_of(int length) {
     return wanted < least ? wanted : least;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* tops, u32* counters, const float* cos_sin,
-          const long long* positions, const int* block_table, const int* seq_lens, int num_layers) {
+extern "C" __global__ void __launch_bounds__(THREADS + ASKERS * 32, 1)
+one_token(u16* x, const u64* table, u16* residual, u32* qkv, u32* mid, u32* after_out, u32* after_down, u32* parts, u64* weights, u32* steps,
+          const float* cos_sin, const long long* positions, const int* block_table, const int* seq_lens, int num_layers) {
     extern __shared__ __align__(128) u8 memory[];
     const int program = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 smem = shared(memory);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem + BARRIERS + i * 16));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem + BARRIERS + i * 16), "n"(ASKERS));
             asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem + BARRIERS + i * 16 + 8), "n"(WARPS));
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -699,17 +806,20 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     if (threadIdx.x < NUM_POINTERS) rows[threadIdx.x] = table[threadIdx.x];
     __syncthreads();
     Place place;
-    if (warp == WARPS) {
+    if (warp >= WARPS) {
+        const int asker = warp - WARPS;
         u64 policy, row = lane < NUM_POINTERS ? table[lane] : 0;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        Place arrived;
+        u32 asked = 0;
         auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, row, i); };
         for (int layer = 0; layer < num_layers; layer++) {
             const u64 next = lane < NUM_POINTERS && layer + 1 < num_layers ? table[(layer + 1) * NUM_POINTERS + lane] : 0;
-            ask<QKV, E, CODES_E, false>(pointer(QKV_W), pointer(QKV_S), place, smem, program, lane, policy);
-            if (PARALLEL) ask<F, E, CODES_E, GATED>(pointer(UP_W), pointer(UP_S), place, smem, program, lane, policy);
-            ask<E, Q, CODES_Q, false>(pointer(OUT_W), pointer(OUT_S), place, smem, program, lane, policy);
-            if (!PARALLEL) ask<F, E, CODES_E, GATED>(pointer(UP_W), pointer(UP_S), place, smem, program, lane, policy);
-            ask<E, F, CODES_F, false>(pointer(DOWN_W), pointer(DOWN_S), place, smem, program, lane, policy);
+            ask<QKV, E, false>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask<E, Q, false>(pointer(OUT_W), pointer(OUT_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (!PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask<E, F, false>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
             row = next;
         }
         return;
@@ -721,31 +831,24 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     const int length = seq_lens[0], splits = splits_of(length), items = splits * HK;
     const int each = ((length + splits - 1) / splits + 63) / 64 * 64;  // keys of a split
     const float* angles = cos_sin + positions[0] * R;
-    u32 met = 0, attended = 0;
-    auto residual = [&](int v, float* y) { numbers(fresh16((const uint4*)x + v), y); };
-    auto middle = [&](int v, float* y) { numbers(fresh16((const uint4*)mid + v), y); };
+    const u32 before = *steps;  // layers that ever ran
     for (int layer = 0; layer < num_layers; layer++) {
         const u64* row = rows + layer % 2 * 32;
         if (warp == WARPS - 1 && lane < NUM_POINTERS && layer + 1 < num_layers) rows[(layer + 1) % 2 * 32 + lane] = table[(layer + 1) * NUM_POINTERS + lane];
         const u16 *norm = (const u16*)row[NORM_W], *norm_bias = (const u16*)row[NORM_B], *mlp = (const u16*)row[MLP_W], *mlp_bias = (const u16*)row[MLP_B];
+        const u32 tag = (before + layer + 1) << 16;
+        const Told<E> start{after_down, tag - (1u << 16), layer ? nullptr : x};
+        float x_scale = 1.0f;
         // --- q, k, v
-        AtEnd ahead = Qkv::end_of(first_tile<Qkv::TOTAL>(program), row, QKV_S, x);
-        if (layer) wait(counters, met);
-        float x_scale = prepare<E, NORM>(residual, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
-        Qkv::run(ahead, row, QKV_S, qkv, x_scale, place, memory, program);
+        AtEnd ahead = Qkv::first(program, row, QKV_S);
+        if (Qkv::any(program) || (PARALLEL && !MLP_NORM && Up::any(program)))
+            x_scale = prepare<E, NORM>(start, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
+        Qkv::run(ahead, row, QKV_S, qkv, tag, x_scale, place, memory, program);
         if (PARALLEL) {
-            ahead = Up::end_of(first_tile<Up::TOTAL>(program), row, UP_S, x);
-            if (MLP_NORM) {
-                together();
-                x_scale = prepare<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
-            }
-            Up::run(ahead, row, UP_S, mid, x_scale, place, memory, program);
+            ahead = Up::first(program, row, UP_S);
+            if (MLP_NORM && Up::any(program)) x_scale = prepare<E, MLP_NORM>(start, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
+            Up::run(ahead, row, UP_S, mid, tag, x_scale, place, memory, program);
         }
-        if (warp == 0) {
-            __syncwarp();
-            if (lane == 0) arrive(counters);
-        }
-        met += PROGRAMS;
         // --- attention
         if (program < items) {
             Attention a;
@@ -757,76 +860,25 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
             a.last = length - 1 < (split + 1) * each && length - 1 >= split * each;
             a.k = (u8*)row[K_AT];
             a.v = (u8*)row[V_AT];
-            a.ask_keys(a.first);
-            a.ask_values(a.first);
-            wait(counters, met);
-            a.run(row, qkv, angles, length, split, parts, tops, memory);
-            if (threadIdx.x == 0) arrive(counters + 1);
+            a.ask(row, angles, length);
+            a.run(row, qkv, tag, length, split, parts, weights, memory);
         }
-        attended += items;
         // --- output
-        ahead = Out::end_of(first_tile<Out::TOTAL>(program), row, OUT_S, x);
-        wait(counters + 1, attended);
-        {
-            float* weights = (float*)(memory + INPUT_AT + INPUT);  // [splits, H]
-            for (int head = threadIdx.x; head < H; head += THREADS) {
-                float top = -1e30f, total = 0.0f;
-                for (int s = 0; s < splits; s++) top = fmaxf(top, fresh4(tops + (s * H + head) * 2));
-                for (int s = 0; s < splits; s++) {
-                    const float w = power2(fresh4(tops + (s * H + head) * 2) - top);
-                    total += w * fresh4(tops + (s * H + head) * 2 + 1);
-                    weights[s * H + head] = w;
-                }
-                for (int s = 0; s < splits; s++) weights[s * H + head] /= total;
-            }
-            together();
-            auto seen = [&](int v, float* y) {
-                for (int s = 0; s < splits; s++) {
-                    const uint4 a = fresh16(parts + s * Q + v * 8), b = fresh16(parts + s * Q + v * 8 + 4);
-                    const float w = weights[s * H + v * 8 / D];
-                    const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-                    for (int j = 0; j < 8; j++) y[j] += w * __uint_as_float(words[j]);
-                }
-#pragma unroll
-                for (int j = 0; j < 8; j++) y[j] = number(rounded(y[j]));  // as an attention of its own leaves them
-            };
-            x_scale = prepare<Q, 0>(seen, nullptr, nullptr, 0.0f, 0.0f, memory);
-        }
-        Out::run(ahead, row, OUT_S, x, x_scale, place, memory, program);
+        const u16* from = layer ? residual : x;
+        ahead = Out::first(program, row, OUT_S, from);
+        if (Out::any(program)) x_scale = prepare<Q, 0>(Parts{parts, weights, tag, splits}, nullptr, nullptr, 0.0f, 0.0f, memory);
+        Out::run(ahead, row, OUT_S, PARALLEL ? nullptr : after_out, tag, x_scale, place, memory, program, from, residual);
         // --- up
         if (!PARALLEL) {
-            if (warp == 0) {
-                __syncwarp();
-                if (lane == 0) arrive(counters);
-            }
-            met += PROGRAMS;
-            ahead = Up::end_of(first_tile<Up::TOTAL>(program), row, UP_S, x);
-            wait(counters, met);
-            x_scale = prepare<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
-            Up::run(ahead, row, UP_S, mid, x_scale, place, memory, program);
-            if (warp == 0) {
-                __syncwarp();
-                if (lane == 0) arrive(counters);
-            }
-            met += PROGRAMS;
+            ahead = Up::first(program, row, UP_S);
+            if (Up::any(program)) x_scale = prepare<E, MLP_NORM>(Told<E>{after_out, tag, nullptr}, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
+            Up::run(ahead, row, UP_S, mid, tag, x_scale, place, memory, program);
         }
         // --- down
-        ahead = Down::end_of(first_tile<Down::TOTAL>(program), row, DOWN_S, x);
-        if (PARALLEL) together();  // all are through with the input before
-        else wait(counters, met);
-        x_scale = prepare<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
-        Down::run(ahead, row, DOWN_S, x, x_scale, place, memory, program);
-        if (warp == 0) {
-            __syncwarp();
-            if (lane == 0 && layer + 1 < num_layers) arrive(counters);
-        }
-        met += PROGRAMS;
+        ahead = Down::first(program, row, DOWN_S, residual);
+        if (Down::any(program)) x_scale = prepare<F, 0>(Told<F>{mid, tag, nullptr}, nullptr, nullptr, 0.0f, 0.0f, memory);
+        Down::run(ahead, row, DOWN_S, after_down, tag, x_scale, place, memory, program, residual, layer + 1 < num_layers ? residual : x);
     }
-    // The last to leave makes the counters ready for the next step.
-    if (threadIdx.x == 0) {
-        u32 left;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(left) : "l"(counters + 2) : "memory");
-        if (left == PROGRAMS - 1) counters[0] = counters[1] = counters[2] = 0;
-    }
+    // Whoever has a part in this step has read `steps` by now: the last row needed all of them.
+    if (program == 0 && threadIdx.x == 0) *steps = before + num_layers;
 }

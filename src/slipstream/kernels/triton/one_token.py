@@ -23,7 +23,13 @@ NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
-THREADS = 9 * 32
+WARPS = 8
+"""That multiply."""
+ASKERS = 2
+"""Warps that ask for weights."""
+PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
+"""For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
+Measured on an H200."""
 COLUMN = 64
 """Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
@@ -63,6 +69,19 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     )
 
 
+def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:
+    """A layer of grouped weights with copies of its scales [in / group_size, out] as a tile of 16 rows reads them,
+    [tile, group, 16]: a gated tile is 8 gates and their 8 ups."""
+    found = dict(layer)
+    for name in ("qkv", "out", "up", "down"):
+        scales = layer[f"{name}_scales"]
+        assert scales is not None
+        sides = 2 if name == "up" and gated else 1
+        tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
+        found[f"{name}_scales"] = tiles.reshape(-1, len(scales), 16)
+    return found
+
+
 class OneTokenStep:
     """`OpSet.one_token`. `layers` are read at the first call with a cache, and must stay. One stream only."""
 
@@ -74,17 +93,23 @@ class OneTokenStep:
         self.device = device = product.weight.device
         properties = torch.cuda.get_device_properties(device)
         self.programs: int = properties.multi_processor_count
-        self.shared_bytes: int = properties.shared_memory_per_block_optin
+        self.shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
+        if isinstance(product, GroupedLinear):
+            self.layers = [by_tiles(layer, gated=s.gated) for layer in layers]
         norm = layers[0]["norm"]
         assert norm is not None
         self.dtype = norm.dtype
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        self._qkv = torch.zeros(q + 2 * kv, dtype=self.dtype, device=device)
-        self._mid = torch.zeros(s.intermediate_size, dtype=self.dtype, device=device)
-        self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
-        self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
+        sizes = {"qkv": q + 2 * kv, "mid": s.intermediate_size, "after_out": s.hidden_size, "after_down": s.hidden_size}
+        words = {name: torch.zeros(n, dtype=torch.int32, device=device) for name, n in sizes.items()}
+        self._between = (
+            torch.zeros(s.hidden_size, dtype=self.dtype, device=device),  # the residual
+            *words.values(),
+            torch.zeros(self.splits * q, dtype=torch.int32, device=device),  # parts of attention
+            torch.zeros(self.splits * s.num_heads, dtype=torch.int64, device=device),  # their weights
+            torch.zeros(1, dtype=torch.int32, device=device),  # layers that ever ran
+        )
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], CudaKernel] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one of its time
@@ -98,10 +123,10 @@ class OneTokenStep:
         key = kv[0].k.dtype, kv[0].block_size
         if key not in self._kernels:
             self._kernels[key] = CudaKernel(SOURCE, "one_token", self.definitions(*key), shared_bytes=self.shared_bytes)
-        cos_sin = self._parts if self.cos_sin is None else self.cos_sin
-        tensors = (x, self._tables[-1], self._qkv, self._mid, self._parts, self._tops, self._counters, cos_sin)
+        cos_sin = self._between[0] if self.cos_sin is None else self.cos_sin
+        tensors = (x, self._tables[-1], *self._between, cos_sin)
         steps = (meta.positions, meta.block_table, meta.seq_lens)
-        self._kernels[key](self.programs, THREADS, (*tensors, *steps, len(self.layers)))
+        self._kernels[key](self.programs, (WARPS + ASKERS) * 32, (*tensors, *steps, len(self.layers)))
         return x
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
@@ -110,6 +135,7 @@ class OneTokenStep:
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": s.intermediate_size}
         grouped = isinstance(w, GroupedLinear)
         size = w.group_size if isinstance(w, GroupedLinear) else 128  # then of no effect
+        form = GROUPED if grouped else FORMS[w.weight.dtype]
         return {
             "E": s.hidden_size,
             "F": s.intermediate_size,
@@ -119,7 +145,9 @@ class OneTokenStep:
             "R": 0 if self.cos_sin is None else self.cos_sin.shape[1],
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
-            "FORM": GROUPED if grouped else FORMS[w.weight.dtype],
+            "FORM": form,
+            "PIECE": PIECES[form][0],
+            "DEPTH": PIECES[form][1],
             "GROUP": size,
             **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
             "HALF": self.dtype == torch.float16,
@@ -142,6 +170,8 @@ class OneTokenStep:
             "SPLITS": self.splits,
             "PROGRAMS": self.programs,
             "SHARED": self.shared_bytes,
+            "WARPS": WARPS,
+            "ASKERS": ASKERS,
         }
 
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
