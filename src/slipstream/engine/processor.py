@@ -41,6 +41,10 @@ from slipstream.types import (
 _logger = logging.getLogger("slipstream.engine")
 
 
+UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of requests whose answer is a vector or a score: checked once, not for each of thousands of texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A user's request, checked: its n engine requests, the first of which the others fork from. Engine requests have ids
@@ -217,7 +221,7 @@ class InputProcessor:
         request = EngineRequest(
             request_id=str(number),
             prompt_token_ids=tokens,
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            sampling=UNSAMPLED,
             max_tokens=0,
             arrival=time.monotonic(),
             priority=priority,
