@@ -1,14 +1,19 @@
-"""Which decoders run a decode step of one sequence as one kernel, and what the kernel is told. The kernel itself: tests/gpu."""
+"""A decode step of one sequence as one kernel: for which decoders, what the kernel is told, and the kernel itself, compiled for
+this processor with other instructions (`instructions_on_cpu.h`). On a GPU: tests/gpu."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from slipstream.kernels.ops import GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.ops import GroupedLinear, LayerKV, Linear, ScaledLinear, by_dim
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, one_token
@@ -16,7 +21,7 @@ from slipstream.model.loader import load_model
 from slipstream.model.one_token import shape_of
 from slipstream.model.scheme import SCHEMES
 from tests import tiny_models
-from tests.model.harness import CPU
+from tests.model.harness import CPU, Paged
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -98,6 +103,7 @@ def test_scales_by_tiles():
         for name, n in sizes.items():
             tiles, scales = found[f"{name}_scales"], layer[f"{name}_scales"]
             assert tiles.shape == (n // 16, 3, 16)
+            assert tiles.is_contiguous()
             for tile in range(n // 16):
                 rows = torch.arange(tile * 16, tile * 16 + 16)
                 if gated and name == "up":
@@ -108,7 +114,7 @@ def test_scales_by_tiles():
 
 def test_order_of_the_table():
     """The table's order is the source's."""
-    source = one_token.SOURCE.read_text()
+    source = one_token.SOURCES[1].read_text()
     listed = re.search(r"enum \{ (NORM_W.*?), NUM_POINTERS \}", source, re.DOTALL).group(1)
     assert len([name for name in listed.split(",") if name.strip()]) == len(one_token.POINTERS)
     own = {"norm": "NORM_W", "norm_bias": "NORM_B", "mlp_norm": "MLP_W", "mlp_norm_bias": "MLP_B", "k": "K_AT", "v": "V_AT"}
@@ -123,3 +129,101 @@ def test_order_of_the_table():
         return name.upper() if name.startswith(("q_", "k_", "v_")) else name.upper() + "_W"
 
     assert [name.strip() for name in listed.split(",")] == [called(name) for name in one_token.POINTERS]
+
+
+# --- the kernel
+PROGRAMS = 3
+RUN = """
+extern "C" int run(int programs, int threads, void** a) {
+    return on_cpu(programs, threads, [a] {
+        one_token((u16*)a[0], (u64*)a[1], (u16*)a[2], (u16*)a[3], (float*)a[4], (float*)a[5], (u32*)a[6], (float*)a[7],
+                  (long long*)a[8], (int*)a[9], (int*)a[10], *(int*)a[11]);
+    });
+}
+"""
+
+
+class OnCpu(one_token.OneTokenStep):
+    def compiled(self, definitions):
+        folder = self.folder
+        kernel = one_token.SOURCES[1].read_text()
+        text = Path(__file__).with_name("instructions_on_cpu.h").read_text() + kernel + RUN
+        (folder / "kernel.cpp").write_text(text)
+        names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in definitions.items()]
+        library = folder / "kernel.so"
+        options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", *names]
+        subprocess.run([shutil.which("g++"), *options, folder / "kernel.cpp", "-o", library], check=True)
+        run = ctypes.CDLL(str(library)).run
+
+        def launch(programs, threads, arguments):
+            numbers = [ctypes.c_int(a) for a in arguments if isinstance(a, int)]
+            pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)] + [ctypes.addressof(n) for n in numbers]
+            assert run(programs, threads, (ctypes.c_void_p * len(pointers))(*pointers)) == 0, "its programs wait for good"
+
+        return launch
+
+
+class OnCpuOps(ReferenceOps):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def values_by_dim(self, dtype):
+        return dtype.itemsize == 1
+
+    def one_token(self, shape, layers, product, cos_sin):
+        assert one_token.takes(shape, product, None if cos_sin is None else cos_sin.shape[1])
+        step = OnCpu(shape, layers, product, cos_sin, programs=PROGRAMS, shared_bytes=232448)
+        step.folder = self.folder
+        return step
+
+
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+CACHED = 86
+
+
+def steps(model, cache):
+    """Logits of two tokens, one by one, after a cache of CACHED keys of noise."""
+    torch.manual_seed(1)
+    paged = Paged(model, 1, 128, block_size=16)
+    if cache is not None:
+        paged.kv = [eight_bits(layer, cache, model.decoder.ops.values_by_dim(cache)) for layer in paged.kv]
+    paged.computed[0] = CACHED
+    return torch.cat([paged.step([(0, [token])])[0] for token in (9, 200)]).float()
+
+
+def eight_bits(layer, dtype, turned):
+    k, v = ((t.float() * 20).to(dtype) for t in (layer.k, layer.v))
+    scale = torch.full((k.shape[1],), 0.05)
+    return LayerKV(k, by_dim(v) if turned else v, scale, 1.5 * scale)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("family", "overrides", "scheme", "cache"),
+    [
+        ("qwen3", SMALL, None, torch.int8),
+        ("qwen3", SMALL, "int4", None),
+        ("gptj", {"n_embd": 256, "n_inner": 512, "n_head": 2, "rotary_dim": 16}, "int4-g32", torch.float8_e4m3fn),
+        ("opt", {"hidden_size": 256, "ffn_dim": 576, "word_embed_proj_dim": 256, "num_attention_heads": 2}, "int8", None),
+        ("qwen3", SMALL, "fp8", torch.float8_e4m3fn),
+    ],
+    ids=lambda x: str(x) if x is None or isinstance(x, str | torch.dtype) else "",
+)
+def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
+    """As near to float32 as the reference in bfloat16 is."""
+    tiny_models.build(tmp_path, family, **overrides)
+    named = SCHEMES[scheme] if scheme else None
+    exact, theirs, ours = (
+        load_model(tmp_path, ops=ops, device=CPU, dtype=dtype, scheme=named)
+        for ops, dtype in (
+            (ReferenceOps(), torch.float32),
+            (ReferenceOps(), torch.bfloat16),
+            (OnCpuOps(tmp_path), torch.bfloat16),
+        )
+    )
+    assert ours.decoder.one_token is not None
+    expected = steps(exact, cache)
+    ours_off, theirs_off = (((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs))
+    print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
+    assert ours_off < 1.2 * theirs_off + 2e-3

@@ -222,9 +222,7 @@ class TritonOps(OpSet):
         product: Linear,
         cos_sin: Tensor | None,
     ) -> one_token.OneTokenStep | None:
-        if self.deterministic or len(layers) < 2 or not one_token.runs(shape, product, cos_sin):
-            return None
-        return one_token.OneTokenStep(shape, layers, product, cos_sin)
+        return None if self.deterministic else one_token.one_token(shape, layers, product, cos_sin)
 
     def moe(
         self,

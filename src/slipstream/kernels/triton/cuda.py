@@ -72,10 +72,12 @@ def _checked(code: int) -> None:
 class CudaKernel:
     """A kernel on the current device, all of whose programs run at once (a cooperative launch)."""
 
-    def __init__(self, source: Path, name: str, definitions: Mapping[str, int | float], *, shared_bytes: int) -> None:
+    def __init__(
+        self, sources: Sequence[Path], name: str, definitions: Mapping[str, int | float], *, shared_bytes: int
+    ) -> None:
         self.shared_bytes = shared_bytes
         major, minor = torch.cuda.get_device_capability()
-        arch, text = f"sm_{major}{minor}", source.read_text()
+        arch, text = f"sm_{major}{minor}", "".join(source.read_text() for source in sources)
         key = hashlib.sha256(repr((text, arch, sorted(definitions.items()), torch.version.cuda)).encode()).hexdigest()
         cache, file = get_cache_manager(key), f"{name}.cubin"
         kept = cache.get_file(file)

@@ -2,13 +2,13 @@
 //
 // Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
 // ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
-// multiply what has arrived. Weights wait for nobody: while programs wait for one another, norm a row or attend,
-// the ring fills. A layer is
+// multiply what has arrived. Weights wait for nobody: while programs meet, norm a row or attend, the ring fills. A layer is
 //
 //     norm → q, k, v | rope, cache, attention | parts together → output, into the residual | norm → up, activation | down
 //
-// At each bar a program needs what all others made (see `tell`). In a parallel block up stands beside q, k, v and down beside
-// output. Every program makes the whole row that a product reads for itself, which is cheaper than waiting for one to do it.
+// with a meeting at each bar: a counter in memory that all programs add to and wait for. In a parallel block up stands beside
+// q, k, v and down beside output, so there are three. Every program makes the whole row that a product reads for itself, which
+// is cheaper than waiting for one to do it.
 //
 // A product's rows are dealt out in tiles of 16 (of a gated one 8 gates and their 8 ups), each program a stretch of them. A
 // piece of the ring is 1,024 bytes of each row of a tile. A sum may be taken in any order, so a lane's 16 bytes of a row are the
@@ -18,13 +18,7 @@
 // Source: the idea of one kernel a step is "No bubbles" (Spector et al., 2025, megakernels for Llama-1B); products by permuted
 // operands and 4-bit codes as bits of larger numbers are Marlin's (Frantar et al., 2024).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
 // --- what is computed from one_token.py's numbers
-constexpr int THREADS = WARPS * 32;  // that multiply
 constexpr int Q = H * D, QKV = (H + 2 * HK) * D, G = H / HK;
 constexpr int ROW = PIECE + 64;  // rows of a piece must not meet in shared memory's banks
 constexpr int SCALE_BYTES = FORM == 2 ? PIECE * 2 / GROUP * 32 : 0;  // of a piece with 4-bit codes
@@ -57,19 +51,6 @@ static_assert(E % 16 == 0 && F % 16 == 0 && QKV % 16 == 0 && G <= 8 && LANES <= 
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B, UP_W,
        UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, NUM_POINTERS };
 
-// --- numbers
-__device__ __forceinline__ float number(u16 x) {  // of the model's type
-    float y;
-    if (HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    else y = __uint_as_float((u32)x << 16);
-    return y;
-}
-__device__ __forceinline__ u16 rounded(float x) {
-    u16 y;
-    if (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ u32 pair(float low, float high) { return rounded(low) | (u32)rounded(high) << 16; }
 __device__ __forceinline__ void numbers(const uint4& v, float* y) {  // 8 of the model's type
     const u32 words[4] = {v.x, v.y, v.z, v.w};
@@ -79,30 +60,7 @@ __device__ __forceinline__ void numbers(const uint4& v, float* y) {  // 8 of the
         y[2 * i + 1] = number((u16)(words[i] >> 16));
     }
 }
-__device__ __forceinline__ u32 e4m3(float low, float high) {  // two codes
-    u16 y;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
-    return y;
-}
-__device__ __forceinline__ u32 halves(u32 codes) {  // the low two of four codes, in float16
-    u32 y;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(y) : "r"(codes));
-    return y;
-}
-__device__ __forceinline__ u32 high_halves(u32 codes) {
-    u32 y;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(y) : "r"(codes));
-    return y;
-}
-__device__ __forceinline__ void from_e4m3(u32 codes, float& low, float& high) {
-    const u32 y = halves(codes);
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(y));
-}
-__device__ __forceinline__ float power2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+__device__ __forceinline__ void from_e4m3(u32 codes, float& low, float& high) { apart(halves(codes), low, high); }  // the low two
 __device__ __forceinline__ float activate(float x) {
     if (KIND == 0) return x / (1.0f + power2(-1.4426950408889634f * x));
     if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
@@ -111,46 +69,12 @@ __device__ __forceinline__ float activate(float x) {
     return KIND == 3 ? x : x * x;
 }
 
-// --- memory
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ uint4 at16(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-__device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
-
-__device__ __forceinline__ void until(u32 barrier, u32 parity) {
-    asm volatile(
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-__device__ __forceinline__ void bring(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-// --- what programs tell each other: 16-bit numbers, each in a word with the layer's tag above it. Who needs one reads it until it
-// carries the tag: one way through memory, where a counter would take three. A word is written again only a layer later, and
-// by then all who read it have: they made what the writer's inputs are made of.
-__device__ __forceinline__ void tell(u32* to, u32 tag, u16 x) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(tag | x) : "memory"); }
-__device__ __forceinline__ u32 word(const u32* p) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 words(const u32* p) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ bool carry(const uint4& v, u32 tag) { return !(((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) >> 16); }
-__device__ __forceinline__ float told(const u32* from, u32 tag, u32 v) {  // `v` is what was read there first
-    while ((v ^ tag) >> 16) v = word(from);
-    return number((u16)v);
+// --- meetings: of all programs (counter 0), and of those that attend (1); counter 2 counts who leaves
+__device__ __forceinline__ void wait(const u32* counter, u32 arrivals) {
+    if (threadIdx.x == 0)
+        while (read(counter) < arrivals) {
+        }
+    together();
 }
 
 // --- sums and maxima over the threads that multiply
@@ -183,7 +107,7 @@ __device__ __forceinline__ int first_tile(int program) { return (int)((long long
 
 // Asks for this program's tiles of a product [N, K]; a gated one's N counts its gates alone. A copy costs the warp that asks for
 // it some 60 cycles, so ASKERS share a piece's rows. No more than DEPTH pieces are under way: beyond what keeps the memory busy,
-// it only becomes slower, for what programs tell each other too. The scales of 4-bit codes lie as they are wanted: [tile, group, 16].
+// it only becomes slower, for the meetings too. The scales of 4-bit codes lie as they are wanted: [tile, group, 16].
 template <int N, int K, bool GATES>
 __device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane, u64 policy) {
     constexpr int TOTAL = N / (GATES ? 8 : 16), BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
@@ -201,8 +125,7 @@ __device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& p
                 until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
                 arrived.next();
             }
-            if (lane == 0)
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(16 / ASKERS * bytes + more) : "memory");
+            if (lane == 0) expect(full, 16 / ASKERS * bytes + more);
             __syncwarp();
             if (lane < 16 / ASKERS) bring(to + mine * ROW, from + piece * PIECE, bytes, full, policy);
             if (FORM == 2 && more && lane == 0) bring(to + 16 * ROW, from_scales + piece * SCALE_BYTES, more, full, policy);
@@ -211,19 +134,6 @@ __device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& p
     }
 }
 
-// c += a · b of tensor cores: a [16, 16 or 32], b [16 or 32, 8].
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if (FORM == 1 || HALF)  // FP8's codes are multiplied as the float16 that they stand for
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 template <int F_> struct Sum { typedef float type; };
 template <> struct Sum<3> { typedef int type; };
 typedef Sum<FORM>::type Total;
@@ -240,49 +150,46 @@ template <int N, int K, int CODES, int END, bool BIASED>
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED;
     static constexpr int TOTAL = N / (GATES ? 8 : 16), BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
-    static __device__ __forceinline__ bool any(int program) { return first_tile<TOTAL>(program) < first_tile<TOTAL>(program + 1); }
-    static constexpr int TURNS = PIECE / 64 / WARPS;
+    static constexpr int TURNS = PIECE / 64 / WARPS, SUMS_OF = FORM == 2 ? 1 : TURNS;
 
     static __device__ __forceinline__ int row_of(int tile) {
         const int t = threadIdx.x;
         return GATES ? (t < 8 ? tile * 8 + t : N + tile * 8 + t - 8) : tile * 16 + t;
     }
-    static __device__ __forceinline__ AtEnd end_of(int tile, int end_tile, const u64* row, int scales, const u16* residual = nullptr) {
+    static __device__ __forceinline__ AtEnd end_of(int tile, int end_tile, const u64* row, int scales, const u16* residual) {
         AtEnd end;
         if (threadIdx.x < 16 && tile < end_tile) {
             const int n = row_of(tile);
             if (FORM == 1 || FORM == 3) end.scale = ((const float*)row[scales])[n];
             if (BIASED) end.bias = number(((const u16*)row[scales + 1])[n]);
-            if (END == ADD) end.residual = number(residual[n]);
+            if (END == ADD) end.residual = number(fresh2(residual + n));
         }
         return end;
     }
-    static __device__ __forceinline__ AtEnd first(int program, const u64* row, int scales, const u16* residual = nullptr) {
+    static __device__ __forceinline__ AtEnd first(int program, const u64* row, int scales, const u16* residual) {
         return end_of(first_tile<TOTAL>(program), first_tile<TOTAL>(program + 1), row, scales, residual);
     }
-    // `ahead` is what `first` said; x_scale what the input's codes are to be multiplied with. The residual's
-    // rows are this thread's alone, at `from` and then at `to`.
-    static __device__ void run(AtEnd ahead, const u64* row, int scales, u32* out, u32 tag, float x_scale, Place& place, u8* memory, int program,
-                               const u16* from = nullptr, u16* to = nullptr) {
+    // `ahead` is what `first` said; x_scale what the input's codes are to be multiplied with.
+    static __device__ void run(AtEnd ahead, const u64* row, int scales, u16* out, float x_scale, Place& place, u8* memory, int program) {
         const u32 smem = shared(memory);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = first_tile<TOTAL>(program + 1);
         const u32 mine = (lane / 4) * ROW + lane % 4 * 16;
         for (int tile = first_tile<TOTAL>(program); tile < end; tile++) {
             const AtEnd now = ahead;
-            ahead = end_of(tile + 1, end, row, scales, from);
-            Total sum[TURNS][4] = {};
+            ahead = end_of(tile + 1, end, row, scales, out);
+            Total sum[SUMS_OF][4] = {};
 #pragma unroll 1
             for (int piece = 0; piece < PIECES; piece++) {
                 const u32 full = smem + BARRIERS + place.stage * 16, stage = smem + RING + place.stage * STAGE;
                 const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
                 until(full, place.parity);
-#pragma unroll
+#pragma unroll SUMS_OF
                 for (int turn = 0; turn < TURNS; turn++) {
                     const int column = (warp * TURNS + turn) * 64;
-                    if (BYTES_OF_ROW % PIECE == 0 || column < bytes) columns(sum[turn], stage + mine, stage, memory, piece, column, lane);
+                    if (BYTES_OF_ROW % PIECE == 0 || column < bytes) columns(sum[turn % SUMS_OF], stage + mine, stage, memory, piece, column, lane);
                 }
                 __syncwarp();
-                if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(full + 8) : "memory");
+                if (lane == 0) arrive(full + 8);
                 place.next();
             }
             float* tiles = (float*)(memory + TILES) + place.buffer * WARPS * 16;
@@ -290,7 +197,7 @@ struct Product {
             if (lane % 4 == 0) {
                 Total low = 0, high = 0;
 #pragma unroll
-                for (int i = 0; i < TURNS; i++) low += sum[i][0], high += sum[i][2];
+                for (int i = 0; i < SUMS_OF; i++) low += sum[i][0], high += sum[i][2];
                 tiles[warp * 16 + lane / 4] = (float)low;
                 tiles[warp * 16 + lane / 4 + 8] = (float)high;
             }
@@ -304,12 +211,9 @@ struct Product {
                 const int n = row_of(tile);
                 if (GATES) {
                     const float up = __shfl_down_sync(~0u, y, 8);
-                    if (lane < 8) tell(out + n, tag, rounded(activate(y) * up));
-                } else if (lane < 16) {
-                    const u16 z = rounded(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) : y);
-                    if (END == ADD) to[n] = z;
-                    if (out) tell(out + n, tag, z);
-                }
+                    if (lane < 8) out[n] = rounded(activate(y) * up);
+                } else if (lane < 16)
+                    out[n] = rounded(END == ADD ? now.residual + y : END == ACTIVATE ? activate(y) : y);
             }
         }
     }
@@ -357,114 +261,24 @@ struct Product {
     }
 };
 
-// Where a row of K numbers comes from: `ask` for numbers 8 v … 8 v + 7, then `take` them.
-template <int K> constexpr int TIMES_OF = (K / 8 + THREADS - 1) / THREADS;
-
-template <int K>
-struct Told {
-    const u32* from;
-    u32 tag;
-    const u16* plain;  // instead, unless null: what nobody writes in this layer
-    uint4 low[TIMES_OF<K>], high[TIMES_OF<K>];
-    __device__ __forceinline__ void ask(int i, int v) {
-        if (plain) {
-            low[i] = ((const uint4*)plain)[v];
-        } else {
-            low[i] = words(from + v * 8);
-            high[i] = words(from + v * 8 + 4);
-        }
-    }
-    __device__ __forceinline__ void take(int i, int v, float* y) {
-        if (plain) return numbers(low[i], y);
-        while (!carry(low[i], tag)) low[i] = words(from + v * 8);
-        while (!carry(high[i], tag)) high[i] = words(from + v * 8 + 4);
-        const u32 all[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
-#pragma unroll
-        for (int j = 0; j < 8; j++) y[j] = number((u16)all[j]);
-    }
-};
-
-// Attention's parts [splits, Q], each an answer for its keys, and the logarithms of their weights [splits, H].
-struct Parts {
-    const u32* parts;
-    const u64* weights;
-    u32 tag;
-    int splits;
-    uint4 low[TIMES_OF<Q>][4], high[TIMES_OF<Q>][4];  // four splits are asked for at once
-    u64 weight[TIMES_OF<Q>][4];
-    static __device__ __forceinline__ u64 both(const u64* p) {
-        u64 v;
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-        return v;
-    }
-    __device__ __forceinline__ void ask(int i, int v, int first = 0) {
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-            if (first + s < splits) {
-                low[i][s] = words(parts + (first + s) * Q + v * 8);
-                high[i][s] = words(parts + (first + s) * Q + v * 8 + 4);
-                weight[i][s] = both(weights + (first + s) * H + v * 8 / D);
-            }
-    }
-    __device__ __forceinline__ void take(int i, int v, float* y) {
-        float top = -1e30f, total = 0.0f;
-        for (int first = 0; first < splits; first += 4) {
-            if (first) ask(i, v, first);
-            float log[4], highest = top;
-#pragma unroll
-            for (int s = 0; s < 4; s++) {
-                log[s] = -1e30f;
-                if (first + s < splits) {
-                    while ((u32)(weight[i][s] >> 32) != tag) weight[i][s] = both(weights + (first + s) * H + v * 8 / D);
-                    while (!carry(low[i][s], tag)) low[i][s] = words(parts + (first + s) * Q + v * 8);
-                    while (!carry(high[i][s], tag)) high[i][s] = words(parts + (first + s) * Q + v * 8 + 4);
-                    log[s] = __uint_as_float((u32)weight[i][s]);
-                    highest = fmaxf(highest, log[s]);
-                }
-            }
-            const float fade = power2(top - highest);
-            total *= fade;
-#pragma unroll
-            for (int j = 0; j < 8; j++) y[j] *= fade;
-#pragma unroll
-            for (int s = 0; s < 4; s++)
-                if (first + s < splits) {
-                    const u32 all[8] = {low[i][s].x, low[i][s].y, low[i][s].z, low[i][s].w, high[i][s].x, high[i][s].y, high[i][s].z, high[i][s].w};
-                    const float w = power2(log[s] - highest);
-                    total += w;
-#pragma unroll
-                    for (int j = 0; j < 8; j++) y[j] += w * number((u16)all[j]);
-                }
-            top = highest;
-        }
-#pragma unroll
-        for (int j = 0; j < 8; j++) y[j] = number(rounded(y[j] / total));  // as an attention of its own leaves them
-    }
-};
-
-// The row that a product reads, in its form; returns what codes are to be multiplied with. NORM_ is 0, 1 (root mean square) or 2
-// (layer); `weight` and `bias` are the norm's.
-template <int K, int NORM_, typename Source>
-__device__ __forceinline__ float prepare(Source source, const u16* weight, const u16* bias, float eps, float offset, u8* memory) {
-    constexpr int VECTORS = K / 8, TIMES = TIMES_OF<K>;
+// The row that a product reads, in its form; returns what codes are to be multiplied with. `load(v, y)` gives numbers 8 v …
+// 8 v + 7. NORM_ is 0, 1 (root mean square) or 2 (layer); `weight` and `bias` are the norm's.
+template <int K, int NORM_, typename Load>
+__device__ __forceinline__ float prepare(Load load, const u16* weight, const u16* bias, float eps, float offset, u8* memory) {
+    constexpr int VECTORS = K / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
     float* scratch = (float*)(memory + SCRATCH);
     float y[TIMES][8];
     uint4 w[NORM_ ? TIMES : 1], b[NORM_ ? TIMES : 1];
 #pragma unroll
     for (int i = 0; i < TIMES; i++) {
         const int v = i * THREADS + threadIdx.x;
-        if (v < VECTORS) {
-            if (NORM_) w[i] = ((const uint4*)weight)[v];
-            if (NORM_ && NORM_BIAS) b[i] = ((const uint4*)bias)[v];
-            source.ask(i, v);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < TIMES; i++) {
-        const int v = i * THREADS + threadIdx.x;
 #pragma unroll
         for (int j = 0; j < 8; j++) y[i][j] = 0.0f;
-        if (v < VECTORS) source.take(i, v, y[i]);
+        if (v < VECTORS) {
+            load(v, y[i]);
+            if (NORM_) w[i] = ((const uint4*)weight)[v];
+            if (NORM_ && NORM_BIAS) b[i] = ((const uint4*)bias)[v];
+        }
     }
     if (NORM_ == 2) {
         float sum = 0.0f;
@@ -617,8 +431,9 @@ struct Attention {
         }
     }
 
-    // Its part of the heads' answers to `parts` [SPLITS, Q], and the logarithms of its weights to `weights` [SPLITS, H].
-    __device__ __forceinline__ void run(const u64* row, const u32* qkv, u32 tag, int length, int split, u32* parts, u64* weights, u8* memory) {
+    // Its part of the heads' sums to `parts` [SPLITS, H, D] and `tops` [SPLITS, H, 2]: not yet divided, the largest score and the
+    // sum of weights.
+    __device__ __forceinline__ void run(const u64* row, const u16* qkv, int length, int split, float* parts, float* tops, u8* memory) {
         float* q = (float*)(memory + INPUT_AT);  // [G, D], a lane's four numbers beside the next lane's
         float* new_k = q + G * D;
         float* new_v = new_k + D;
@@ -630,15 +445,11 @@ struct Attention {
         const float factor = SCALE * 1.4426950408889634f * k_scale;
         for (int which = warp; which < G + 2 * last; which += WARPS) {
             const bool is_q = which < G, is_v = which == G + 1;
-            const u32* source = qkv + (is_q ? head * G + which : is_v ? H + HK + head : H + head) * D;
+            const u16* source = qkv + (is_q ? head * G + which : is_v ? H + HK + head : H + head) * D;
             float x[PER_LANE], squares = 0.0f;
-            u32 raw_words[PER_LANE];
-#pragma unroll
-            for (int i = 0; i < PER_LANE; i++)
-                raw_words[i] = i * 32 + lane < D ? word(source + i * 32 + lane) : tag;
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
-                x[i] = told(source + i * 32 + lane, tag, raw_words[i]);
+                x[i] = i * 32 + lane < D ? number(fresh2(source + i * 32 + lane)) : 0.0f;
                 squares += x[i] * x[i];
             }
             if (QK_NORM && !is_v) {
@@ -766,17 +577,17 @@ struct Attention {
                 const int alike = BYTES == 2 ? warp : threadIdx.x / D;
                 if (BYTES == 1 || lane < LANES) sums[(alike * G + g) * D + of + j] = y;
             }
-        if (warp < G && lane == 0) {
-            fades[warp] = total > 0.0f ? v_scale / total : 0.0f;
-            const u64 log = __float_as_uint(total > 0.0f ? top + log2f(total) : -1e30f) | (u64)tag << 32;
-            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(weights + split * H + head * G + warp), "l"(log) : "memory");
-        }
         together();
         for (int i = threadIdx.x; i < G * D; i += THREADS) {
             float y = 0.0f;
 #pragma unroll
             for (int j = 0; j < ALIKE; j++) y += sums[j * G * D + i];
-            tell(parts + split * Q + head * G * D + i, tag, rounded(y * fades[i / D]));
+            parts[(long long)split * Q + head * G * D + i] = y * v_scale;
+        }
+        if (warp < G && lane == 0) {
+            float* own = tops + (split * H + head * G + warp) * 2;
+            own[0] = top;
+            own[1] = total;
         }
         together();
     }
@@ -784,23 +595,22 @@ struct Attention {
 
 // Splits of the keys of a head: short parts cost less than they save, and all parts are read by every program.
 __device__ __forceinline__ int splits_of(int length) {
-    const int wanted = (length + 63) / 64, least = length <= 4096 ? SPLITS < 8 ? SPLITS : 8 : SPLITS;
+    const int wanted = (length + 63) / 64, least = length <= 1024 ? SPLITS < 8 ? SPLITS : 8 : SPLITS;
     return wanted < least ? wanted : least;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + ASKERS * 32, 1)
-one_token(u16* x, const u64* table, u16* residual, u32* qkv, u32* mid, u32* after_out, u32* after_down, u32* parts, u64* weights, u32* steps,
-          const float* cos_sin, const long long* positions, const int* block_table, const int* seq_lens, int num_layers) {
-    extern __shared__ __align__(128) u8 memory[];
+one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* tops, u32* counters, const float* cos_sin,
+          const long long* positions, const int* block_table, const int* seq_lens, int num_layers) {
+    SHARED_MEMORY(memory);
     const int program = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 smem = shared(memory);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem + BARRIERS + i * 16), "n"(ASKERS));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem + BARRIERS + i * 16 + 8), "n"(WARPS));
+            make_barrier(smem + BARRIERS + i * 16, ASKERS);
+            make_barrier(smem + BARRIERS + i * 16 + 8, WARPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        barriers_made();
     }
     u64* rows = (u64*)(memory + ROWS);
     if (threadIdx.x < NUM_POINTERS) rows[threadIdx.x] = table[threadIdx.x];
@@ -808,8 +618,8 @@ one_token(u16* x, const u64* table, u16* residual, u32* qkv, u32* mid, u32* afte
     Place place;
     if (warp >= WARPS) {
         const int asker = warp - WARPS;
-        u64 policy, row = lane < NUM_POINTERS ? table[lane] : 0;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const u64 policy = read_once();
+        u64 row = lane < NUM_POINTERS ? table[lane] : 0;
         Place arrived;
         u32 asked = 0;
         auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, row, i); };
@@ -831,24 +641,31 @@ one_token(u16* x, const u64* table, u16* residual, u32* qkv, u32* mid, u32* afte
     const int length = seq_lens[0], splits = splits_of(length), items = splits * HK;
     const int each = ((length + splits - 1) / splits + 63) / 64 * 64;  // keys of a split
     const float* angles = cos_sin + positions[0] * R;
-    const u32 before = *steps;  // layers that ever ran
+    u32 met = 0, attended = 0;
+    auto residual = [&](int v, float* y) { numbers(fresh16((const uint4*)x + v), y); };
+    auto middle = [&](int v, float* y) { numbers(fresh16((const uint4*)mid + v), y); };
     for (int layer = 0; layer < num_layers; layer++) {
         const u64* row = rows + layer % 2 * 32;
         if (warp == WARPS - 1 && lane < NUM_POINTERS && layer + 1 < num_layers) rows[(layer + 1) % 2 * 32 + lane] = table[(layer + 1) * NUM_POINTERS + lane];
         const u16 *norm = (const u16*)row[NORM_W], *norm_bias = (const u16*)row[NORM_B], *mlp = (const u16*)row[MLP_W], *mlp_bias = (const u16*)row[MLP_B];
-        const u32 tag = (before + layer + 1) << 16;
-        const Told<E> start{after_down, tag - (1u << 16), layer ? nullptr : x};
-        float x_scale = 1.0f;
         // --- q, k, v
-        AtEnd ahead = Qkv::first(program, row, QKV_S);
-        if (Qkv::any(program) || (PARALLEL && !MLP_NORM && Up::any(program)))
-            x_scale = prepare<E, NORM>(start, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
-        Qkv::run(ahead, row, QKV_S, qkv, tag, x_scale, place, memory, program);
+        AtEnd ahead = Qkv::first(program, row, QKV_S, x);
+        if (layer) wait(counters, met);
+        float x_scale = prepare<E, NORM>(residual, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
+        Qkv::run(ahead, row, QKV_S, qkv, x_scale, place, memory, program);
         if (PARALLEL) {
-            ahead = Up::first(program, row, UP_S);
-            if (MLP_NORM && Up::any(program)) x_scale = prepare<E, MLP_NORM>(start, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
-            Up::run(ahead, row, UP_S, mid, tag, x_scale, place, memory, program);
+            ahead = Up::first(program, row, UP_S, x);
+            if (MLP_NORM) {
+                together();
+                x_scale = prepare<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
+            }
+            Up::run(ahead, row, UP_S, mid, x_scale, place, memory, program);
         }
+        if (warp == 0) {
+            __syncwarp();
+            if (lane == 0) add(counters);
+        }
+        met += PROGRAMS;
         // --- attention
         if (program < items) {
             Attention a;
@@ -861,24 +678,81 @@ one_token(u16* x, const u64* table, u16* residual, u32* qkv, u32* mid, u32* afte
             a.k = (u8*)row[K_AT];
             a.v = (u8*)row[V_AT];
             a.ask(row, angles, length);
-            a.run(row, qkv, tag, length, split, parts, weights, memory);
+            wait(counters, met);
+            a.run(row, qkv, length, split, parts, tops, memory);
+            if (threadIdx.x == 0) add(counters + 1);
         }
+        attended += items;
         // --- output
-        const u16* from = layer ? residual : x;
-        ahead = Out::first(program, row, OUT_S, from);
-        if (Out::any(program)) x_scale = prepare<Q, 0>(Parts{parts, weights, tag, splits}, nullptr, nullptr, 0.0f, 0.0f, memory);
-        Out::run(ahead, row, OUT_S, PARALLEL ? nullptr : after_out, tag, x_scale, place, memory, program, from, residual);
+        ahead = Out::first(program, row, OUT_S, x);
+        wait(counters + 1, attended);
+        {
+            auto seen = [&](int v, float* y) {
+                float top = -1e30f, total = 0.0f;
+                for (int from = 0; from < splits; from += 4) {  // so many are asked for at once
+                    uint4 low[4], high[4];
+                    float tops_of[4], totals[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int split = min(from + i, splits - 1);
+                        const float* own = tops + (split * H + v * 8 / D) * 2;
+                        low[i] = fresh16(parts + split * Q + v * 8);
+                        high[i] = fresh16(parts + split * Q + v * 8 + 4);
+                        tops_of[i] = from + i < splits ? fresh4(own) : -1e30f;
+                        totals[i] = fresh4(own + 1);
+                    }
+                    float highest = top;
+#pragma unroll
+                    for (int i = 0; i < 4; i++) highest = fmaxf(highest, tops_of[i]);
+                    const float fade = power2(top - highest);
+                    total *= fade;
+#pragma unroll
+                    for (int j = 0; j < 8; j++) y[j] *= fade;
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float w = from + i < splits ? power2(tops_of[i] - highest) : 0.0f;
+                        const u32 words[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
+                        total += w * totals[i];
+#pragma unroll
+                        for (int j = 0; j < 8; j++) y[j] += w * __uint_as_float(words[j]);
+                    }
+                    top = highest;
+                }
+#pragma unroll
+                for (int j = 0; j < 8; j++) y[j] = number(rounded(y[j] / total));  // as an attention of its own leaves them
+            };
+            x_scale = prepare<Q, 0>(seen, nullptr, nullptr, 0.0f, 0.0f, memory);
+        }
+        Out::run(ahead, row, OUT_S, x, x_scale, place, memory, program);
         // --- up
         if (!PARALLEL) {
-            ahead = Up::first(program, row, UP_S);
-            if (Up::any(program)) x_scale = prepare<E, MLP_NORM>(Told<E>{after_out, tag, nullptr}, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
-            Up::run(ahead, row, UP_S, mid, tag, x_scale, place, memory, program);
+            if (warp == 0) {
+                __syncwarp();
+                if (lane == 0) add(counters);
+            }
+            met += PROGRAMS;
+            ahead = Up::first(program, row, UP_S, x);
+            wait(counters, met);
+            x_scale = prepare<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
+            Up::run(ahead, row, UP_S, mid, x_scale, place, memory, program);
+            if (warp == 0) {
+                __syncwarp();
+                if (lane == 0) add(counters);
+            }
+            met += PROGRAMS;
         }
         // --- down
-        ahead = Down::first(program, row, DOWN_S, residual);
-        if (Down::any(program)) x_scale = prepare<F, 0>(Told<F>{mid, tag, nullptr}, nullptr, nullptr, 0.0f, 0.0f, memory);
-        Down::run(ahead, row, DOWN_S, after_down, tag, x_scale, place, memory, program, residual, layer + 1 < num_layers ? residual : x);
+        ahead = Down::first(program, row, DOWN_S, x);
+        if (PARALLEL) together();  // all are through with the input before
+        else wait(counters, met);
+        x_scale = prepare<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
+        Down::run(ahead, row, DOWN_S, x, x_scale, place, memory, program);
+        if (warp == 0) {
+            __syncwarp();
+            if (lane == 0 && layer + 1 < num_layers) add(counters);
+        }
+        met += PROGRAMS;
     }
-    // Whoever has a part in this step has read `steps` by now: the last row needed all of them.
-    if (program == 0 && threadIdx.x == 0) *steps = before + num_layers;
+    // The last to leave makes the counters ready for the next step.
+    if (threadIdx.x == 0 && add_and_read(counters + 2) == PROGRAMS - 1) counters[0] = counters[1] = counters[2] = 0;
 }

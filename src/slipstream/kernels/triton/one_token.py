@@ -7,7 +7,7 @@ INT8 by rows, and INT4 by groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 
-SOURCE = Path(__file__).with_name("one_token.cu")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("instructions.cu", "one_token.cu"))
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
@@ -69,6 +69,19 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     )
 
 
+def one_token(
+    shape: TokenShape, layers: Sequence[Mapping[str, Tensor | None]], product: Linear, cos_sin: Tensor | None
+) -> OneTokenStep | None:
+    """`OpSet.one_token`, for an op set without `deterministic`."""
+    if len(layers) < 2 or not runs(shape, product, cos_sin):
+        return None
+    device = torch.cuda.get_device_properties(product.weight.device)
+    if shape.num_kv_heads > device.multi_processor_count:  # each head's keys are some program's
+        return None
+    shared_bytes: int = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+    return OneTokenStep(shape, layers, product, cos_sin, programs=device.multi_processor_count, shared_bytes=shared_bytes)
+
+
 def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:
     """A layer of grouped weights with copies of its scales [in / group_size, out] as a tile of 16 rows reads them,
     [tile, group, 16]: a gated tile is 8 gates and their 8 ups."""
@@ -78,22 +91,28 @@ def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Te
         assert scales is not None
         sides = 2 if name == "up" and gated else 1
         tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
-        found[f"{name}_scales"] = tiles.reshape(-1, len(scales), 16)
+        found[f"{name}_scales"] = tiles.reshape(-1, len(scales), 16).contiguous()
     return found
 
 
 class OneTokenStep:
-    """`OpSet.one_token`. `layers` are read at the first call with a cache, and must stay. One stream only."""
+    """`OpSet.one_token`, as so many programs with so much shared memory each. `layers` are read at the first call with a cache,
+    and must stay. One stream only."""
 
     def __init__(
-        self, shape: TokenShape, layers: Sequence[Mapping[str, Tensor | None]], product: Linear, cos_sin: Tensor | None
+        self,
+        shape: TokenShape,
+        layers: Sequence[Mapping[str, Tensor | None]],
+        product: Linear,
+        cos_sin: Tensor | None,
+        *,
+        programs: int,
+        shared_bytes: int,
     ) -> None:
         self.shape = s = shape
         self.layers, self.product, self.cos_sin = layers, product, cos_sin
         self.device = device = product.weight.device
-        properties = torch.cuda.get_device_properties(device)
-        self.programs: int = properties.multi_processor_count
-        self.shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+        self.programs, self.shared_bytes = programs, shared_bytes
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
         if isinstance(product, GroupedLinear):
             self.layers = [by_tiles(layer, gated=s.gated) for layer in layers]
@@ -101,17 +120,13 @@ class OneTokenStep:
         assert norm is not None
         self.dtype = norm.dtype
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        sizes = {"qkv": q + 2 * kv, "mid": s.intermediate_size, "after_out": s.hidden_size, "after_down": s.hidden_size}
-        words = {name: torch.zeros(n, dtype=torch.int32, device=device) for name, n in sizes.items()}
-        self._between = (
-            torch.zeros(s.hidden_size, dtype=self.dtype, device=device),  # the residual
-            *words.values(),
-            torch.zeros(self.splits * q, dtype=torch.int32, device=device),  # parts of attention
-            torch.zeros(self.splits * s.num_heads, dtype=torch.int64, device=device),  # their weights
-            torch.zeros(1, dtype=torch.int32, device=device),  # layers that ever ran
-        )
+        self._qkv = torch.zeros(q + 2 * kv, dtype=self.dtype, device=device)
+        self._mid = torch.zeros(s.intermediate_size, dtype=self.dtype, device=device)
+        self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
+        self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._kv: Sequence[LayerKV] | None = None
-        self._kernels: dict[tuple[torch.dtype, int], CudaKernel] = {}
+        self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one of its time
         self._held: list[Tensor] = []
 
@@ -122,12 +137,15 @@ class OneTokenStep:
             self._tables.append(self._table(kv))
         key = kv[0].k.dtype, kv[0].block_size
         if key not in self._kernels:
-            self._kernels[key] = CudaKernel(SOURCE, "one_token", self.definitions(*key), shared_bytes=self.shared_bytes)
-        cos_sin = self._between[0] if self.cos_sin is None else self.cos_sin
-        tensors = (x, self._tables[-1], *self._between, cos_sin)
+            self._kernels[key] = self.compiled(self.definitions(*key))
+        cos_sin = self._parts if self.cos_sin is None else self.cos_sin
+        tensors = (x, self._tables[-1], self._qkv, self._mid, self._parts, self._tops, self._counters, cos_sin)
         steps = (meta.positions, meta.block_table, meta.seq_lens)
         self._kernels[key](self.programs, (WARPS + ASKERS) * 32, (*tensors, *steps, len(self.layers)))
         return x
+
+    def compiled(self, definitions: Mapping[str, int | float]) -> Callable[[int, int, Sequence[Tensor | int]], None]:
+        return CudaKernel(SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes)
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
         """The names in capitals that the kernel's source leaves open."""

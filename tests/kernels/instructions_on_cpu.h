@@ -1,0 +1,228 @@
+// `instructions.cu` for a processor: the same functions, and CUDA's own that `one_token.cu` calls. Every CUDA thread is a fiber; one
+// goes on until it has to wait for others. Copies arrive at once, and memory is in order: what races there, this does not see.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+using std::min;
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+constexpr int THREADS = WARPS * 32;
+
+// --- fibers
+struct Barrier {
+    int count = 0, pending = 0;
+    long long bytes = 0;
+    u32 phase = 0;
+    void check() {
+        if (pending == 0 && bytes == 0) phase++, pending = count;
+    }
+};
+struct Gate {  // of a fixed number of threads
+    int arrived = 0;
+    u32 generation = 0;
+};
+struct Warp : Gate {
+    u8 slots[2][32][32];
+};
+struct Block {
+    std::vector<u8> memory = std::vector<u8>(SHARED + 256);
+    std::map<u32, Barrier> barriers;
+    std::vector<Warp> warps = std::vector<Warp>(64);
+    Gate together, all;
+    u8* base() { return (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128); }
+};
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    Block* block;
+    int index, program;
+    bool done = false;
+};
+static Fiber* now;
+static ucontext_t scheduler;
+static int block_size;
+static std::function<void()> body;
+inline void yield() { swapcontext(&now->context, &scheduler); }
+inline void pass(Gate& gate, int threads) {
+    const u32 mine = gate.generation;
+    if (++gate.arrived == threads) gate.arrived = 0, gate.generation++;
+    while (gate.generation == mine) yield();
+}
+static void begin() {
+    body();
+    now->done = true;
+    yield();
+}
+// 0; 1: all wait for one another for good.
+static int on_cpu(int programs, int threads, std::function<void()> f) {
+    body = f;
+    block_size = threads;
+    std::vector<Block> blocks(programs);
+    std::vector<Fiber> fibers(programs * threads);
+    for (int i = 0; i < programs * threads; i++) {
+        Fiber& fiber = fibers[i];
+        fiber.stack.reset(new char[1 << 17]);
+        fiber.block = &blocks[i / threads];
+        fiber.index = i % threads;
+        fiber.program = i / threads;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = 1 << 17;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, begin, 0);
+    }
+    for (int round = 0; round < 100000; round++) {
+        bool any = false;
+        for (Fiber& fiber : fibers)
+            if (!fiber.done) {
+                any = true;
+                now = &fiber;
+                swapcontext(&scheduler, &fiber.context);
+            }
+        if (!any) return 0;
+    }
+    return 1;
+}
+struct Index { int x; };
+#define threadIdx (Index{now->index})
+#define blockIdx (Index{now->program})
+
+// --- CUDA's own
+inline void __syncthreads() { pass(now->block->all, block_size); }
+template <typename T>
+inline const u8 (*exchanged(const T& x))[32] {
+    Warp& warp = now->block->warps[now->index / 32];
+    u8(*slots)[32] = warp.slots[warp.generation & 1];
+    memcpy(slots[now->index % 32], &x, sizeof(T));
+    pass(warp, 32);
+    return slots;
+}
+inline void __syncwarp() { pass(now->block->warps[now->index / 32], 32); }
+template <typename T>
+inline T taken(const T& x, int lane) {
+    T y;
+    memcpy(&y, exchanged(x)[lane & 31], sizeof(T));
+    return y;
+}
+template <typename T> inline T __shfl_sync(u32, T x, int lane) { return taken(x, lane); }
+template <typename T> inline T __shfl_xor_sync(u32, T x, int mask) { return taken(x, now->index % 32 ^ mask); }
+template <typename T> inline T __shfl_down_sync(u32, T x, int by) { return taken(x, now->index % 32 + by); }
+inline float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __int_as_float(int x) { return __uint_as_float((u32)x); }
+inline u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+// --- numbers
+inline float of_half(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+inline u16 to_half(float x) { const _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
+inline float of_bfloat(u16 x) { return __uint_as_float((u32)x << 16); }
+inline float number(u16 x) { return HALF ? of_half(x) : of_bfloat(x); }
+inline u16 rounded(float x) {
+    if (HALF) return to_half(x);
+    const u32 y = bits_of(x);
+    return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
+}
+inline float of_e4m3(u8 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float y = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 128 ? -y : y;
+}
+inline u8 to_e4m3(float x) {  // to the nearest, ties to an even code
+    const float y = std::min(fabsf(x), 448.0f);
+    int best = 0;
+    for (int code = 1; code < 127; code++) {
+        const float nearer = fabsf(of_e4m3(code) - y) - fabsf(of_e4m3(best) - y);
+        if (nearer < 0 || (nearer == 0 && code % 2 == 0)) best = code;
+    }
+    return best | (x < 0 ? 128 : 0);
+}
+inline u32 e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+inline u32 halves(u32 codes) { return to_half(of_e4m3(codes & 255)) | (u32)to_half(of_e4m3(codes >> 8 & 255)) << 16; }
+inline u32 high_halves(u32 codes) { return halves(codes >> 16); }
+inline void apart(u32 x, float& low, float& high) { low = of_half((u16)x), high = of_half((u16)(x >> 16)); }
+inline float power2(float x) { return exp2f(x); }
+
+// --- memory
+#define SHARED_MEMORY(name) u8* name = now->block->base()
+inline u32 shared(const void* p) { return (u32)((const u8*)p - now->block->base()); }
+inline uint4 at16(u32 address) { uint4 v; memcpy(&v, now->block->base() + address, 16); return v; }
+inline uint4 fresh16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline u16 fresh2(const u16* p) { return *p; }
+inline float fresh4(const float* p) { return *p; }
+inline void together() { pass(now->block->together, THREADS); }
+
+// --- barriers in shared memory
+inline Barrier& barrier_at(u32 address) { return now->block->barriers[address]; }
+inline void make_barrier(u32 address, u32 count) { barrier_at(address).count = barrier_at(address).pending = (int)count; }
+inline void barriers_made() {}
+inline void arrive(u32 address) {
+    Barrier& barrier = barrier_at(address);
+    barrier.pending--;
+    barrier.check();
+}
+inline void expect(u32 address, u32 bytes) {
+    barrier_at(address).bytes += bytes;
+    arrive(address);
+}
+inline void until(u32 address, u32 parity) {
+    while ((barrier_at(address).phase & 1) == parity) yield();
+}
+inline void bring(u32 to, const void* from, u32 bytes, u32 address, u64) {
+    memcpy(now->block->base() + to, from, bytes);
+    Barrier& barrier = barrier_at(address);
+    barrier.bytes -= bytes;
+    barrier.check();
+}
+inline u64 read_once() { return 0; }
+
+// --- counters in memory
+inline void add(u32* counter) { ++*counter; }
+inline u32 read(const u32* counter) { yield(); return *counter; }
+inline u32 add_and_read(u32* counter) { return (*counter)++; }
+
+// --- tensor cores: a lane holds rows g and g + 8 of a, column g of b, columns 2 t and 2 t + 1 of c, g = lane / 4 and t = lane % 4
+struct Operands { u32 a[4], b[2]; };
+template <typename T, int WIDE, typename Number>  // WIDE numbers to a word
+inline void multiplied(T (&c)[4], const Operands& own, Number number_of) {
+    const u8(*all)[32] = exchanged(own);
+    const int lane = now->index % 32;
+    auto at = [&](int l) { Operands o; memcpy(&o, all[l], sizeof o); return o; };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int t = 0; t < 4; t++) {
+            const Operands a = at(row * 4 + t), b = at(column * 4 + t);
+            for (int half = 0; half < 2; half++)
+                for (int j = 0; j < WIDE; j++) c[i] += number_of(a.a[half * 2 + i / 2], j) * number_of(b.b[half], j);
+        }
+    }
+}
+inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    multiplied<float, 2>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) {
+        const u16 x = (u16)(word >> 16 * j);
+        return FORM == 1 || HALF ? of_half(x) : of_bfloat(x);
+    });
+}
+inline void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    multiplied<int, 4>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) { return (int)(signed char)(word >> 8 * j); });
+}
