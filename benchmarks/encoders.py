@@ -1,11 +1,12 @@
 """Encoders and encoder-decoders against transformers, in one process, taking turns.
 
     python benchmarks/encoders.py                         # a CPU: minilm, flan-t5-small with random weights
-    python benchmarks/encoders.py --device cuda --t5 benchmarks/configs/t5-large --num-texts 4096
+    python benchmarks/encoders.py --device cuda --encoder benchmarks/configs/minilm --t5 benchmarks/configs/t5-large \
+        --num-texts 4096 --num-prompts 256
 
 Embeddings: texts of random tokens, 8 to 256 of them (lengths log-uniform, seeded), all given at once. transformers does as
 sentence-transformers does: sorted by length, padded batches, the mean, length 1; of its batch sizes the best counts. Input
-tokens per second of wall time, padding not counted.
+tokens per second of wall time, padding not counted. A folder without weights gets random ones, the same for both.
 
 T5: prompts of 32 to 256 random tokens, answers of exactly --output-len, greedy, all there at the start; transformers.generate
 on batches sorted by length, of the same batch sizes. Output tokens per second, encoding in the time.
@@ -16,6 +17,8 @@ The same type and threads for both, medians over the rounds.
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +74,19 @@ def write(model: Any, given: list[list[int]], size: int, output_len: int, device
         found.tolist()
 
 
+def with_weights(path: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """`path`, or, if it holds no weights, a copy of it in `folder` that has random ones."""
+    import transformers
+
+    if list(path.glob("*.safetensors")):
+        return path
+    shutil.copytree(path, folder, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(path)
+    transformers.AutoModel.from_config(config, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
 def compare(runs: dict[str, Callable[[], Any]], num_tokens: int, rounds: int) -> dict[str, float]:
     """Tokens per second of each, medians over rounds in which they take turns."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
@@ -105,10 +121,12 @@ def main() -> None:
     torch.set_num_threads(threads)
     results: dict[str, dict[str, float]] = {}
 
-    path = resolve_model(args.encoder)
+    more: dict[str, Any]
+    folder = tempfile.TemporaryDirectory()
+    path = with_weights(resolve_model(args.encoder), Path(folder.name), dtype)
     given = [[CLS, *text, SEP] for text in texts(args.num_texts, 6, 254, read_spec(path).spec.vocab_size)]
     prompts = [{"prompt_token_ids": text} for text in given]
-    with LLM(args.encoder, **settings) as llm:
+    with LLM(str(path), skip_tokenizer_init=True, **settings) as llm:
         theirs = transformers.AutoModel.from_pretrained(path, dtype=dtype).eval().to(args.device)
         with torch.inference_mode():  # the two give the same vectors
             expected = theirs(torch.tensor([given[0]], device=args.device)).last_hidden_state[0].float().mean(0).cpu()
@@ -124,7 +142,9 @@ def main() -> None:
             "transformers, one at a time": lambda: embed(theirs, given[:32], 1, args.device),
         }
         results["embed_one"] = compare(runs, sum(map(len, given[:32])), args.rounds)
+        note(args, settings, results)
     del theirs
+    folder.cleanup()
 
     path = Path(args.t5)
     dummy = not list(path.glob("*.safetensors"))
@@ -136,7 +156,8 @@ def main() -> None:
     with LLM(args.t5, skip_tokenizer_init=True, max_num_seqs=max(args.batch_sizes), **settings, **more) as llm:
         if dummy:
             config = transformers.AutoConfig.from_pretrained(path)
-            theirs = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype)
+            with torch.device(args.device):
+                theirs = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype)
         else:
             theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, dtype=dtype)
         theirs = theirs.eval().to(args.device)
@@ -151,7 +172,11 @@ def main() -> None:
             "transformers, one": lambda: write(theirs, given[:1], 1, args.output_len, args.device),
         }
         results["t5_one"] = compare(runs, args.output_len, args.rounds)
+    note(args, settings, results)
 
+
+def note(args: Any, settings: dict[str, Any], results: dict[str, dict[str, float]]) -> None:
+    """Print and write what there is so far."""
     ratios = {}
     for part, speeds in results.items():
         ours, *peers = speeds.values()

@@ -3,14 +3,16 @@ throughput as a share of the compute bound.
 
     python benchmarks/gpu_families.py [--models gpt-j-6b,mixtral-8x7b:fp8,…] [--output FILE]
 
-Each model runs in a process of its own, which first measures the ceilings: bytes a second of a reduction, multiplications of a
-large product in the types that the scheme has. Floors:
+Each model runs in a process of its own, after one that measures the ceilings: bytes a second of a reduction, multiplications of
+a large product in 16 and in 8 bits. A process imports while the one before it measures, and waits for its turn. With
+`--compile-first` all of them compile at once before, with two layers each, which saves most of their starts. Floors:
 
     decode, batch 1   bytes of the weights that a token reads (of a mixture its experts'), and of the cache, / bytes a second
     128/128           for each step max(FLOPs of its products / rate, bytes of the weights they read / bytes a second), plus the
                       cache's bytes and the output head's FLOPs; as many sequences at once as the engine may run
 
-`--configs` and `--requests` are for trying it out on a CPU, where the shares mean nothing.
+`--profile` adds where the GPU's time goes: the kernels of a decode step of one sequence and of as many as run at once, and of
+prefill steps. `--configs` and `--requests` are for trying it out on a CPU, where the shares mean nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,10 @@ MODELS = (
     "gpt-j-6b,falcon-7b,starcoder-15b,mpt-7b,bloom-7b1,gpt-neox-20b,opt-13b,mixtral-8x7b:fp8,qwen3-30b-a3b,deepseek-v2-lite,gpt-oss-20b"
 )
 PROMPT = ANSWER = 128
+DECODED = 64
+"""Tokens of one sequence, of which the second to the last are timed."""
+COMPILED_LAYERS = 2
+COMPILED_CACHE = 4 << 30
 TARGETS = {"decode": 0.80, "throughput": 0.65}
 
 
@@ -88,7 +95,7 @@ def floors(
     cached = spec.kv_bytes_per_token(dtype_bytes)
     small = weights_bytes(spec, dtype_bytes)["norms"]
     one = step_seconds(spec, 1, dtype_bytes, scheme, ceilings)
-    one += (head * dtype_bytes + small + cached * (PROMPT + ANSWER / 2)) / ceilings.read
+    one += (head * dtype_bytes + small + cached * (PROMPT + DECODED / 2)) / ceilings.read
     waves = math.ceil(num_requests / concurrency)
     total = 0.0
     for wave in range(waves):
@@ -115,18 +122,19 @@ def seconds(torch: Any, call: Callable[[], object], on_gpu: bool, repeats: int =
     return min(times)
 
 
-def measure(device: str, dtype: str, eight_bits: str | None) -> Ceilings:
+def measure(device: str) -> Ceilings:
     import torch
 
-    gpu = device.startswith("cuda")
-    kind = getattr(torch, dtype)
+    gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    device = "cuda" if gpu else "cpu"
+    kind = torch.bfloat16
     m, n, k = (8192, 28672, 4096) if gpu else (256, 512, 512)
     data = torch.zeros(2**30 if gpu else 2**22, dtype=torch.int32, device=device)
     read = data.nbytes / seconds(torch, lambda: data.amax(), gpu)
     a, b = torch.randn(m, k, device=device, dtype=kind), torch.randn(n, k, device=device, dtype=kind)
     dense = 2 * m * n * k / seconds(torch, lambda: a @ b.T, gpu)
     eight = None
-    if eight_bits is not None and gpu:  # the fast 8-bit product of a Hopper, whatever the scheme
+    if gpu:  # the fast 8-bit product of a Hopper, whatever the scheme
         a8, b8 = (t.to(torch.float8_e4m3fn) for t in (a, b))
         ones = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
         out = torch.bfloat16
@@ -136,12 +144,28 @@ def measure(device: str, dtype: str, eight_bits: str | None) -> Ceilings:
     return Ceilings(read=read, dense=dense, eight_bits=eight)
 
 
+def shortened(path: Path, folder: Path) -> Path:
+    """The config with few layers, in `folder`: it compiles what the whole model does."""
+    config = json.loads((path / "config.json").read_text())
+    for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if key in config:
+            config[key] = COMPILED_LAYERS
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own: one model's figures."""
+    import slipstream.kernels.triton  # noqa: F401  (before the turn, not in it)
     from slipstream import LLM, SamplingParams
 
     name, _, quantization = args.one.partition(":")
-    path = args.configs / name
+    path, more = args.configs / name, {}
+    if args.compile_only:
+        folder = tempfile.TemporaryDirectory()
+        path, more = shortened(path, Path(folder.name)), {"kv_cache_bytes": COMPILED_CACHE}
+    given = "" if args.compile_only else sys.stdin.readline()  # the ceilings: it is this process's turn
     begin = time.perf_counter()
     llm = LLM(
         str(path),
@@ -153,13 +177,13 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         max_model_len=2 * (PROMPT + ANSWER),
         quantization=quantization or None,
         device=args.device,
+        **more,
     )
     config, description = llm.config, read_spec(path)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
-    device = str(config.device.facts.device)
 
     def generate(lengths: list[tuple[int, int]]) -> float:
-        prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 1000 for j in range(n)]} for i, (n, _) in enumerate(lengths)]
+        prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(n)]} for i, (n, _) in enumerate(lengths)]
         sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in lengths]
         start = time.perf_counter()
         llm.generate(prompts, sampling, progress=False)
@@ -167,16 +191,21 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 
     generate([(PROMPT, 2)])
     started = time.perf_counter() - begin
-    pairs = [(generate([(PROMPT, 1)]), generate([(PROMPT, 1 + ANSWER)])) for _ in range(3)]
-    decode = median([(long - short) / ANSWER for short, long in pairs])
     load = [(PROMPT, ANSWER)] * args.requests
-    generate(load)  # compiles, and captures graphs of, what the load needs
+    if args.compile_only:
+        generate([(PROMPT, 3)] * args.requests)
+        llm.shutdown()
+        return {"model": name, "start_s": started}
+    pairs = [(generate([(PROMPT, 1)]), generate([(PROMPT, 1 + DECODED)])) for _ in range(3)]
+    decode = median([(long - short) / DECODED for short, long in pairs])
+    generate([(PROMPT, 3)] * args.requests)  # compiles, and captures graphs of, what the load needs
     taken = median([generate(load) for _ in range(args.repeat)])
     fits = max(1, llm.ledger.num_kv_tokens // (PROMPT + ANSWER))
     ledger, dtype = llm.ledger.describe(), config.model.dtype
     concurrency = min(args.requests, config.scheduling.max_num_seqs, fits)
+    profiles = {} if not args.profile else {str(n): profile(llm, n) for n in (1, concurrency)}
     llm.shutdown()
-    ceilings = measure(device, dtype, scheme.inputs if scheme else None)
+    ceilings = Ceilings(**json.loads(given))
     floor = floors(
         description.spec,
         dtype_bytes=DTYPE_BYTES[dtype],
@@ -200,34 +229,109 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         "concurrency": floor.concurrency,
         "requests": args.requests,
         "ceilings": {"read_bytes_per_s": ceilings.read, "flops": ceilings.dense, "flops_8_bits": ceilings.eight_bits},
+        "seconds": time.perf_counter() - begin,
         "ledger": ledger,
+        **({"profiles": profiles} if profiles else {}),
     }
+
+
+def profile(llm: Any, num_seqs: int) -> dict[str, Any]:
+    """Kernels of prefill steps of `num_seqs` prompts and of eight decode steps of theirs: calls a step, microseconds each,
+    milliseconds a step."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    from slipstream import SamplingParams
+
+    on_gpu = torch.cuda.is_available()
+
+    def steps(count: int) -> list[dict[str, Any]]:
+        with record(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+            for _ in range(count):
+                llm._step()
+            if on_gpu:
+                torch.cuda.synchronize()
+        rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
+        head = {"kernels": sum(e.count for e in rows) / count, "ms": sum(e.self_device_time_total for e in rows) / 1e3 / count}
+        return [head] + [
+            {
+                "kernel": e.key[:80],
+                "calls": e.count / count,
+                "us": round(e.self_device_time_total / e.count, 2),
+                "ms": round(e.self_device_time_total / 1e3 / count, 3),
+            }
+            for e in rows[:24]
+        ]
+
+    core = llm.core
+    for i in range(num_seqs):
+        prompt = {"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(PROMPT)]}
+        request = llm._input.prepare(prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+        llm._output.add(request)
+        core.add(request.engine_requests)
+    found: dict[str, Any] = {"prefill": steps(1)}
+    while core.scheduler.num_waiting or any(r.num_computed_tokens < r.num_prompt_tokens for r in core.scheduler._running):
+        llm._step()
+    for _ in range(4):
+        llm._step()
+    found["decode"] = steps(8)
+    while llm._output:
+        llm._step()
+    return found
 
 
 def main() -> None:
     p = parser(__doc__, "gpu_families")
-    p.add_argument("--models", default=MODELS, help="names of configs, each with :SCHEME if wanted")
+    p.add_argument("--models", default=MODELS, help="names of configs, each with :SCHEME and =REQUESTS if wanted")
     p.add_argument("--configs", type=Path, default=Path(__file__).parent / "configs")
     p.add_argument("--requests", type=int, default=1024)
     p.add_argument("--repeat", type=int, default=2, help="measured runs of the load, after one that is not")
     p.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
     p.add_argument("--device", default="auto")
+    p.add_argument("--profile", action="store_true")
+    p.add_argument("--compile-first", action="store_true")
     p.add_argument("--one", help=argparse.SUPPRESS)
+    p.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
+    if args.one == "ceilings":
+        import torch  # noqa: F401
+
+        sys.stdin.readline()
+        print(json.dumps(asdict(measure(args.device))))
+        return
     if args.one:
         print(json.dumps(run_one(args)))
         return
     rows: list[dict[str, Any]] = []
-    passed_on = ["--configs", str(args.configs), "--requests", str(args.requests), "--repeat", str(args.repeat)]
-    passed_on += ["--budget", str(args.budget), "--device", args.device]
-    for model in args.models.split(","):
-        command = [sys.executable, __file__, "--one", model, *passed_on]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    passed_on = ["--configs", str(args.configs), "--repeat", str(args.repeat)]
+    passed_on += ["--budget", str(args.budget), "--device", args.device, *(["--profile"] if args.profile else [])]
+
+    def child(model: str, *more: str, **pipes: Any) -> subprocess.Popen[str]:
+        """`model`: a config's name, with :SCHEME and =REQUESTS if wanted."""
+        name, _, requests = model.partition("=")
+        command = [sys.executable, __file__, "--one", name, "--requests", requests or str(args.requests), *passed_on, *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
+
+    models = args.models.split(",")
+    waiting = [child("ceilings", stdin=subprocess.PIPE)]
+    if args.compile_first:
+        for started in [child(model, "--compile-only") for model in models]:
+            started.communicate()
+    ceilings = ""
+    for i, model in enumerate(["ceilings", *models]):
+        waiting += [child(later, stdin=subprocess.PIPE) for later in models[i : i + 1]]
+        done = waiting.pop(0)
+        printed = done.communicate(ceilings + "\n")[0]
+        if model == "ceilings":
+            ceilings = printed.splitlines()[-1]
+            print(f"ceilings {ceilings}", flush=True)
+            continue
         if done.returncode:
             rows.append({"model": model, "failed": done.returncode})
             print(f"{model:20} failed ({done.returncode})", flush=True)
             continue
-        row = json.loads(done.stdout.splitlines()[-1])
+        row = json.loads(printed.splitlines()[-1])
         rows.append(row)
         print(
             f"{row['model']:20} {row['scheme'] or row['dtype']:9} decode {row['decode_ms']:7.2f} ms, "

@@ -39,8 +39,7 @@ def main() -> None:
     ops, rows = TritonOps(), []
     for name in args.models.split(","):
         whole = read_spec(CONFIGS / name).spec
-        spec = whole.layers[0].mlp
-        assert isinstance(spec, MoESpec)
+        spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
         products = [p for p in spec.products(whole.hidden_size) if p.copies > 1]
         for scheme in args.schemes.split(","):
             kind = SCHEMES.get(scheme)

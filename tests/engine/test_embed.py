@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import ConfigError, ContextLengthError, RequestError
+from slipstream.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from tests import tiny_models
 
@@ -245,3 +245,44 @@ def test_a_decoder_of_embeddings_as_the_hub_has_it(tmp_path):
                 torch.testing.assert_close(torch.tensor(output.embedding), vector, rtol=1e-4, atol=1e-5)
         best = llm.rerank(TEXTS[0], [TEXTS[4], TEXTS[0]])[0]
         assert (best.index, best.relevance_score) == (1, pytest.approx(1.0, abs=1e-5))
+
+
+@pytest.mark.parametrize("no", [21, None])
+def test_a_language_model_that_judges_pairs(no, tmp_path):
+    """Qwen3-Reranker as sentence-transformers has it: the chat template of a query and a document, and the logits of "yes" and
+    "no" after it, or of one token alone."""
+    theirs = tiny_models.build_with_tokenizer(tmp_path, "qwen3", tie_word_embeddings=True)
+    template = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}x{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    kinds = ("sentence_transformers.base.modules.transformer.Transformer", "x.logit_score.LogitScore")
+    modules = [{"idx": i, "path": "1_LogitScore" if i else "", "type": kind} for i, kind in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_LogitScore").mkdir()
+    (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 9, "false_token_id": no}))
+    activation = "torch.nn.modules.activation.Sigmoid" if no else "torch.nn.modules.linear.Identity"
+    says = {"prompts": {"judge": "is it so"}, "default_prompt_name": "judge", "activation_fn": activation}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(says))
+    with LLM(str(tmp_path), max_model_len=48, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS) as llm:
+        tokenizer, documents = llm.get_tokenizer(), ["a dog", "the cat sat", "x y"]
+        results = llm.rerank("the cat", documents)
+        assert sorted(r.index for r in results) == [0, 1, 2]
+        assert [r.relevance_score for r in results] == sorted((r.relevance_score for r in results), reverse=True)
+        for result in results:
+            ids = tokenizer.encode(f"s is it so q the cat d {result.document} x", add_special_tokens=False)
+            assert result.num_tokens == len(ids)
+            with torch.no_grad():
+                logits = theirs(torch.tensor([ids])).logits[0, -1]
+            score = logits[9] if no is None else (logits[9] - logits[no]).sigmoid()
+            assert result.relevance_score == pytest.approx(score.item(), abs=1e-4)
+        with pytest.raises(ContextLengthError):
+            llm.rerank("the cat", ["a dog " * 40])
+        (cut,) = llm.rerank("the cat", ["a dog " * 40], truncate=True)
+        assert 40 < cut.num_tokens <= 48
+        with pytest.raises(RequestError, match="rerank"):
+            llm.embed("the cat")
+        assert llm.generate("the cat", SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+    for wrong in ({"true_token_id": 10**6}, {"true_token_id": "yes"}):
+        (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+            read_spec(tmp_path)
+        assert caught.value.field == "true_token_id"

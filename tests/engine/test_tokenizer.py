@@ -139,7 +139,7 @@ def test_ends_and_begins_by_the_files_flags(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        ({"model": "bert"}, UnsupportedModelError, "tokenizer.ggml.model"),
+        ({"model": "rwkv"}, UnsupportedModelError, "tokenizer.ggml.model"),
         ({"pre": "never-heard-of"}, UnsupportedModelError, "tokenizer.ggml.pre"),
         ({"tokens": [1, 2]}, CheckpointError, "tokenizer.ggml.tokens"),
         ({"token_type": [1]}, CheckpointError, "tokenizer.ggml.token_type"),

@@ -12,10 +12,11 @@ import sentencepiece as spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.sentencepiece import build
+from slipstream.engine.sentencepiece import _fields, build
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from tests import tiny_models
+from tests.data.make_tokens import write_gguf
 
 LINES = (Path(__file__).parent.parent / "data/tokenizer_corpus.txt").read_bytes().decode().split("\n")
 
@@ -248,3 +249,58 @@ def test_berts_words(tmp_path) -> None:
     (tmp_path / "txt" / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(CheckpointError, match="CLS"):
         Tokenizer.from_pretrained(tmp_path / "txt")
+
+
+# --- The same in GGUF files, as llama.cpp's converter writes them -------------------------------------------------------
+
+
+def test_t5s_pieces_in_a_gguf_file(tmp_path) -> None:
+    options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    data = train(**options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
+    theirs = spm.SentencePieceProcessor(model_proto=data)
+    pieces = range(theirs.vocab_size())
+    charsmap = dict(_fields(dict(_fields(data))[3]))[2]
+    path = tmp_path / "x.gguf"
+    write_gguf(
+        path,
+        {
+            "model": "t5",
+            "tokens": [theirs.id_to_piece(i) for i in pieces],
+            "scores": [float(theirs.get_score(i)) for i in pieces],
+            "token_type": [2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 1 for i in pieces],
+            "precompiled_charsmap": list(charsmap),
+            "add_space_prefix": True,
+            "remove_extra_whitespaces": True,
+            "eos_token_id": 1,
+            "add_eos_token": True,
+            "add_bos_token": False,
+        },
+    )
+    ours = Tokenizer.from_pretrained(path)
+    for line in [line for line in LINES[:400] if line.strip() and "<" not in line]:
+        expected = theirs.encode(line)
+        assert ours.encode(line) == [*expected, 1]
+        if 2 not in expected:
+            assert ours.decode(expected) == theirs.decode(expected)
+
+
+def test_berts_words_in_a_gguf_file(tmp_path) -> None:
+    tiny_models.write_wordpiece(tmp_path / "json")
+    vocab = json.loads((tmp_path / "json" / "tokenizer.json").read_text())["model"]["vocab"]
+
+    def phantom(word: str) -> str:
+        if word.startswith("[") and word.endswith("]"):
+            return word
+        return word[2:] if word.startswith("##") else "\u2581" + word
+
+    tokens = [phantom(word) for word in sorted(vocab, key=vocab.get)]
+    named = {"padding": 0, "unknown": 1, "cls": 2, "seperator": 3, "mask": 4}
+    fields: dict[str, object] = {"model": "bert", "tokens": tokens, **{f"{n}_token_id": i for n, i in named.items()}}
+    a, b = (Tokenizer.from_pretrained(p) for p in (tmp_path / "json", write_gguf(tmp_path / "x.gguf", fields)))
+    for text in ("The cats are singing.", "", "a  b\nc", "Ünïcode?", "the [SEP] cat"):
+        assert a.encode(text) == b.encode(text)
+        assert a.decode(a.encode(text)) == b.decode(b.encode(text))
+    del fields["cls_token_id"]
+    with pytest.raises(CheckpointError, match="CLS"):
+        Tokenizer.from_pretrained(write_gguf(tmp_path / "y.gguf", fields))

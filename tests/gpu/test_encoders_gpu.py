@@ -22,19 +22,31 @@ WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
 
 def vectors(path, **settings):
     with LLM(str(path), skip_tokenizer_init=True, **settings) as llm:
-        found = torch.tensor([output.embedding for output in llm.embed(TEXTS)])
+        found = torch.tensor([output.embedding for output in llm.embed(TEXTS)], dtype=torch.float64)
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
     return found
 
 
+def cosines(ours, theirs):
+    return torch.nn.functional.cosine_similarity(ours, theirs)
+
+
 @pytest.mark.parametrize(
-    "settings", [{}, {"dtype": "float32"}, {"quantization": "fp8"}, {"quantization": "int8"}], ids=str
+    ("settings", "least"), [({}, 0.999), ({"dtype": "float32"}, 1 - 1e-7), ({"quantization": "int8"}, 0.995)], ids=str
 )
-def test_embeddings(tmp_path, settings):
+def test_embeddings(tmp_path, settings, least):
     tiny_models.build_encoder(tmp_path, **WIDE)
-    exact = vectors(tmp_path, **EXACT)
-    least = 0.9999999 if settings == {"dtype": "float32"} else 0.98 if settings else 0.999
-    assert (vectors(tmp_path, max_num_seqs=4, **settings) * exact).sum(1).min() > least
+    assert cosines(vectors(tmp_path, max_num_seqs=4, **settings), vectors(tmp_path, **EXACT)).min() > least
+
+
+def test_embeddings_in_fp8(tmp_path):
+    """The scheme's own error on this model is 0.003 to 0.017 of a text, so kernels are judged by the reference's numbers of the
+    same scheme: in float16 hardly an input falls into another code of theirs, in bfloat16 one of ten does."""
+    tiny_models.build_encoder(tmp_path, **WIDE)
+    exact, theirs = vectors(tmp_path, **EXACT), vectors(tmp_path, quantization="fp8", **EXACT)
+    ours = vectors(tmp_path, max_num_seqs=4, quantization="fp8", dtype="float16")
+    assert cosines(ours, theirs).min() > 0.995
+    assert cosines(vectors(tmp_path, max_num_seqs=4, quantization="fp8"), exact).mean() > 0.985
 
 
 def test_pairs(tmp_path):

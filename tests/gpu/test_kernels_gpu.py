@@ -77,8 +77,10 @@ def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=
         ([1, 130, 600], [77, 3, 50], {"heads": 9, "kv_heads": 3, "dim": 64}),
         ([1, 130, 600], [77, 3, 50], {"heads": 4, "kv_heads": 1, "dim": 256}),
         ([1, 130, 600], [77, 3, 50], {"heads": 16, "kv_heads": 16, "dim": 96, "size": 32}),
+        ([1, 1, 130], [300, 0, 3], {"heads": 71, "kv_heads": 1, "dim": 64}),
+        ([1] * 500, [(i * 37) % 1500 for i in range(500)], {"heads": 48, "kv_heads": 1}),
     ],
-    ids=["three", "700", "mixed", "smollm2", "gemma", "mha-96"],
+    ids=["three", "700", "mixed", "smollm2", "gemma", "mha-96", "falcon", "starcoder"],
 )
 def test_attention(ops, query_lens, contexts, shape, options, dtype):
     q, kv, meta = step(query_lens, contexts, dtype=dtype, max_seq_len=8192, **shape)
@@ -116,6 +118,31 @@ def test_latent_attention(ops, query_lens, contexts, heads):
         found.append((turned, k[1:], o.attention(turned, cache, meta, scale=576**-0.5)))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 5e-3
+
+
+@pytest.mark.parametrize("contexts", [[500], [0, 40, 900], [(i * 37) % 900 for i in range(40)]], ids=len)
+def test_latents_before_and_behind(ops, contexts):
+    """DeepSeek-V2-Lite's sizes: what is cached, asked and made of the sums, for few tokens and more."""
+    _, kv, meta = step([1] * len(contexts), contexts, heads=1, kv_heads=1, dim=576, max_seq_len=1024)
+    shapes = (len(contexts), 16, 192), (len(contexts), 576), (16, 128, 512), (16, 512, 128), (512,)
+    q, row, keys, values, norm = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    options = dict(keys=keys / 8, norm=norm, eps=1e-6, cos_sin=torch.randn(1024, 64, device="cuda"), interleaved=True)
+    found = []
+    for o in (ops, REFERENCE):
+        k = kv.k.clone()
+        mine = LayerKV(k, k[..., 64:])
+        queries = o.latent_queries(q, row, mine, meta, **options)
+        found.append((queries, k, o.latent_attention(queries, mine, meta, values / 8, scale=0.05)))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) < 1e-2
+
+
+@pytest.mark.parametrize(("n", "k"), [(4672, 4544), (4544, 18176), (5120, 2880), (576, 2048), (201088, 2880), (51, 37)])
+def test_one_token_of_any_width(ops, n, k):
+    x, weight = torch.randn(1, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
+        w = ops.prepare_linear(weight, bias)
+        assert error(ops.linear(x, w), REFERENCE.linear(x, w)) < 4e-3
 
 
 def test_routers_of_deepseek(ops):
@@ -305,6 +332,20 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         ours = ops.moe(x, logits, up, down, spec)
         assert error(ours, theirs) < 2e-2, (num_experts, size)
         assert torch.equal(ours, ops.moe(x, logits, up, down, spec))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_an_expert_of_all_tokens(ops, num_tokens):
+    """DeepSeek-V2-Lite's sizes; 3 tokens go the way of many."""
+    expert = DenseSpec(intermediate_size=1408, activation="silu")
+    spec = MoESpec(num_experts=64, num_experts_per_token=6, expert=expert)
+    shapes = (64 * 2816, 2048), (64 * 2048, 1408), (2 * 2816, 2048), (2048, 2816)
+    up, down, *shared = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in shapes)
+    pair = [ops.prepare_experts(w, num_experts=64) for w in (up, down)]
+    always = tuple(ops.prepare_linear(w, None) for w in shared)
+    x, logits = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64))
+    ours, theirs = (o.moe_and_shared(x, logits.float(), *pair, spec, always) for o in (ops, REFERENCE))
+    assert error(ours, theirs) < 2e-2
 
 
 @pytest.mark.parametrize("name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)])

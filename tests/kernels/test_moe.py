@@ -103,6 +103,26 @@ def test_biases_and_an_activation_of_both_halves(ops, scheme):
     torch.testing.assert_close(expected[0], by_hand, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
+@pytest.mark.parametrize(("size", "bias", "gated"), [(40, False, True), (96, True, True), (131, False, False)])
+def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
+    """With few tokens (5 are many here) in the kernels of the others."""
+    expert = DenseSpec(intermediate_size=48, activation="silu", gated=gated, bias=bias)
+    spec, ops = MoESpec(num_experts=17, num_experts_per_token=2, expert=expert, normalize=True), TritonOps()
+    x, logits, up, down = case(num_tokens, spec)
+    biases = (torch.randn(len(up)), torch.randn(len(down))) if bias else (None, None)
+    pair = prepared(REFERENCE, spec, up, down, biases=biases)
+    sizes = ((2 * size if gated else size, 32), (32, size))
+    shared = tuple(
+        REFERENCE.prepare_linear(torch.randn(n, k) / 4, torch.randn(n) if bias else None) for n, k in sizes
+    )
+    expected = REFERENCE.moe_and_shared(x, logits, *pair, spec, shared)
+    torch.testing.assert_close(ops.moe_and_shared(x, logits, *pair, spec, shared), expected, rtol=1e-4, atol=1e-4)
+    act = REFERENCE.gated_activation if gated else REFERENCE.activation
+    alone = REFERENCE.linear(act(REFERENCE.linear(x, shared[0]), "silu"), shared[1])
+    torch.testing.assert_close(expected - REFERENCE.moe(x, logits, *pair, spec), alone, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()

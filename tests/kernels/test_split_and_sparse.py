@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.ops import Linear, SplitLinear
+from slipstream.kernels.ops import SplitLinear
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.tiles import NEVER, Measured, TileTable
 from slipstream.kernels.triton import TritonOps, halves
 from slipstream.model.scheme import SCHEMES
 
@@ -44,12 +43,21 @@ def test_halves_are_seen(dtype):
     assert not halves.has_halves(weight[:40])  # no multiple of what the library takes
 
 
-@pytest.mark.parametrize(
-    ("dense", "expected"),
-    [((9, 9, 9, 9), 64), ((1, 9, 9, 9), 256), ((1, 9, 1, 9), 4096), ((9, 9, 9, 1), None)],
-)
-def test_the_sparse_product_is_taken_where_it_was_the_faster(dense, expected):
-    """`dense`: times at 64, 256, 1,024 and 4,096 tokens; the sparse one takes 5."""
-    times = itertools.chain.from_iterable((5.0, float(t)) for t in reversed(dense))
-    chooser = halves.Halves(clock=lambda call: next(times))
-    assert chooser._measure(Linear(weight=torch.zeros(64, 64)), lambda x, w: x) == expected
+@pytest.mark.parametrize(("kind", "usual"), [("bfloat16", None), ("int8", 256), ("fp8", None)])
+def test_the_table_says_from_when_on_the_sparse_product_is_taken(monkeypatch, kind, usual):
+    """A file or what comes with Slipstream decides, never a clock: the same in every run."""
+    monkeypatch.setattr(halves, "available", lambda weight: True)
+    monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight)
+    weight = (torch.randn(128, 64) * keep(torch.rand(128, 64), 0.5, "2:4", by_row=True)).bfloat16()
+
+    def from_tokens(*entry):
+        entries = {("halves", kind, (128, 64)): Measured(entry)} if entry else {}
+        ops = TritonOps(TileTable(device="", entries=entries))
+        w = ops.prepare_linear(weight, None, None if kind == "bfloat16" else SCHEMES[kind])
+        return None if w.sparse is None else w.sparse.from_tokens
+
+    assert from_tokens() == usual
+    assert from_tokens(64) == 64
+    assert from_tokens(NEVER) is None
+    weight[5, :4] = 1.0
+    assert from_tokens(64) is None

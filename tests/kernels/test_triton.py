@@ -111,6 +111,31 @@ def test_latent_attention(data, splits):
     assert torch.equal(*copied)
 
 
+@pytest.mark.parametrize("lens", [((1, 20), (1, 3)), ((1, 0),), ((1, 40),) * 9, ((6, 5), (9, 0)), ((1, 7), (3, 2))], ids=len)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
+    """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
+    monkeypatch.setattr("slipstream.kernels.triton.latent.num_splits", lambda *_: splits)
+    heads, plain, rotary, rank, width = 3, 20, 8, 72, 24
+    step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
+    num_tokens = len(step.q)
+    q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
+    keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
+    found = []
+    for ops in (OURS, REFERENCE):
+        k = step.kv.k.clone()
+        kv = LayerKV(k, k[..., rotary:])
+        cos_sin = torch.ones(2000, rotary).cumsum(0).sin()
+        options = dict(keys=keys, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=interleaved)
+        queries = ops.latent_queries(q, row, kv, step.meta, **options)
+        out = ops.latent_attention(queries, kv, step.meta, values, scale=0.3)
+        assert out.shape == (num_tokens, heads * width)
+        found.append((queries, k[1:], out[step.owned]))
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs)
+
+
 @QUICK
 @given(data=st.data())
 def test_rope_and_cache(data):
@@ -306,6 +331,7 @@ def spied(patch, name):
         ("skinny", "fp8", "fp8", 3, (16,), (32, 32, 1, 1)),
         ("skinny", "int8", "int8", 17, (32,), (32, 64, 2, 1)),
         ("tiled", "int8", "int8", 70, (256,), (32, 32, 32, 4, 1)),
+        ("blocks", "fp8-block", "fp8-block", 2, (16,), (16, 2, 4, 1)),
         ("grouped", "int4-g32", "int4-g32", 2, (16,), (32, 1, 1)),
         ("grouped", "int4", "int4", 2, (16,), (32, 2, 1)),
     ],
@@ -319,10 +345,10 @@ def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, s
     w = ops.prepare_linear(weight.half() if op == "grouped" else weight, None, SCHEMES[scheme] if scheme else None)
     x = torch.randn(tokens, inner).to(w.scales.dtype if op == "grouped" else weight.dtype)
     ours, theirs = ops.linear(x, w), REFERENCE.linear(x, w)
-    assert seen == [tile]
+    assert seen == [tile if op != "blocks" else (16, *tile)]  # whose first number follows from the tokens
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * inner**0.5)
     ops.with_tiles(NO_TILES).linear(x, w)
-    assert seen == [tile, None]
+    assert seen[1:] == [None]
 
 
 def test_attention_takes_the_tables_tiles(monkeypatch):
@@ -369,6 +395,14 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
             asked.clear()
             assert tuning.results_agree(trial.prepare(trial.key), tiles[op]), trial.key
             assert any(find(table, *key) == tiles[op] for table, key in asked), trial.key
+
+
+def test_trials_of_products_by_blocks(monkeypatch):
+    monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
+    bench = tuning._Bench(NO_TILES, torch.device("cpu"), torch.float32)
+    trials = bench._products((48, 256), SCHEMES["fp8-block"])
+    assert [t.key for t in trials] == [("blocks", "fp8-block", (48, 256, n)) for n in (16, 32, 64)]
+    assert tuning.results_agree(trials[0].prepare(trials[0].key), (16, 2, 4, 1))
 
 
 def test_linear_embed_and_copies():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream import LLM
+from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.model.description import read_spec
@@ -373,6 +373,114 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         expected = theirs(torch.tensor([tokens])).logits[0]
     ours = run(load(tmp_path / "model.gguf"), tokens)
     assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+def converted(folder, number, num_layers, changed=lambda name, value: {name: value}):
+    """A folder's tensors by the gguf package's own table of names; `changed` does what the converter does to them."""
+    table, tensors = gguf.get_tensor_name_map(number, num_layers), {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        for new, part in changed(name, value.numpy()).items():
+            written = table.get_name(new, (".weight", ".bias"))
+            assert written is not None, new
+            tensors[written] = (part, "F32")
+    return tensors
+
+
+ENCODERS = {  # the family here, llama.cpp's architecture, what its converter writes besides the common keys
+    "bert": ("bert", gguf.MODEL_ARCH.BERT, {"pooling_type": 2}),
+    "xlm-roberta": ("roberta", gguf.MODEL_ARCH.BERT, {"pooling_type": 1}),
+    "nomic-bert": ("nomic_bert", gguf.MODEL_ARCH.NOMIC_BERT, {"pooling_type": 1, "rope.freq_base": 1000.0}),
+}
+
+
+NOMICS_OWN = {  # transformers' names of Nomic's tensors, and the authors', which the gguf package knows
+    "self_attn.o_proj": "attn.out_proj",
+    "mlp.gate_proj": "mlp.fc12",
+    "mlp.up_proj": "mlp.fc11",
+    "mlp.down_proj": "mlp.fc2",
+}
+
+
+@pytest.mark.parametrize("case", ENCODERS)
+def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
+    family, number, more = ENCODERS[case]
+    tiny_models.build_encoder(tmp_path / "hf", family)
+    spec = read_spec(tmp_path / "hf").spec
+    offset = 0 if spec.learned_positions is None else spec.learned_positions.offset
+
+    def changed(name, value):
+        name = name.removeprefix("roberta.").removeprefix("bert.")
+        if "pooler" in name:
+            return {}
+        if name == "embeddings.position_embeddings.weight":
+            return {name: value[offset:]}
+        if family == "nomic_bert" and (q := re.fullmatch(r"(encoder\.)?layers\.(\d+)\.self_attn\.q_proj\.weight", name)):
+            held = load_file(tmp_path / "hf" / "model.safetensors")
+            key = next(k for k in held if k.endswith(name))
+            whole = np.concatenate([held[key.replace("q_proj", f"{x}_proj")].numpy() for x in "qkv"])
+            return {f"encoder.layers.{q[2]}.attn.Wqkv.weight": whole}
+        if re.search(r"self_attn\.[kv]_proj", name):
+            return {}
+        for theirs, own in NOMICS_OWN.items() if family == "nomic_bert" else ():
+            name = name.replace(theirs, own)
+        return {name: value}
+
+    a = spec.layers[0].attention
+    metadata = {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_position,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.layers[0].mlp.intermediate_size,
+        "attention.head_count": a.num_heads,
+        "attention.layer_norm_epsilon": spec.embed_norm.eps,
+        "attention.causal": False,
+        **more,
+    }
+    name = gguf.MODEL_ARCH_NAMES[number]
+    tensors = converted(tmp_path / "hf", number, spec.num_layers, changed)
+    write(tmp_path / "model.gguf", tensors, name, **{f"{name}.{k}": v for k, v in metadata.items()})
+    texts = [{"prompt_token_ids": [5, 9, 200, 31, 7]}, {"prompt_token_ids": [44]}]
+    (tmp_path / "hf" / "1_Pooling").mkdir()
+    tiny_models.write_sentence_transformers(tmp_path / "hf", mode={1: "mean_tokens", 2: "cls_token"}[more["pooling_type"]])
+    found = []
+    for path in (tmp_path / "hf", tmp_path / "model.gguf"):
+        with LLM(str(path), skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
+            found.append(torch.tensor([o.embedding for o in llm.embed(texts)]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["t5", "flan-t5"])
+def test_t5_as_llama_cpp_writes_it(family, tmp_path):
+    tiny_models.build_t5(tmp_path / "hf", family)
+    spec = read_spec(tmp_path / "hf").spec
+    a, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    skip = ("coder.embed_tokens", "EncDecAttention.relative_attention_bias")
+
+    def changed(name, value):
+        return {} if any(part in name for part in skip) else {name: value}
+
+    metadata = {
+        "block_count": len(spec.encoder.layers),
+        "decoder_block_count": len(spec.layers),
+        "context_length": spec.max_position,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": mlp.intermediate_size,
+        "attention.head_count": a.num_heads,
+        "attention.key_length": a.head_dim,
+        "attention.value_length": a.head_dim,
+        "attention.layer_norm_epsilon": spec.final_norm.eps,
+        "attention.layer_norm_rms_epsilon": spec.final_norm.eps,
+        "attention.relative_buckets_count": a.position.num_buckets,
+        "decoder_start_token_id": spec.encoder.start_token_id,
+    }
+    tensors = converted(tmp_path / "hf", gguf.MODEL_ARCH.T5, max(len(spec.layers), len(spec.encoder.layers)), changed)
+    write(tmp_path / "model.gguf", tensors, "t5", **{f"t5.{k}": v for k, v in metadata.items()})
+    texts = [{"prompt_token_ids": [5, 9, 200, 31, 7]}, {"prompt_token_ids": [44]}]
+    greedy, answers = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
+    for path in (tmp_path / "hf", tmp_path / "model.gguf"):
+        with LLM(str(path), skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
+            answers.append([o.outputs[0].token_ids for o in llm.generate(texts, greedy)])
+    assert answers[0] == answers[1]
 
 
 LEAST = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.engine import sentencepiece
 from slipstream.engine.sentencepiece import Kind
@@ -114,9 +114,19 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
             raise CheckpointError(f"{path} lacks tokenizer.ggml.scores", field="tokenizer.ggml.scores")
         prefix = fields.get("add_space_prefix", bool, True)
         backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
+    elif kind == "t5":
+        bos = eos = None
+        add_bos, charsmap = False, bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
+        scores = fields.array("scores", float, len(tokens))
+        if not scores or int(Kind.UNKNOWN) not in kinds:
+            raise CheckpointError(f"{path} lacks scores or the unknown token of its vocabulary", field="tokenizer.ggml.scores")
+        prefix, cleaned = (fields.get(k, bool, True) for k in ("add_space_prefix", "remove_extra_whitespaces"))
+        backend = sentencepiece.unigram(tokens, scores, kinds, charsmap, add_prefix=prefix, remove_extra=cleaned)
+    elif kind == "bert":
+        return _wordpiece(fields, tokens)
     else:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model = {kind!r} is not supported; gpt2 and llama are", field="tokenizer.ggml.model"
+            f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, t5 and bert are", field="tokenizer.ggml.model"
         )
     bos, eos = fields.token_id("bos", bos, len(tokens)), fields.token_id("eos", eos, len(tokens))
     others = [fields.token_id(name, None, len(tokens)) for name in ("eot", "eom")]
@@ -134,6 +144,38 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     for name in fields.metadata.get("tokenizer.chat_templates", ()):
         templates[name] = fields.metadata.get(f"tokenizer.chat_template.{name}")
     return Tokenizer(backend, special, chat_templates={k: v for k, v in templates.items() if isinstance(v, str)})
+
+
+def _wordpiece(fields: _Fields, tokens: list[str]) -> Tokenizer:
+    """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one, and does not say
+    whether letters become small: they do, if no token has a capital."""
+    named = [t.startswith("[") and t.endswith("]") for t in tokens]
+    words = [
+        t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}" for t, whole in zip(tokens, named, strict=True)
+    ]
+    ids = {name: fields.token_id(name, None, len(tokens)) for name in ("cls", "seperator", "unknown", "padding", "mask")}
+    ids["cls"] = fields.token_id("bos", None, len(tokens)) if ids["cls"] is None else ids["cls"]
+    if ids["cls"] is None or ids["seperator"] is None or ids["unknown"] is None:
+        raise CheckpointError(f"{fields.path} does not name its CLS, SEP and UNK tokens", field="tokenizer.ggml.cls_token_id")
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=words[ids["unknown"]], max_input_chars_per_word=100))
+    small = not any(word != word.lower() for word, whole in zip(words, named, strict=True) if not whole)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=small)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    special = sorted({i for i in ids.values() if i is not None})
+    backend.add_special_tokens([words[i] for i in special])
+    texts = {"cls": "cls", "sep": "seperator", "unk": "unknown", "pad": "padding", "mask": "mask"}
+    return Tokenizer(
+        backend,
+        SpecialTokens(
+            bos_id=None,
+            eos_ids=(),
+            prefix=(ids["cls"],),
+            suffix=(ids["seperator"],),
+            texts={f"{name}_token": words[i] for name, key in texts.items() if (i := ids[key]) is not None},
+        ),
+    )
 
 
 def _byte_level(fields: _Fields, tokens: list[str], kinds: list[int], split: Split) -> tokenizers.Tokenizer:

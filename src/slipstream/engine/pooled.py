@@ -1,7 +1,8 @@
 """What comes of pooled requests: embeddings, their shorter forms, and the order of documents for a query. No torch.
 
-A cross-encoder (one label) scores each pair of query and document; its score passes the logistic function unless its config
-says otherwise. A model of embeddings ranks by the cosine of query and document.
+A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each pair
+of query and document; its score passes the logistic function unless its config says otherwise. A model of embeddings ranks by
+the cosine of query and document.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from slipstream.model.description import ModelDescription
 from slipstream.types import EmbeddingOutput, Prompt, RequestOutput, RerankResult
 
 
+def scores_pairs(model: ModelDescription) -> bool:
+    """Whether it gives scores of pairs of texts and no vectors."""
+    return model.spec.classifier is not None or model.pooling.score_tokens is not None
+
+
 def refuse_classifier(model: ModelDescription) -> None:
-    if model.spec.classifier is not None:
+    if scores_pairs(model):
         raise RequestError("this model is a classifier and gives scores, not embeddings; use rerank", field="model")
 
 
@@ -48,9 +54,9 @@ def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) 
     classifier = model.spec.classifier
     if not documents:
         raise RequestError("documents is empty; give at least one", field="documents")
-    if classifier is None:
+    if not scores_pairs(model):
         return [query, *documents]
-    if classifier.num_labels != 1:
+    if classifier is not None and classifier.num_labels != 1:
         raise RequestError(f"this classifier has {classifier.num_labels} labels; reranking needs one score", field="model")
     return [(query, document) for document in documents]
 
@@ -62,7 +68,7 @@ def rank(
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
     found = [np.frombuffer(output.embedding or b"", dtype=np.float32) for output in outputs]
-    if model.spec.classifier is None:
+    if not scores_pairs(model):
         (query, *others), counted = found, outputs[1:]
         scores = [_cosine(query, other) for other in others]
     else:
@@ -73,7 +79,7 @@ def rank(
         RerankResult(index=i, document=document, relevance_score=score, num_tokens=len(output.prompt_token_ids))
         for i, (document, score, output) in enumerate(zip(documents, scores, counted, strict=True))
     ]
-    if model.spec.classifier is None:  # the query's own tokens count once
+    if not scores_pairs(model):  # the query's own tokens count once
         first = results[0]
         results[0] = dataclasses.replace(first, num_tokens=first.num_tokens + len(outputs[0].prompt_token_ids))
     return sorted(results, key=lambda result: -result.relevance_score)[:top_n]

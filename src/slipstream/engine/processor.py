@@ -41,6 +41,10 @@ from slipstream.types import (
 _logger = logging.getLogger("slipstream.engine")
 
 
+UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of requests whose answer is a vector or a score: checked once, not for each of thousands of texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A user's request, checked: its n engine requests, the first of which the others fork from. Engine requests have ids
@@ -200,8 +204,11 @@ class InputProcessor:
             if self.tokenizer is None:
                 raise RequestError("pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt")
             text = prompt[1]
-            pair, num_first = self.tokenizer.encode_pair(*prompt, max_length=room)
-            tokens = tuple(pair)
+            if how.score_tokens is not None:
+                tokens = _judged(self.tokenizer, *prompt, how.prompt, room)
+            else:
+                pair, num_first = self.tokenizer.encode_pair(*prompt, max_length=room)
+                tokens = tuple(pair)
         else:
             prompt = how.prompt + prompt if isinstance(prompt, str) else prompt
             text, tokens = self._tokens(prompt, True, any_length=room is not None)
@@ -214,7 +221,7 @@ class InputProcessor:
         request = EngineRequest(
             request_id=str(number),
             prompt_token_ids=tokens,
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            sampling=UNSAMPLED,
             max_tokens=0,
             arrival=time.monotonic(),
             priority=priority,
@@ -231,7 +238,7 @@ class InputProcessor:
             raise RequestError(f"this model ({spec.family}) is an encoder-decoder and gives no embeddings", field="model")
         if not spec.is_encoder and spec.classifier is None and how.kind != "last":
             raise RequestError(f"of a decoder only the last token stands for a text, not {how.kind!r}", field="model")
-        if pair and spec.classifier is None:
+        if pair and spec.classifier is None and how.score_tokens is None:
             raise RequestError("only a cross-encoder takes pairs of texts", field="model")
         return spec, how
 
@@ -510,3 +517,22 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     return whole
+
+
+def _judged(tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None) -> tuple[int, ...]:
+    """A query and a document as the chat template of a model that judges them has it; the document is cut to `room` tokens in
+    all."""
+    said = [{"role": "system", "content": instruction}] if instruction else []
+
+    def rendered(text: str) -> tuple[int, ...]:
+        messages = [*said, {"role": "query", "content": query}, {"role": "document", "content": text}]
+        return tuple(tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False))
+
+    tokens = rendered(document)
+    cut = tokenizer.encode(document, add_special_tokens=False)
+    while room is not None and len(tokens) > room:
+        if not cut:
+            raise RequestError(f"{room} tokens leave no room for a document", field="truncate_prompt_tokens")
+        cut = cut[: max(0, len(cut) - (len(tokens) - room))]
+        tokens = rendered(tokenizer.decode(cut))
+    return tokens

@@ -93,7 +93,8 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path} can't be read as a SentencePiece model: {error}", field=path.name) from error
     if trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds:  # model_type: unigram
-        return _unigram(tokens, scores, kinds, normalizer)
+        prefix, cleaned = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
+        return unigram(tokens, scores, kinds, normalizer.get(2) or b"", add_prefix=prefix, remove_extra=cleaned)
     if trainer.get(3, 1) != 2:  # BPE
         raise UnsupportedModelError(
             f"{path} is neither a BPE model nor a unigram model without bytes; pass tokenizer=PATH of a folder with a "
@@ -110,18 +111,18 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
     return build(tokens, scores, kinds, add_space_prefix=bool(normalizer.get(3, 1)))
 
 
-def _unigram(
-    tokens: list[str], scores: list[float], kinds: list[int], normalizer: dict[int, Any]
+def unigram(
+    tokens: list[str], scores: list[float], kinds: list[int], charsmap: bytes, *, add_prefix: bool, remove_extra: bool
 ) -> tokenizers.Tokenizer:
-    """A unigram model (Kudo 2018): the cut of a text whose pieces are likeliest. Its character map is applied as it stands."""
+    """A unigram model (Kudo 2018): the cut of a text whose pieces are likeliest. Its character map is applied as it stands;
+    `add_prefix` and `remove_extra` are SentencePiece's add_dummy_prefix and remove_extra_whitespaces."""
     known = list(zip(tokens, scores, strict=True))
     backend = tokenizers.Tokenizer(models.Unigram(known, unk_id=kinds.index(Kind.UNKNOWN), byte_fallback=False))
-    charsmap = normalizer.get(2)
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
-    if normalizer.get(4, 1):  # remove_extra_whitespaces
+    if remove_extra:
         steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
     backend.normalizer = normalizers.Sequence(steps)
-    scheme: Any = "always" if normalizer.get(3, 1) else "never"
+    scheme: Any = "always" if add_prefix else "never"
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)
     backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)
     add_tokens(backend, tokens, kinds)

@@ -497,6 +497,47 @@ class OpSet(ABC):
         sequences (seq_len 0) are unspecified but finite. Softmax in float32.
         """
 
+    def latent_queries(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
+        """What latent attention asks and remembers: q [T, H, P + R], plain and rotary numbers of each head, and row
+        [T, C + R], the latent and the rotary key → queries [T, H, R + C], rotated and with the plain part multiplied into the
+        latents' space by keys [H, P, C]. The rotated key and the normed latent (RMS norm with weight `norm` [C]) go into the
+        cache."""
+        (num_heads, plain_dim, rank), rotary = keys.shape, cos_sin.shape[1]
+        plain, turned = q.split((plain_dim, rotary), dim=2)
+        latent, key = row.split((rank, rotary), dim=1)
+        normed = self.rms_norm(latent.contiguous(), norm, eps)[0]
+        assert isinstance(normed, Tensor)
+        absorbed = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
+        queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
+        return self.rope_and_cache(
+            torch.cat((queries, cached[:, None]), dim=1).flatten(1),
+            kv,
+            meta,
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=rank + rotary,
+            cos_sin=cos_sin,
+            interleaved=interleaved,
+        )
+
+    def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
+        """`attention` over a cache of latents by `latent_queries`' q, and its sums [T, H, C] made values by values [H, C, V]:
+        [T, H · V]."""
+        seen = self.attention(q, kv, meta, scale=scale)
+        return torch.bmm(seen.transpose(0, 1), values).transpose(0, 1).flatten(1)
+
     @abstractmethod
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
@@ -526,6 +567,24 @@ class OpSet(ABC):
         weights are p, divided by their sum if spec.normalize, times spec.weight_scale. `up` [X · 2F, E] (or [X · F, E]) and
         `down` [X · E, F] hold the experts one below the other, their biases too. What was chosen is added to `load`.
         """
+
+    def moe_and_shared(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        shared: tuple[Linear, Linear],
+        *,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
+    ) -> Tensor:
+        """`moe`, and added to it one expert more that every token has, of the products `shared`, with the same activation."""
+        routed = self.moe(x, router_logits, up, down, spec, correction=correction, load=load)
+        act = self.gated_activation if spec.expert.gated else self.activation
+        h = act(self.linear(x, shared[0]), spec.expert.activation, inputs=shared[1].inputs)
+        return routed + self.linear(h, shared[1])
 
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:

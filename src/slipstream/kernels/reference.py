@@ -247,7 +247,7 @@ class ReferenceOps(OpSet):
             up_rows, down_rows = (
                 slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_experts)
             )
-            h = act(self.linear(x[tokens], up.part(up_rows)), spec.expert.activation)
+            h = act(self.linear(x[tokens], up.part(up_rows)), spec.expert.activation, inputs=down.inputs)
             out[tokens] += self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]
         return out.to(x.dtype)
 

@@ -31,7 +31,9 @@ Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "triton" / "tiles"
-KINDS = ("bfloat16", "float16", "float32", "fp8", "int8", "int4", "int4-g32")
+KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")
+NEVER = 1 << 30
+"""`from_tokens` of 2:4 weights whose sparse product is never the faster (`triton.halves`)."""
 NUM_COUNTERS = 4096
 """Rows of tiles whose parts can be counted when a product is split (`triton.parts`)."""
 
@@ -53,6 +55,8 @@ OPS: Mapping[str, TiledOp] = {
     "skinny": TiledOp(_PRODUCT, ("block_n", "block_k", "splits", "stages"), (16, 32, 64)),
     "tiled": TiledOp(_PRODUCT, ("block_m", "block_n", "block_k", "warps", "stages"), (256, 1024, 8192)),
     "grouped": TiledOp(_PRODUCT, ("block_n", "splits", "stages"), (16, 32, 64)),
+    "blocks": TiledOp(_PRODUCT, ("block_n", "splits", "warps", "stages"), (16, 32, 64)),
+    "halves": TiledOp(("outer", "inner"), ("from_tokens",)),
     "decode": TiledOp((*_ATTENTION, "seqs"), ("block_n", "warps", "stages"), (1, 4, 16, 64, 256, 1024)),
     "prefill": TiledOp((*_ATTENTION, "queries"), ("block_m", "block_n", "warps", "stages"), (32, 512, 4096)),
 }
@@ -220,7 +224,7 @@ def check_tile(op: str, shape: tuple[int, ...], tile: Tile, where: str = "tile")
     """ValueError if no kernel could run with it."""
     named = dict(zip(OPS[op].tile, tile, strict=True))
     for name, number in named.items():
-        most = {"warps": 32, "stages": 8, "splits": 64}.get(name, 4096)
+        most = {"warps": 32, "stages": 8, "splits": 64, "from_tokens": NEVER}.get(name, 4096)
         whole = name in ("stages", "splits") or number & (number - 1) == 0
         if not (1 <= number <= most and whole):
             raise ValueError(f"{where}: {name}={number} must be {'' if whole else 'a power of two '}from 1 to {most}")

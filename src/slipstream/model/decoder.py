@@ -163,25 +163,18 @@ class LatentAttention:
             assert self.q_norm is not None
             rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
         q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
-        plain, turned = q.split((s.plain_dim, s.rotary_dim), dim=2)
-        latent, key = ops.linear(x, self.latent).split((s.kv_rank, s.rotary_dim), dim=1)
-        normed = ops.rms_norm(latent.contiguous(), self.k_norm, s.eps)[0]
-        assert isinstance(normed, Tensor)
-        absorbed = torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
-        queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
-        q = ops.rope_and_cache(
-            torch.cat((queries, cached[:, None]), dim=1).flatten(1),
+        queries = ops.latent_queries(
+            q,
+            ops.linear(x, self.latent),
             kv,
             meta,
-            num_heads=s.num_heads,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
+            keys=self.keys,
+            norm=self.k_norm,
+            eps=s.eps,
             cos_sin=self.cos_sin,
             interleaved=s.position.style == "interleaved",
         )
-        seen = ops.attention(q, kv, meta, scale=s.scale)  # [T, H, kv_rank]
-        values = torch.bmm(seen.transpose(0, 1), self.values).transpose(0, 1)
-        return ops.linear(values.flatten(1), self.out)
+        return ops.linear(ops.latent_attention(queries, kv, meta, self.values, scale=s.scale), self.out)
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -218,14 +211,15 @@ class MoE:
     def __call__(self, ops: OpSet, x: Activations, load: ExpertLoad | None = None) -> Tensor:
         """[T, E] → [T, E]"""
         assert isinstance(x, Tensor)
-        logits = ops.linear(x, self.router)
-        routed = ops.moe(x, logits, self.up, self.down, self.spec, correction=self.correction, load=load)
+        logits, own = ops.linear(x, self.router), (self.up, self.down, self.spec)
         if self.shared is None:
-            return routed
-        always = self.shared(ops, x)
-        if self.shared_weight is not None:
-            always = always * ops.linear(x, self.shared_weight).sigmoid()
-        return routed + always
+            return ops.moe(x, logits, *own, correction=self.correction, load=load)
+        expert, always = self.spec.expert, self.shared.spec
+        if self.shared_weight is None and (expert.activation, expert.gated) == (always.activation, always.gated):
+            both = self.shared.up, self.shared.down
+            return ops.moe_and_shared(x, logits, *own, both, correction=self.correction, load=load)
+        routed, added = ops.moe(x, logits, *own, correction=self.correction, load=load), self.shared(ops, x)
+        return routed + (added if self.shared_weight is None else added * ops.linear(x, self.shared_weight).sigmoid())
 
     @property
     def inputs(self) -> InputFormat | None:

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
-from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, ConfigReader, Family
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.held import held_formats
 from slipstream.model.parameters import Shape, parameters
-from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, read_pooling
+from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.model.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
 from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, WeightFormat
 from slipstream.model.spec import ModelSpec
@@ -136,6 +136,9 @@ def _read_folder(path: Path) -> ModelDescription:
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
+    pooling = read_pooling(path, config, is_encoder=spec.is_encoder)
+    if pooling.score_tokens is not None and max(n or 0 for n in pooling.score_tokens) >= spec.vocab_size:
+        raise CheckpointError(f"{path}: its LogitScore step names tokens that there are not", field="true_token_id")
     dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     if dtype is None:  # what is rounded was of 16 bits
         dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
@@ -149,7 +152,7 @@ def _read_folder(path: Path) -> ModelDescription:
         eos_token_ids=_ids(eos, spec.vocab_size),
         bos_token_id=next(iter(_ids(own.get("bos_token_id"), spec.vocab_size)), None),
         quantization=quantization,
-        pooling=read_pooling(path, config, is_encoder=spec.is_encoder),
+        pooling=pooling,
         sampling=_sampling(defaults),
     )
 
@@ -199,6 +202,7 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
+    said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     config = family.gguf.config(reader)
     reader.finish()
@@ -224,6 +228,7 @@ def _read_gguf(path: Path) -> ModelDescription:
         dtype="bfloat16",
         eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        pooling=gguf_pooling(meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder),
         stored=_stored(file),
         gguf=file,
     )

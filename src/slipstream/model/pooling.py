@@ -1,8 +1,10 @@
 """How a checkpoint makes one vector of a text, as sentence-transformers writes it down. No torch.
 
 `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first or the last) and perhaps Normalize;
-any other is refused by name. Without that file an encoder takes the mean, a decoder the last token, and the vector gets the
-length 1. A cross-encoder's scores are probabilities unless its config says otherwise.
+any other is refused by name. A language model that judges pairs of texts (Qwen3-Reranker) has LogitScore as its second step:
+the tokens whose logits after the whole prompt are the score, which the chat template makes of a query and a document. Without
+that file an encoder takes the mean, a decoder the last token, and the vector gets the length 1. A cross-encoder's scores are
+probabilities unless its config says otherwise.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ CONFIG_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """`max_length`: the longest text that the model was trained for, in tokens, if its files say so. `prompt` stands before
-    every text. `dimensions`: the shorter vectors that it was trained to give too, of any length if empty; None: none.
-    `probabilities`: a classifier's scores pass the logistic function."""
+    """`score_tokens`: a pair's score is the first one's logit, less the second's if there is one. `max_length`: the longest
+    text that the model was trained for, in tokens, if its files say so. `prompt` stands before every text. `dimensions`: the
+    shorter vectors that it was trained to give too, of any length if empty; None: none. `probabilities`: a classifier's
+    scores pass the logistic function."""
 
     kind: Literal["mean", "cls", "last"]
     normalize: bool
@@ -33,6 +36,7 @@ class PoolingSpec:
     prompt: str = ""
     dimensions: tuple[int, ...] | None = None
     probabilities: bool = True
+    score_tokens: tuple[int, int | None] | None = None
 
 
 LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
@@ -41,7 +45,7 @@ LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
 def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
     """Of a folder whose config.json is `config`. UnsupportedModelError names what is not known."""
     kind: Literal["mean", "cls", "last"] = "mean" if is_encoder else "last"
-    normalize = True
+    normalize, score_tokens = True, None
     modules = _json(path / "modules.json", [])
     if modules:
         normalize = False
@@ -51,6 +55,8 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
                 kind = _kind(_json(path / str(module.get("path", "")) / "config.json", {}))
             elif name == "Normalize":
                 normalize = True
+            elif name == "LogitScore" and not is_encoder:
+                kind, score_tokens = "last", _score_tokens(_json(path / str(module.get("path", "")) / "config.json", {}))
             elif name != "Transformer":
                 raise UnsupportedModelError(f"modules.json: the step {name!r} is not supported", field="modules.json")
     limits = _json(path / "sentence_bert_config.json", {})
@@ -66,8 +72,27 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
         max_length=length if isinstance(length, int) and length > 0 else None,
         prompt=str((says.get("prompts") or {}).get(default, "")) if default else "",
         dimensions=tuple(listed) if listed else () if config.get("is_matryoshka") else None,
-        probabilities=_probabilities(config),
+        probabilities=_probabilities({**says, **config} if "activation_fn" in says else config),
+        score_tokens=score_tokens,
     )
+
+
+def _score_tokens(config: Mapping[str, Any]) -> tuple[int, int | None]:
+    yes, no = config.get("true_token_id"), config.get("false_token_id")
+    if not isinstance(yes, int) or not (no is None or isinstance(no, int)) or min(yes, no or 0) < 0:
+        raise UnsupportedModelError(
+            f"a LogitScore step with true_token_id = {yes!r} and false_token_id = {no!r}", field="true_token_id"
+        )
+    return yes, no
+
+
+def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
+    """By llama.cpp's `pooling_type`: 1 the mean, 2 the first token, 3 the last; 0, or none at all, its usual one."""
+    kinds: dict[object, Literal["mean", "cls", "last"]] = {1: "mean", 2: "cls", 3: "last"}
+    usual: Literal["mean", "last"] = "mean" if is_encoder else "last"
+    if number not in (None, 0, *kinds):
+        raise UnsupportedModelError(f"pooling_type = {number!r}: only 0 to 3 are supported", field="pooling_type")
+    return PoolingSpec(kind=kinds.get(number, usual), normalize=True)
 
 
 def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
@@ -93,8 +118,10 @@ def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
 def _probabilities(config: Mapping[str, Any]) -> bool:
     """By the name of the activation that a cross-encoder ends with: Sigmoid, which is the default, or Identity."""
     own = config.get("sentence_transformers")
-    name = (own.get("activation_fn") if isinstance(own, Mapping) else None) or config.get(
-        "sbert_ce_default_activation_function"
+    name = (
+        (own.get("activation_fn") if isinstance(own, Mapping) else None)
+        or config.get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
     )
     last = str(name or "Sigmoid").rsplit(".", 1)[-1].removesuffix("()")
     if last not in ("Sigmoid", "Identity"):

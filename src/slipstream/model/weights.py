@@ -19,7 +19,7 @@ from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights, expanded
 from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import GGUF_FREQUENCIES
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.held import is_expandable
 from slipstream.model.mxfp4 import Mxfp4Weights
@@ -52,7 +52,7 @@ def load_parameters(
     values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
-        ignored: tuple[str, ...] = tuple(re.escape(name) for name in GGUF_FREQUENCIES)
+        ignored: tuple[str, ...] = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD)
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         if description.quantization is not None and description.quantization.sparse:

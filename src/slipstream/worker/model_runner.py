@@ -305,8 +305,15 @@ class ModelRunner:
         if not self.model.spec.is_encoder:
             ends = starts[upload(np.array(which, np.int64) + 1, self.device)]
             hidden, starts = hidden[ends.long() - 1], torch.arange(len(which) + 1, device=self.device)
-        vectors = pool(hidden, starts, how.kind) if classifier is None else classifier(self.ops, hidden, starts).float()
-        vectors = normalized(vectors) if how.normalize and classifier is None else vectors
+        if how.score_tokens is not None:
+            yes, no = how.score_tokens
+            logits = self.model.decoder.logits(hidden).float()
+            vectors = logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
+        elif classifier is not None:
+            vectors = classifier(self.ops, hidden, starts).float()
+        else:
+            vectors = pool(hidden, starts, how.kind)
+            vectors = normalized(vectors) if how.normalize else vectors
         return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors.contiguous())
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:

@@ -28,7 +28,7 @@ from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.latent import latent_attention
+from slipstream.kernels.triton.latent import latent_attention, latent_queries
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 
@@ -50,7 +50,6 @@ class TritonOps(OpSet):
         self.deterministic = deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, parts.Scratch] = {}
-        self._halves = halves.Halves()
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1
@@ -76,7 +75,7 @@ class TritonOps(OpSet):
 
     def _sparse(self, w: Linear) -> Linear:
         """With a copy without zeros, if that is the faster one; another order of sums, so none where results are fixed."""
-        return w if self.deterministic else self._halves.with_copy(w, self._dense)
+        return w if self.deterministic else halves.with_copy(w, self.tiles)
 
     def _dense(self, x: Activations, w: Linear) -> Tensor:
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
@@ -190,6 +189,24 @@ class TritonOps(OpSet):
             deterministic=self.deterministic,
         )
 
+    def latent_queries(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
+        return latent_queries(q, row, kv, meta, keys, norm, eps, cos_sin, interleaved)
+
+    def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
+        return latent_attention(q, kv, meta, scale=scale, values=values)
+
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
     ) -> Activations:
@@ -219,6 +236,22 @@ class TritonOps(OpSet):
         load: ExpertLoad | None = None,
     ) -> Tensor:
         return moe.moe(x, router_logits, up, down, spec, correction, load)
+
+    def moe_and_shared(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        up: Linear,
+        down: Linear,
+        spec: MoESpec,
+        shared: tuple[Linear, Linear],
+        *,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
+    ) -> Tensor:
+        if moe.takes_shared(x.shape[0], up, down, spec, shared):
+            return moe.moe(x, router_logits, up, down, spec, correction, load, shared)
+        return super().moe_and_shared(x, router_logits, up, down, spec, shared, correction=correction, load=load)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -30,6 +30,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
 CTAS_PER_SM = 4
 """Decode programs wanted per multiprocessor before sequences are no longer split."""
+GROUP_NUMBERS = 2048
+"""Sums (heads times their size) of a decode's program: 64 registers of each thread of its one warp."""
 HOPPER_TRITON = ((3, 6), (3, 9))
 """Versions of Triton, the first and the last, with which the kernel for Hopper was compiled: Gluon's names change."""
 FEW_ROWS = 64
@@ -126,6 +128,7 @@ def _decode_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,13 +143,14 @@ def _decode_kernel(
     BY_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a (sequence, kv head, part of the sequence): scores [BLOCK_N keys, BLOCK_G heads], sums [D, BLOCK_G]. The
-    keys and values are the tall sides of the products, so that the few heads waste little of a tensor core."""
+    """One program a (sequence, BLOCK_G query heads of a kv head, part of the sequence): scores [BLOCK_N keys, BLOCK_G heads],
+    sums [D, BLOCK_G]. The keys and values are the tall sides of the products, so that the few heads waste little of a tensor
+    core. GROUPS programs read one kv head where its query heads' sums do not fit one warp's registers."""
     if PDL:
         follow()
-    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq, head, split = tl.program_id(0), tl.program_id(1) // GROUPS, tl.program_id(2)
     length = tl.load(lens_ptr + seq)
-    gs, ds = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    gs, ds = tl.program_id(1) % GROUPS * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads = head * G + gs
     low = 0
     if HAS_WINDOW:
@@ -417,22 +421,24 @@ def paged_attention(
     numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0), reach)
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
-        few = num_decodes * num_kv_heads < CTAS_PER_SM * processors(q.device)
+        block_g = min(max(8, triton.next_power_of_2(shape["G"])), max(8, GROUP_NUMBERS // block_d))
+        groups = triton.cdiv(shape["G"], block_g)
+        programs = num_decodes * num_kv_heads * groups
+        few = programs < CTAS_PER_SM * processors(q.device)
         default = (16, 1, 6) if few or flags["SCALED"] else (32, 1, 3)
         if q.dtype == torch.float32:
             default = (16, 1, 3)
         block_n, warps, stages = decode_tile or default
-        splits = num_splits(num_decodes * num_kv_heads, meta.max_seq_len, block_n, processors(q.device))
+        splits = num_splits(programs, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
             rows = num_decodes * num_heads * splits
             part = torch.empty(rows, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        _decode_kernel[(num_decodes, num_kv_heads, splits)](
+        _decode_kernel[(num_decodes, num_kv_heads * groups, splits)](
             q, kv.k, kv.v, out, part, lse, meta.block_table, meta.seq_lens, *of_heads, *numbers, splits,
-            CAUSAL=True, BLOCK_G=max(8, triton.next_power_of_2(shape["G"])), BLOCK_N=block_n,
-            SPLIT=splits > 1, num_warps=warps, num_stages=stages, **shape, **flags,
-            **overlapped(q),
+            CAUSAL=True, GROUPS=groups, BLOCK_G=block_g, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps,
+            num_stages=stages, **shape, **flags, **overlapped(q),
         )  # fmt: skip
         if splits > 1:
             grid = (num_decodes * num_heads,)

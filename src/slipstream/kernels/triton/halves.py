@@ -1,34 +1,31 @@
 """2:4 weights through cuSPARSELt: where two of four neighbours in a row are zeros, tensor cores multiply the other half only.
 
 A copy of the weight without its zeros (9/16 of the bytes in 16 bits, 10/16 in 8) is kept beside the dense one where it is the
-faster from some number of tokens on, which is measured once for each shape and type; below it the dense kernels are, which read
-a weight once for few tokens. Weights with other zeros, shapes that the library does not take and machines without it are left
-as they are. Of 8-bit products the result is rounded to the model's type before the tokens' scales are applied.
+faster from some number of tokens on; below it the dense kernels are, which read a weight once for few tokens. Which it is says
+the tile table (`kernels.tiles`, op "halves"; `slipstream tune` measures it), or `FROM_TOKENS`; nothing is measured at load, so
+that one configuration gives the same sums in every run. Weights with other zeros, shapes that the library does not take and
+machines without it are left as they are. Of 8-bit products the result is rounded to the model's type before the tokens' scales
+are applied.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.ops import Activations, Linear, Quantized, ScaledLinear, SparseCopy
+from slipstream.kernels.tiles import NEVER, TileTable
 from slipstream.kernels.triton.pointwise import quantize
 
-TOKENS = (64, 256, 1024, 4096)
-"""Sizes of a step at which both are measured."""
-
-GAIN = 0.95
-"""The share of the dense product's time that the sparse one must stay below."""
+FROM_TOKENS = {torch.int8: 256}
+"""Where the table says nothing: measured on an H200, with cuSPARSELt 0.8 (benchmarks/COMPRESSION_NOTES.md). There the dense
+product is the faster in bfloat16 at every size, in FP8 from 65 tokens on."""
 
 MULTIPLE = 64
 """Of a weight's rows and columns, as the library wants them for every type."""
-
-Clock = Callable[[Callable[[], object]], float]
 
 
 def has_halves(weight: Tensor) -> bool:
@@ -46,37 +43,19 @@ def _zeros(rows: Tensor) -> Tensor:
     return (bits == 0) | (bits == 0x80)
 
 
-class Halves:
-    """Makes sparse copies, and remembers what was measured. `clock` gives a call's time, in any unit."""
+def with_copy(w: Linear, tiles: TileTable) -> Linear:
+    """`w` (dense or of 8 bits) with a sparse copy, if it is 2:4 and there are sizes of a step where the copy is the faster."""
+    dtype = w.weight.dtype
+    found = tiles.find("halves", w.inputs or str(dtype).removeprefix("torch."), *w.weight.shape)
+    from_tokens = FROM_TOKENS.get(dtype, NEVER) if found is None else found[0]
+    if from_tokens == NEVER or not available(w.weight) or not has_halves(w.weight):
+        return w
+    return dataclasses.replace(w, sparse=SparseCopy(torch._cslt_compress(w.weight), from_tokens))
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or milliseconds
-        self._from: dict[tuple[int, int, torch.dtype], int | None] = {}
 
-    def with_copy(self, w: Linear, dense: Callable[[Activations, Linear], Tensor]) -> Linear:
-        """`w` (dense or of 8 bits) with a sparse copy, if it is 2:4 and the copy faster than `dense`, the product without."""
-        if not (w.weight.is_cuda and torch.backends.cusparselt.is_available() and w.weight.dtype.itemsize <= 2):
-            return w
-        if not has_halves(w.weight):
-            return w
-        key = (*w.weight.shape, w.weight.dtype)
-        packed = torch._cslt_compress(w.weight)
-        if key not in self._from:
-            self._from[key] = self._measure(dataclasses.replace(w, sparse=SparseCopy(packed, 0)), dense)
-        found = self._from[key]
-        return w if found is None else dataclasses.replace(w, sparse=SparseCopy(packed, found))
-
-    def _measure(self, w: Linear, dense: Callable[[Activations, Linear], Tensor]) -> int | None:
-        """The fewest tokens from which the sparse product is the faster at every size; None: it is not at the largest."""
-        found = None
-        kind = w.out_dtype if isinstance(w, ScaledLinear) else w.weight.dtype
-        for num_tokens in reversed(TOKENS):
-            x = torch.randn(num_tokens, w.weight.shape[1], device=w.weight.device, dtype=kind)
-            given: Activations = x if w.inputs is None else quantize(x, w.inputs)
-            if not self._clock(partial(product, given, w)) < GAIN * self._clock(partial(dense, given, w)):
-                break
-            found = num_tokens
-        return found
+def available(weight: Tensor) -> bool:
+    """Whether the library is there, and takes the weight's type."""
+    return weight.is_cuda and torch.backends.cusparselt.is_available() and weight.dtype.itemsize <= 2
 
 
 def product(x: Activations, w: Linear) -> Tensor:
@@ -99,15 +78,3 @@ def _multiply(x: Tensor, packed: Tensor, out_dtype: torch.dtype | None, scales: 
         packed, x.contiguous().t(), alpha=scales, out_dtype=out_dtype, transpose_result=True
     )
     return y[:num_tokens]
-
-
-def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
-    """The mean of some calls on the current device, after a first one."""
-    call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / repeats

@@ -4,6 +4,9 @@ over several programs, whose parts `attention.py` combines.
 
 A token's heads stand in one tile, as rows of its products: 16 to 128 heads fill a tensor core also when each sequence has one
 token. Without 8-bit caches, windows, caps or ALiBi: no such model has them.
+
+What goes before and behind is done for few tokens (FEW) in one kernel each: norm, rotation, cache and the queries' product with
+`keys`; the parts' sum and its product with `values`. For more the two products are the library's.
 """
 
 from __future__ import annotations
@@ -23,7 +26,164 @@ from slipstream.kernels.triton.attention import (
     _tile_of_keys,
     num_splits,
 )
+from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import processors
+from slipstream.kernels.triton.pointwise import _cached
+
+FEW = 8
+"""Up to so many tokens each multiplies for itself, without tensor cores."""
+
+
+@triton.jit
+def _queries_kernel(
+    q_ptr,
+    row_ptr,
+    out_ptr,
+    k_ptr,
+    keys_ptr,
+    norm_ptr,
+    positions_ptr,
+    slots_ptr,
+    table_ptr,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SLICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of a token: program 0 turns the rotary numbers of all heads and of the key, norms the latent, and writes both into the
+    cache; the others, if any, multiply a head's plain numbers with SLICE columns of its `keys`."""
+    token, pid = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if pid > 0:
+        slices: tl.constexpr = (C + SLICE - 1) // SLICE
+        head = (pid - 1) // slices
+        cs, ps = (pid - 1) % slices * SLICE + tl.arange(0, SLICE), tl.arange(0, BLOCK_P)
+        live = (ps < P)[:, None] & (cs < C)[None, :]
+        w = tl.load(keys_ptr + (head * P + ps)[:, None] * C + cs[None, :], mask=live, other=0.0).to(tl.float32)
+        if PDL:
+            follow()
+        x = tl.load(q_ptr + (token * H + head) * (P + R) + ps, mask=ps < P, other=0.0).to(tl.float32)
+        y = tl.sum(w * x[:, None], 0)
+        tl.store(out_ptr + (token * H + head) * (R + C) + R + cs, y.to(out_ptr.dtype.element_ty), mask=cs < C)
+        return
+    if PDL:
+        follow()
+    i = tl.arange(0, BLOCK_R)
+    half = i < R // 2
+    first = 2 * i if INTERLEAVED else i
+    second = first + 1 if INTERLEAVED else i + R // 2
+    turn = table_ptr + tl.load(positions_ptr + token) * R
+    cos, sin = tl.load(turn + i, mask=half, other=0.0), tl.load(turn + R // 2 + i, mask=half, other=0.0)
+    for h in range(0, H, BLOCK_H):
+        heads = h + tl.arange(0, BLOCK_H)
+        live = (heads < H)[:, None] & half[None, :]
+        source = q_ptr + (token * H + heads)[:, None] * (P + R) + P
+        a = tl.load(source + first[None, :], mask=live, other=0.0).to(tl.float32)
+        b = tl.load(source + second[None, :], mask=live, other=0.0).to(tl.float32)
+        target = out_ptr + (token * H + heads)[:, None] * (R + C)
+        kind = out_ptr.dtype.element_ty
+        tl.store(target + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(kind), mask=live)
+        tl.store(target + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(kind), mask=live)
+    cached = k_ptr + tl.load(slots_ptr + token) * (R + C)  # one kv head: slots follow one another through all blocks
+    row = row_ptr + token * (C + R)
+    a = tl.load(row + C + first, mask=half, other=0.0).to(tl.float32)
+    b = tl.load(row + C + second, mask=half, other=0.0).to(tl.float32)
+    tl.store(cached + first, _cached(a * cos - b * sin, 1.0, k_ptr, False), mask=half)
+    tl.store(cached + second, _cached(b * cos + a * sin, 1.0, k_ptr, False), mask=half)
+    cs = tl.arange(0, BLOCK_C)
+    x = tl.load(row + cs, mask=cs < C, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps) * tl.load(norm_ptr + cs, mask=cs < C, other=0.0).to(tl.float32)
+    tl.store(cached + R + cs, _cached(x, 1.0, k_ptr, False), mask=cs < C)
+
+
+def latent_queries(
+    q: Tensor,
+    row: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    keys: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    """`OpSet.latent_queries`."""
+    (num_tokens, (num_heads, plain, rank)), rotary = (len(q), keys.shape), cos_sin.shape[1]
+    out = torch.empty(num_tokens, num_heads, rotary + rank, dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    q, few, columns = q.contiguous(), num_tokens <= FEW, 64
+    programs = num_heads * triton.cdiv(rank, columns) if few else 0
+    _queries_kernel[(num_tokens, 1 + programs)](
+        q,
+        row.contiguous(),
+        out,
+        kv.k,
+        keys,
+        norm,
+        meta.positions,
+        meta.slot_mapping,
+        cos_sin,
+        eps,
+        H=num_heads,
+        P=plain,
+        R=rotary,
+        C=rank,
+        INTERLEAVED=interleaved,
+        BLOCK_H=16,
+        BLOCK_P=triton.next_power_of_2(plain),
+        BLOCK_R=triton.next_power_of_2(rotary // 2),
+        BLOCK_C=triton.next_power_of_2(rank),
+        SLICE=columns,
+        num_warps=4,
+        **overlapped(q),
+    )
+    if not few:
+        torch.bmm(q[:, :, :plain].transpose(0, 1), keys, out=out[:, :, rotary:].transpose(0, 1))
+    return out
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _values_kernel(
+    part_ptr,
+    lse_ptr,
+    values_ptr,
+    out_ptr,
+    splits,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_V values of a (sequence, head): its parts' sum, as `_combine_kernel` makes it, times `values`."""
+    row = tl.program_id(0)
+    cs, vs, at = tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, MOST)
+    live = (cs < C)[:, None] & (vs < V)[None, :]
+    w = tl.load(values_ptr + (row % H * C + cs)[:, None] * V + vs[None, :], mask=live, other=0.0)
+    if PDL:
+        follow()
+    lse = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
+    best = tl.max(lse, 0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(tl.exp2(lse - best), 0)
+    seen = tl.zeros((BLOCK_C,), tl.float32)
+    for split in range(splits):
+        size = tl.load(lse_ptr + row * splits + split)
+        part = part_ptr + (row * splits + split).to(tl.int64) * C + cs
+        seen += tl.exp2(size - best) * tl.load(part, mask=cs < tl.where(size == float("-inf"), 0, C), other=0.0)
+    seen = (seen / tl.where(total == 0.0, 1.0, total)).to(w.dtype).to(tl.float32)
+    y = tl.sum(w.to(tl.float32) * seen[:, None], 0)
+    tl.store(out_ptr + row * V + vs, y.to(out_ptr.dtype.element_ty), mask=vs < V)
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "splits"])
@@ -49,9 +209,12 @@ def _latent_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a (sequence, BLOCK_M of its tokens' heads, part of its keys). R numbers are rotated, C are the latent's."""
     D: tl.constexpr = R + C
+    if PDL:
+        follow()
     seq, split = tl.program_id(0) + first_seq, tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     start = tl.load(starts_ptr + seq)
@@ -104,9 +267,11 @@ def _latent_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cs < C)[None, :])
 
 
-def latent_attention(q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float) -> Tensor:
-    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]. Tiles are guesses that fit an H200's registers and
-    shared memory at DeepSeek's 64 + 512; unmeasured so far."""
+def latent_attention(
+    q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float, values: Tensor | None = None
+) -> Tensor:
+    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`. Tiles are
+    guesses that fit an H200's registers and shared memory at DeepSeek's 64 + 512; unmeasured so far."""
     if kv.k_scale is not None:
         raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
     q = q.contiguous()
@@ -130,7 +295,7 @@ def latent_attention(q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: 
         _latent_kernel[(count, triton.cdiv(num_rows, block_m), splits)](
             q, kv.k, out, part, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale, meta.block_table.stride(0),
             first, splits, BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=8 if block_m == 64 else 4,
-            num_stages=2, **shape,
+            num_stages=2, **shape, **overlapped(q),
         )  # fmt: skip
 
     if num_decodes:
@@ -142,10 +307,17 @@ def latent_attention(q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: 
             part = torch.empty(rows, width, dtype=torch.float32, device=q.device)
             lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         launch(0, num_decodes, 1, splits, part, lse)
+        if splits > 1 and values is not None and num_decodes == num_tokens <= FEW:
+            made = torch.empty(num_tokens, num_heads * values.shape[2], dtype=q.dtype, device=q.device)
+            _values_kernel[(num_decodes * num_heads, triton.cdiv(values.shape[2], 32))](
+                part, lse, values, made, splits, H=num_heads, C=width, V=values.shape[2], BLOCK_C=shape["BLOCK_C"],
+                BLOCK_V=32, MOST=MAX_SPLITS, num_warps=4, **overlapped(q),
+            )  # fmt: skip
+            return made
         if splits > 1:
             _combine_kernel[(num_decodes * num_heads,)](
-                part, lse, out, splits, D=width, BLOCK_D=shape["BLOCK_C"], MOST=MAX_SPLITS, PDL=False, num_warps=4
+                part, lse, out, splits, D=width, BLOCK_D=shape["BLOCK_C"], MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     if num_seqs > num_decodes:
         launch(num_decodes, num_seqs - num_decodes, meta.max_query_len, 1, out, out)
-    return out
+    return out if values is None else torch.bmm(out.transpose(0, 1), values).transpose(0, 1).flatten(1)

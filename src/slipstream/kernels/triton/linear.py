@@ -45,7 +45,11 @@ def linear(
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         if deterministic:
             return invariant(q, w)
-        return library(q, w) if has_library(q, w) else blocks(q, w, scratch)
+        if has_library(q, w):
+            return library(q, w)
+        num_tokens, inner = q.values.shape
+        found = tiles.find("blocks", w.inputs, w.out_features, inner, num_tokens) if num_tokens <= SKINNY else None
+        return blocks(q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found))
     if deterministic:
         return _invariant(x, w)
     if isinstance(w, ScaledLinear):
@@ -121,27 +125,30 @@ def _gemv_kernel(
     PDL: tl.constexpr,
 ):
     """A program owns BLOCK_N rows of the weight and walks along K with all its threads, keeping a partial sum per thread.
-    The first piece of the weight is on its way before the inputs are there."""
+    A piece of the weight is asked for before the one at hand is multiplied, the first before the inputs are there. What is
+    left of K after whole pieces is masked; rows beyond the last are the last again, and not stored."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    w_rows = w_ptr + rows[:, None].to(tl.int64) * K + ks[None, :]
+    w_rows = w_ptr + tl.minimum(rows, N - 1)[:, None].to(tl.int64) * K + ks[None, :]
+    whole = K // BLOCK_K * BLOCK_K
     if EVEN:
         w = tl.load(w_rows, eviction_policy="evict_first")
-        if PDL:
-            follow()
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for k in range(BLOCK_K, K, BLOCK_K):
-            acc += w.to(tl.float32) * tl.load(x_ptr + k - BLOCK_K + ks).to(tl.float32)[None, :]
-            w = tl.load(w_rows + k, eviction_policy="evict_first")
+    else:
+        w = tl.load(w_rows, mask=(ks < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        follow()
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(BLOCK_K, whole, BLOCK_K):
+        acc += w.to(tl.float32) * tl.load(x_ptr + k - BLOCK_K + ks).to(tl.float32)[None, :]
+        w = tl.load(w_rows + k, eviction_policy="evict_first")
+    if EVEN:
         acc += w.to(tl.float32) * tl.load(x_ptr + K - BLOCK_K + ks).to(tl.float32)[None, :]
     else:
-        if PDL:
-            follow()
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            inside = k + ks < K
-            w = tl.load(w_rows + k, mask=(rows < N)[:, None] & inside[None, :], other=0.0)
-            acc += w.to(tl.float32) * tl.load(x_ptr + k + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
+        inside = whole + ks < K
+        rest = tl.load(w_rows + whole, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        if whole > 0:
+            acc += w.to(tl.float32) * tl.load(x_ptr + whole - BLOCK_K + ks).to(tl.float32)[None, :]
+        acc += rest.to(tl.float32) * tl.load(x_ptr + whole + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -151,7 +158,7 @@ def _gemv_kernel(
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int, int] | None = None) -> Tensor:
     """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32. `tile`: (BLOCK_N, BLOCK_K, warps)."""
     outer, inner = weight.shape
-    block_n, block_k, num_warps = tile or (2, 1024, 4)
+    block_n, block_k, num_warps = tile or ((2, 1024, 4) if inner % 1024 == 0 else (4, 512, 4))
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(outer, block_n),)](
         x,
@@ -163,7 +170,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int
         HAS_BIAS=bias is not None,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        EVEN=inner % block_k == 0 and outer % block_n == 0,
+        EVEN=inner % block_k == 0,
         num_warps=num_warps,
         **overlapped(x),
     )

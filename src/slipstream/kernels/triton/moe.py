@@ -3,7 +3,8 @@
 An *entry* is a token's place in one of its experts: T · k of them, entry t · k + j being token t's j-th choice. Entries are
 sorted by expert, and each expert's are cut into tiles; a program multiplies one tile with some rows of its expert's weight, so
 that one launch covers all experts whatever their load. How many tiles there are is known on the device alone: as many programs
-start as there can be at most, and those without a tile end at once. All sums have a fixed order.
+start as there can be at most, and those without a tile end at once. All sums have a fixed order. Of so few entries that hardly
+two meet in one expert nothing is sorted: each is a tile, or with dense weights `few_experts` takes them.
 
 | weights | as `kernels.ops` holds them, the experts one below the other |
 | --- | --- |
@@ -30,6 +31,8 @@ from slipstream.kernels.ops import (
     Quantized,
     ScaledLinear,
 )
+from slipstream.kernels.triton.few_experts import few_experts
+from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.model.scheme import BLOCK
 from slipstream.model.spec import MoESpec
@@ -40,13 +43,15 @@ SORTED_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Entries by expert: expert e has order[starts[e] : starts[e + 1]], in tiles up to tile_ends[e] of all experts' tiles."""
+    """Entries by expert: expert e has order[starts[e] : starts[e + 1]], in tiles up to tile_ends[e] of all experts' tiles.
+    `single`: each entry is a tile of its own, in the tokens' order; then `order` holds the entries' experts."""
 
     order: Tensor  # int32 [T · k]
     starts: Tensor  # int32 [X + 1]
     tile_ends: Tensor  # int32 [X]
     block: int  # entries in a tile
     max_tiles: int
+    single: bool = False
 
 
 def moe(
@@ -57,17 +62,36 @@ def moe(
     spec: MoESpec,
     correction: Tensor | None = None,
     load: ExpertLoad | None = None,
+    shared: tuple[Linear, Linear] | None = None,
 ) -> Tensor:
-    """`OpSet.moe`."""
+    """`OpSet.moe`; with `shared`, which `takes_shared` has seen, `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
     weights, chosen = route(router_logits, spec, correction, load)
-    groups = group(chosen, spec.num_experts)
+    few = hardly_meet(x.shape[0], spec)
+    if few and _dense(up, down):
+        return few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
+    groups = singles(chosen) if few else group(chosen, spec.num_experts)
     given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
     inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
     y = experts(inner, down, groups, spec, x.shape[1], x.dtype, gather=False)
     return combine(y, weights)
+
+
+def hardly_meet(num_tokens: int, spec: MoESpec) -> bool:
+    """So few entries that hardly two of them are in one expert."""
+    return num_tokens == 1 or 4 * num_tokens * spec.num_experts_per_token <= spec.num_experts
+
+
+def takes_shared(num_tokens: int, up: Linear, down: Linear, spec: MoESpec, shared: tuple[Linear, Linear]) -> bool:
+    """Whether `moe` takes an expert of all tokens along: few tokens, dense weights, biases as the others have."""
+    alike = all((a.bias is None) == (b.bias is None) for a, b in zip((up, down), shared, strict=True))
+    return num_tokens > 0 and hardly_meet(num_tokens, spec) and _dense(up, down, *shared) and alike
+
+
+def _dense(*products: Linear) -> bool:
+    return all(type(w) is Linear and w.weight.is_contiguous() for w in products)
 
 
 # --- Routing ---------------------------------------------------------------------------------------------------------
@@ -95,13 +119,16 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One token: scores [groups, experts of each], the best groups, then the best expert TOP times (of equals the first)."""
+    """One token: scores [groups, experts of each], the best groups, then the TOP best experts (of equals the first)."""
     EACH: tl.constexpr = X // GROUPS
     token = tl.program_id(0).to(tl.int64)
     gs, es, js = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_TOP)
     ids = gs[:, None] * EACH + es[None, :]
     real = (gs < GROUPS)[:, None] & (es < EACH)[None, :]
+    if PDL:
+        follow()
     logits = tl.load(logits_ptr + token * X + ids, mask=real, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(logits)
@@ -124,15 +151,17 @@ def _route_kernel(
             best = tl.where(gs == group, float("-inf"), best)
         merits = tl.where(kept[:, None], merits, float("-inf"))
     flat: tl.constexpr = BLOCK_G * BLOCK_E
-    left, scores, ids = tl.reshape(merits, (flat,)), tl.reshape(scores, (flat,)), tl.reshape(ids, (flat,))
-    at = tl.arange(0, flat)
-    weights = tl.zeros((BLOCK_TOP,), tl.float32)
-    chosen = tl.zeros((BLOCK_TOP,), tl.int32)
-    for j in range(TOP):
-        best_at = tl.argmax(left, 0)
-        weights = tl.where(js == j, tl.sum(tl.where(at == best_at, scores, 0.0), 0), weights)
-        chosen = tl.where(js == j, tl.sum(tl.where(at == best_at, ids, 0), 0), chosen)
-        left = tl.where(at == best_at, float("-inf"), left)
+    merits, scores, ids = tl.reshape(merits, (flat,)), tl.reshape(scores, (flat,)), tl.reshape(ids, (flat,))
+    # An expert's rank is how many are better, or as good and ahead of it: all at once, where a search would take TOP in turn.
+    # Keys are the merits' bits in a whole number's order, with the place below them: no two are equal, whatever the merits are.
+    bits = merits.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = (order.to(tl.int64) << 32) - tl.arange(0, flat)
+    rank = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+    taken = rank[:, None] == js[None, :]
+    weights = tl.sum(tl.where(taken, scores[:, None], 0.0), 0)
+    chosen = tl.sum(tl.where(taken, ids[:, None], 0), 0)
+    weights = tl.where(js < TOP, weights, 0.0)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     weights *= weight_scale
@@ -172,7 +201,8 @@ def route(
         BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_E=triton.next_power_of_2(spec.num_experts // groups),
         BLOCK_TOP=triton.next_power_of_2(top),
-        num_warps=1,
+        num_warps=1 if spec.num_experts <= 16 else 4 if spec.num_experts <= 128 else 8,
+        **overlapped(router_logits),
     )
     return weights, chosen
 
@@ -182,9 +212,20 @@ def route(
 
 @triton.jit
 def _group_kernel(
-    chosen_ptr, order_ptr, starts_ptr, ends_ptr, N, X, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr
+    chosen_ptr,
+    order_ptr,
+    starts_ptr,
+    ends_ptr,
+    N,
+    X,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All entries in one program: sorted by (expert, entry), counted, cut into tiles."""
+    if PDL:
+        follow()
     at, xs = tl.arange(0, BLOCK), tl.arange(0, BLOCK_X)
     expert = tl.load(chosen_ptr + at, mask=at < N, other=X)
     keys = tl.sort(expert * BLOCK + at)
@@ -196,11 +237,15 @@ def _group_kernel(
     tl.store(ends_ptr + xs, tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, 0), mask=xs < X)
 
 
-def group(chosen: Tensor, num_experts: int) -> Groups:
-    """chosen int32 [T, k] → its entries by expert. Tiles grow with the entries that an expert has on average; unmeasured so far
-    (benchmarks/gpu_moe.py)."""
+def entries_of_a_tile(count: int, num_experts: int) -> int:
+    """Tiles grow with the entries that an expert has on average."""
+    return next((size for size, most in ((16, 8), (32, 32), (64, 128)) if count <= most * num_experts), 128)
+
+
+def group(chosen: Tensor, num_experts: int, *, block: int | None = None) -> Groups:
+    """chosen int32 [T, k] → its entries by expert, in tiles of `block`."""
     count, device = chosen.numel(), chosen.device
-    block = next((size for size, most in ((16, 8), (32, 32), (64, 128)) if count <= most * num_experts), 128)
+    block = block or entries_of_a_tile(count, num_experts)
     max_tiles = min(count, triton.cdiv(count, block) + num_experts)
     order = torch.empty(count, dtype=torch.int32, device=device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
@@ -218,6 +263,7 @@ def group(chosen: Tensor, num_experts: int) -> Groups:
             BLOCK=size,
             BLOCK_X=triton.next_power_of_2(num_experts + 1),
             num_warps=min(16, max(1, size // 128)),
+            **overlapped(chosen),
         )
         return Groups(order, starts, tile_ends, block, max_tiles)
     by_expert, entries = chosen.flatten().sort(stable=True)
@@ -227,15 +273,20 @@ def group(chosen: Tensor, num_experts: int) -> Groups:
     return Groups(entries.int(), starts, ends, block, max_tiles)
 
 
+def singles(chosen: Tensor) -> Groups:
+    """So few entries that hardly two meet in one expert: nothing is sorted."""
+    return Groups(chosen.flatten(), chosen, chosen, 16, chosen.numel(), single=True)
+
+
 # --- Products --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _e2m1(code):
-    """The number that a 4-bit float stands for: a sign, two bits of exponent, one of mantissa."""
-    digits = code & 7
-    twice = tl.where(digits < 2, digits, (2 | digits & 1) << (tl.maximum(digits, 2) // 2 - 1))  # in halves
-    return twice.to(tl.float32) * tl.where(code < 8, 0.5, -0.5)
+    """The number that a 4-bit float stands for, / 2^14: its bits, a sign, two of exponent, one of mantissa, where float16 has
+    them. Without an exponent both are subnormal."""
+    code = code.to(tl.uint16, bitcast=True)
+    return ((code & 7) << 9 | (code & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -268,18 +319,29 @@ def _experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """yᵀ = W · xᵀ for one tile of an expert's entries and BLOCK_N of its N rows. GATHER: x has a row a token and y one a sorted
     entry; otherwise x has a row a sorted entry, and y one an entry in the tokens' order."""
+    if PDL:
+        follow()
     tile = tl.program_id(1)
-    xs = tl.arange(0, BLOCK_X)
-    ends = tl.load(ends_ptr + xs, mask=xs < X, other=2147483647)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
-    if expert < X:
+    ms = tl.arange(0, BLOCK_M)
+    if SINGLE:
+        expert = tl.load(order_ptr + tile)
+        place, live = tile + ms, ms == 0
+        entry = place
+    else:
+        xs = tl.arange(0, BLOCK_X)
+        ends = tl.load(ends_ptr + xs, mask=xs < X, other=2147483647)
+        expert = tl.sum((ends <= tile).to(tl.int32), 0)
         before = tl.sum(tl.where(xs == expert - 1, ends, 0), 0)
-        place = tl.load(starts_ptr + expert) + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
-        live = place < tl.load(starts_ptr + expert + 1)
+        start = tl.load(starts_ptr + expert, mask=expert < X, other=0)
+        place = start + (tile - before) * BLOCK_M + ms
+        live = place < tl.load(starts_ptr + expert + 1, mask=expert < X, other=0)
         entry = tl.load(order_ptr + place, mask=live, other=0)
+    if expert < X:
         source = (entry // TOP if GATHER else place).to(tl.int64)
         target = (place if GATHER else entry).to(tl.int64)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -312,7 +374,7 @@ def _experts_kernel(
                         zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
                     code = (words >> (4 * i)) & 0xF
                     if E2M1:
-                        w = _e2m1(code) * scale
+                        w = _e2m1(code) * (scale * 16384.0)
                     else:
                         w = (code.to(tl.float32) - zero) * scale
                     k = chunk * CHUNK + i * QUARTER + js
@@ -328,18 +390,25 @@ def _experts_kernel(
 
 
 def experts(
-    x: Activations, w: Linear, groups: Groups, spec: MoESpec, rows: int, dtype: torch.dtype, *, gather: bool
+    x: Activations,
+    w: Linear,
+    groups: Groups,
+    spec: MoESpec,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    gather: bool,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`."""
+    """[T or T · k, K] → [T · k, rows], each entry by its expert's weight; `gather` as in `_experts_kernel`. `tile`: (BLOCK_N,
+    BLOCK_K, warps, stages)."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
     scaled, packed, blocked = (isinstance(w, kind) for kind in (ScaledLinear, GroupedLinear, BlockScaledLinear))
     scales = w.scales if isinstance(w, (ScaledLinear, BlockScaledLinear, GroupedLinear)) else values
     zeros = w.zeros if isinstance(w, GroupedLinear) else None
     y = torch.empty(groups.order.numel(), rows, dtype=dtype, device=values.device)
-    block_n = 64 if groups.block < 64 or blocked else 128  # by blocks a taller tile's sums do not fit the registers
-    block_k = 64 if packed or values.element_size() == 4 else (256 if groups.block < 128 else 128) // values.element_size()
-    block_k = BLOCK if blocked else block_k
+    block_n, block_k, warps, stages = tile or _tile(groups.block, values.element_size(), packed=packed, blocked=blocked)
     _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
         values,
         x.scales if isinstance(x, Quantized) else values,
@@ -369,17 +438,28 @@ def experts(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BLOCK_X=triton.next_power_of_2(spec.num_experts),
-        num_warps=4 if block_n == 64 else 8,
-        num_stages=4 if blocked else 3,
+        SINGLE=groups.single,
+        num_warps=warps,
+        num_stages=stages,
+        **overlapped(values),
     )
     return y
+
+
+def _tile(block: int, element_size: int, *, packed: bool, blocked: bool) -> tuple[int, int, int, int]:
+    if blocked:  # a taller tile's sums do not fit the registers
+        return 64, BLOCK, 4, 4
+    block_k = 64 if packed or element_size == 4 else (256 if block < 128 else 128) // element_size
+    return (64, block_k, 4, 3) if block < 64 else (128, block_k, 8, 3)
 
 
 # --- The sum ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _combine_kernel(y_ptr, weights_ptr, out_ptr, size, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(y_ptr, weights_ptr, out_ptr, size, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        follow()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -395,5 +475,7 @@ def combine(y: Tensor, weights: Tensor) -> Tensor:
     (num_tokens, top), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(size))
-    _combine_kernel[(num_tokens, triton.cdiv(size, block))](y, weights, out, size, TOP=top, BLOCK=block)
+    _combine_kernel[(num_tokens, triton.cdiv(size, block))](
+        y, weights, out, size, TOP=top, BLOCK=block, **overlapped(y)
+    )
     return out

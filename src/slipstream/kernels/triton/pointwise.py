@@ -396,6 +396,24 @@ def _activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr):
+    """float32 y (a gate, if GATED, and then `up` what it opens) → the activation; the rest is `activation_arguments`."""
+    if GATED:
+        if KIND == 5:  # CLAMPED_SWIGLU
+            y = tl.minimum(y, limit)
+            y = y * tl.sigmoid(alpha * y) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+        elif KIND == 6:  # OWN
+            y = FUNCTION(y, up)
+        else:
+            y = _activate(y, KIND) * up
+    elif KIND == 6:
+        y = FUNCTION(y)
+    else:
+        y = _activate(y, KIND)
+    return y
+
+
+@triton.jit
 def _activation_kernel(
     x_ptr,
     out_ptr,
@@ -418,32 +436,28 @@ def _activation_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     y = tl.load(x_ptr + row * row_size + at, mask=mask, other=0.0).to(tl.float32)
+    up = y
     if GATED:
         up = tl.load(x_ptr + row * row_size + size + at, mask=mask, other=0.0).to(tl.float32)
-        if KIND == 5:  # CLAMPED_SWIGLU
-            y = tl.minimum(y, limit)
-            y = y * tl.sigmoid(alpha * y) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
-        elif KIND == 6:  # OWN
-            y = FUNCTION(y, up)
-        else:
-            y = _activate(y, KIND) * up
-    elif KIND == 6:
-        y = FUNCTION(y)
-    else:
-        y = _activate(y, KIND)
+    y = activate(y, up, alpha, limit, KIND, FUNCTION, GATED)
     _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT)
 
 
-def _kind(activation: Activation) -> int:
-    if isinstance(activation, OwnActivation):
-        if activation.triton is None:
+def activation_arguments(kind: Activation) -> dict[str, object]:
+    """What a kernel that calls `activate` is given."""
+    alpha, limit = (kind.alpha, kind.limit) if isinstance(kind, ClampedSwiglu) else (0.0, 0.0)
+    function, number = None, CLAMPED_SWIGLU
+    if isinstance(kind, OwnActivation):
+        if kind.triton is None:
             raise UnsupportedModelError(
-                f"the activation {activation.name!r} has no Triton function, which a GPU needs: give OwnActivation one, or run "
+                f"the activation {kind.name!r} has no Triton function, which a GPU needs: give OwnActivation one, or run "
                 "on a CPU",
                 field="activation",
             )
-        return OWN
-    return CLAMPED_SWIGLU if isinstance(activation, ClampedSwiglu) else ACTIVATIONS[activation]
+        function, number = kind.triton, OWN
+    elif not isinstance(kind, ClampedSwiglu):
+        number = ACTIVATIONS[kind]
+    return {"alpha": alpha, "limit": limit, "KIND": number, "FUNCTION": function}
 
 
 def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | None = None) -> Activations:
@@ -451,7 +465,6 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
     size = row_size // 2 if gated else row_size
     out, scales = _rows(num_rows, size, x, inputs)
     if num_rows:
-        alpha, limit = (kind.alpha, kind.limit) if isinstance(kind, ClampedSwiglu) else (0.0, 0.0)
         block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
         grid = (num_rows, triton.cdiv(size, block))
         _activation_kernel[grid](
@@ -460,10 +473,7 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
             scales,
             size,
             row_size,
-            alpha,
-            limit,
-            KIND=_kind(kind),
-            FUNCTION=kind.triton if isinstance(kind, OwnActivation) else None,
+            **activation_arguments(kind),
             GATED=gated,
             FORMAT=FORMATS[inputs],
             BLOCK=block,

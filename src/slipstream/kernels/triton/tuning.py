@@ -20,10 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, by_dim
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, SparseCopy, by_dim
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.tiles import OPS, Key, Measured, Tile, TileTable, check_tile
-from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.tiles import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
+from slipstream.kernels.triton import TritonOps, halves
 from slipstream.model.scheme import RowFormat, Scheme
 from slipstream.model.spec import AttentionSpec, ModelSpec
 
@@ -36,11 +36,17 @@ SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
     "skinny": ((64, 256, 2, 3), ((32, 64, 128), (128, 256, 512), (1, 2, 4, 8), (2, 3, 4, 5))),
     "tiled": ((128, 256, 128, 8, 3), ((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4))),
     "grouped": ((64, 2, 3), ((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5))),
+    "blocks": ((64, 4, 4, 6), ((64, 128), (1, 2, 4, 8), (4, 8), (3, 4, 5, 6))),
+    "halves": ((256,), ((64, 256, 1024, 4096, NEVER),)),
     "decode": ((16, 1, 6), ((16, 32, 64), (1, 2, 4), (1, 2, 3, 4, 6))),
     "prefill": ((64, 64, 4, 3), ((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))),
 }
 """Where the search begins, and what each number of a tile may be."""
 
+LATER = {"tiled": 1, "prefill": 1, "halves": 2}
+"""What is measured after what decode steps take: prefill steps first, then what 2:4 weights alone take."""
+HALVES_STEPS = ((64, 8), (256, 8), (1024, 4), (4096, 1))
+"""Sizes of a step at which a 2:4 weight's products are timed together, and how often each, so that all weigh about alike."""
 GAIN = 0.98
 """A tile replaces another only if it takes less than this share of its time, so that noise changes no table."""
 AGREE = 0.02
@@ -225,14 +231,14 @@ class _Bench:
                 for size in sizes:
                     prepare = partial(self._attention, a, cache, most, max_model_len)
                     found.append(Trial((op, cache or self.kind, (*shape, block_size, size)), prepare))
-        return sorted(found, key=lambda t: t.key[0] in ("tiled", "prefill"))
+        return sorted(found, key=lambda t: LATER.get(t.key[0], 0))
 
     def _products(self, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         if scheme is None:
-            return [Trial(("gemv", self.kind, shape), partial(self._product, None))]
+            return [Trial(("gemv", self.kind, shape), partial(self._product, None)), *self._halves(self.kind, shape, None)]
         if scheme.inputs == "fp8-block":
-            return []  # its kernel has no tiles in tables
-        if scheme.inputs is None:
+            wanted = [("blocks", "fp8-block")]
+        elif scheme.inputs is None:
             wanted = [("grouped", "int4" if scheme.group_size == 128 else "int4-g32")]
         else:
             wanted = [(op, str(scheme.inputs)) for op in ("skinny", "tiled")[: 2 if scheme.inputs == "int8" else 1]]
@@ -240,7 +246,32 @@ class _Bench:
             Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
             for op, kind in wanted
             for num_tokens in OPS[op].classes
-        ]
+        ] + (self._halves(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
+
+    def _halves(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
+        """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is there."""
+        like = torch.empty(0, device=self.device, dtype=self.dtype)
+        if not halves.available(like) or any(n % halves.MULTIPLE for n in shape):
+            return []
+        return [Trial(("halves", kind, shape), partial(self._sparse_product, scheme))]
+
+    def _sparse_product(self, scheme: Scheme | None, key: Key) -> Calls:
+        _, _, (outer, inner) = key
+        numbers = torch.randn(outer, inner // 4, 4, device=self.device, dtype=self.dtype) * 0.02
+        numbers[:, :, ::2] = 0
+        w = self.ops.with_tiles(NO_TILES).prepare_linear(numbers.flatten(1), None, scheme)
+        packed = torch._cslt_compress(w.weight)
+        rows = [torch.randn(n, inner, device=self.device, dtype=self.dtype) for n, _ in HALVES_STEPS]
+        given = [x if w.inputs is None else self.ops.quantize(x, w.inputs) for x in rows]
+
+        def calls(tile: Tile | None) -> list[Call]:
+            before = self.ops.tiles.find(*key[:2], *key[2]) or (halves.FROM_TOKENS.get(w.weight.dtype, NEVER),)
+            (from_tokens,) = before if tile is None else tile
+            sparse = dataclasses.replace(w, sparse=SparseCopy(packed, from_tokens))
+            steps = zip(given, HALVES_STEPS, strict=True)
+            return [partial(self.ops.linear, x, sparse) for x, (_, times) in steps for _ in range(times)]
+
+        return calls
 
     def _product(self, scheme: Scheme | None, key: Key) -> Calls:
         op, _, (outer, inner, *num_tokens) = key

@@ -39,8 +39,16 @@ GGUF_NO_EFFECT = frozenset((
 """The same for a GGUF file's keys, less the architecture that stands before each."""
 
 
+GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight")
+"""Tensors of a GGUF file whose shapes are read with its metadata, since that does not say what they tell."""
+
+
 GGUF_FREQUENCIES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors of a GGUF file that are read with its metadata, as lists: what each frequency is divided by."""
+
+
+GGUF_UNREAD = (r"dec\.blk\.\d+\.cross_attn_rel_b\.weight",)
+"""Tensors of a GGUF file without meaning: old writers of T5 left a bias in the attention that reads the encoder."""
 
 
 class ConfigReader:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from slipstream.model.families.base import ConfigReader, Family
-from slipstream.model.families.names import Theirs, table
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.metadata import encoder_gguf_config
+from slipstream.model.families.names import Theirs, gguf_table, table
 from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, num_labels, plain
 from slipstream.model.spec import (
     Activation,
@@ -142,6 +143,12 @@ MPNET: dict[str, Theirs] = {
     "attention.out": "attention.attn.o",
     "attention_norm": "attention.LayerNorm",
 }
+GGUF_BERT: dict[str, Theirs] = {
+    "token_types": "token_types",
+    "attention_norm": "attn_output_norm",
+    "mlp_norm": "layer_output_norm",
+}
+"""Besides what all its models have. RoBERTa is written so too, without the rows of its table before the first position."""
 DISTILBERT: dict[str, Theirs] = {
     "embed": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -172,6 +179,7 @@ FAMILIES = (
         names=table(BERT, layer="encoder.layer.{i}."),
         prefixes=("", "bert."),
         ignored=UNREAD,
+        gguf=GGUFFamily(architecture="bert", config=encoder_gguf_config, names=gguf_table(GGUF_BERT, gated=False)),
     ),
     *(
         Family(

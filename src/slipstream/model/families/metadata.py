@@ -39,6 +39,23 @@ def gguf_config(
     return config
 
 
+def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """BERT and its like. How a text becomes one vector is read beside (`model.pooling`)."""
+    m.require("attention.causal", False)
+    m.ignore("pooling_type")
+    types, num_heads = m.maybe("token_types.weight", list), m.size("attention.head_count")
+    m.require("attention.head_count_kv", num_heads)
+    return {
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
+        "intermediate_size": m.size("feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": m.size("context_length"),
+        "layer_norm_eps": m.take("attention.layer_norm_epsilon", float),
+        "type_vocab_size": 0 if types is None else types[0],
+    }
+
+
 def llama_gguf_config(
     m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False
 ) -> dict[str, Any]:

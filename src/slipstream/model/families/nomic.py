@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family
-from slipstream.model.families.bert import UNREAD, bert_classifier
-from slipstream.model.families.names import Theirs, table
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.bert import GGUF_BERT, UNREAD, bert_classifier
+from slipstream.model.families.metadata import encoder_gguf_config
+from slipstream.model.families.names import Theirs, gguf_table, table
 from slipstream.model.families.pieces import attention, gated, heads, layer_norm, model, rope
 from slipstream.model.families.pieces import called as one_of
 from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
@@ -36,6 +37,11 @@ def read_nomic(c: ConfigReader) -> ModelSpec:
     theta = c.take("rotary_emb_base", float, 10000.0)
     own = ("n_embd", "n_layer", "n_head", "n_positions")
     return _read(c, "nomic_bert", mlp, theta=theta, called=own)
+
+
+def gguf_nomic_config(m: ConfigReader) -> dict[str, Any]:
+    m.require("rope.scaling.type", "none")
+    return {**encoder_gguf_config(m), "hidden_act": "silu", "rope_theta": m.take("rope.freq_base", float)}
 
 
 def read_gte(c: ConfigReader) -> ModelSpec:
@@ -99,6 +105,7 @@ GTE: dict[str, Theirs] = {
     "mlp.down": "mlp.down_proj",
     "mlp_norm": "mlp_ln",
 }
+GGUF_NOMIC: dict[str, Theirs] = {**GGUF_BERT, "attention.qkv": "attn_qkv"}
 ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 
 FAMILIES = (
@@ -109,6 +116,7 @@ FAMILIES = (
         names=table(NOMIC, layer="encoder.layers.{i}."),
         prefixes=("", "bert.", "nomic_bert."),
         ignored=UNREAD,
+        gguf=GGUFFamily(architecture="nomic-bert", config=gguf_nomic_config, names=gguf_table(GGUF_NOMIC)),
     ),
     *(
         Family(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, Names
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.model.families.names import Theirs, table
 from slipstream.model.families.pieces import ACTIVATIONS, Heads, attention, rms
 from slipstream.model.spec import (
@@ -91,6 +91,38 @@ def names(spec: ModelSpec) -> Names:
     return table(theirs, layer="decoder.block.{i}.", encoder_layer="encoder.block.{i}.")(spec)
 
 
+def gguf_t5_config(m: ConfigReader) -> dict[str, Any]:
+    eps, num_layers = m.take("attention.layer_norm_rms_epsilon", float), m.size("block_count")
+    m.require("attention.layer_norm_epsilon", eps)
+    m.require("attention.head_count_kv", m.size("attention.head_count"))
+    m.require("attention.value_length", m.size("attention.key_length"))
+    return {
+        "is_encoder_decoder": True,
+        "d_model": m.size("embedding_length"),
+        "d_kv": m.size("attention.key_length"),
+        "d_ff": m.size("feed_forward_length"),
+        "num_heads": m.size("attention.head_count"),
+        "num_layers": num_layers,
+        "num_decoder_layers": m.size("decoder_block_count", num_layers),
+        "n_positions": m.size("context_length"),
+        "layer_norm_epsilon": eps,
+        "relative_attention_num_buckets": m.size("attention.relative_buckets_count"),
+        "decoder_start_token_id": m.take("decoder_start_token_id", int, 0),
+        # The file does not say which activation; llama.cpp goes by the gate, too.
+        "feed_forward_proj": "relu" if m.maybe("enc.blk.0.ffn_gate.weight", list) is None else "gated-gelu",
+    }
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, DenseSpec)
+    own = {**GGUF_T5, "mlp.up": ("ffn_gate", "ffn_up") if mlp.gated else "ffn_up"}
+    stacks = {f"encoder.{name}": part for name, part in own.items()}
+    ends = {"final_norm": "dec.output_norm", "encoder.final_norm": "enc.output_norm", "embed": "token_embd", "head": "output"}
+    tables = {f"{side}distances": f"{at}.blk.0.attn_rel_b" for side, at in (("", "dec"), ("encoder.", "enc"))}
+    return table({**own, **stacks, **ends, **tables}, layer="dec.blk.{i}.", encoder_layer="enc.blk.{i}.")(spec)
+
+
 def _attention(at: str) -> dict[str, Theirs]:
     return {"qkv": (f"{at}.q", f"{at}.k", f"{at}.v"), "q": f"{at}.q", "kv": (f"{at}.k", f"{at}.v"), "out": f"{at}.o"}
 
@@ -113,6 +145,18 @@ T5: dict[str, Theirs] = {
     "encoder.pre_attention": "layer.0.layer_norm",
     **{f"encoder.attention.{part}": _SELF[part] for part in ("qkv", "out")},
 }
+GGUF_T5: dict[str, Theirs] = {
+    "pre_attention": "attn_norm",
+    "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+    "attention.out": "attn_o",
+    "attention.distances": "attn_rel_b",
+    "pre_cross": "cross_attn_norm",
+    "cross.q": "cross_attn_q",
+    "cross.kv": ("cross_attn_k", "cross_attn_v"),
+    "cross.out": "cross_attn_o",
+    "pre_mlp": "ffn_norm",
+    "mlp.down": "ffn_down",
+}
 # The table is written once for each stack, and old writers left a bias in the attention that reads the encoder.
 COPIES = (r"(en|de)coder\.embed_tokens\.weight", r"decoder\..*\.EncDecAttention\.relative_attention_bias\.weight")
 
@@ -123,6 +167,7 @@ FAMILIES = tuple(
         read=partial(read, family=kind, own=True) if kind == "umt5" else read,
         names=names,
         ignored=COPIES,
+        gguf=GGUFFamily(architecture="t5", config=gguf_t5_config, names=gguf_names) if kind == "t5" else None,
     )
     for kind, architecture in (
         ("t5", "T5ForConditionalGeneration"),
