@@ -241,6 +241,6 @@ def test_roofline(config_only, capsys, monkeypatch):
     assert found["results"]["ceilings"]["read"] > 0
     assert {o["operator"].split()[0] for o in found["results"]["steps"][0]["operators"]} >= {"linear", "attention", "norm"}
     assert main(["bench", *map(str, words)]) == 0
-    assert "share of it" in capsys.readouterr().out
+    assert "bound by" in capsys.readouterr().out
     assert main(["bench", "roofline", str(config_only), "--prompt=8", *DUMMY[:1], "--kernels=torch"]) != 0
     assert "kernels" in capsys.readouterr().err

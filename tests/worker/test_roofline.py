@@ -53,6 +53,13 @@ def test_the_account_of_a_step(tiny_model, given):
         assert step.seconds > 0
 
 
+def test_sparse_weights_of_one_shape_are_one_row():
+    each = [(0.5, 10**8, 10**8), (1.5, 3 * 10**8, 10**8)]
+    share = roofline._share("linear 16 × 16, sparse int8", "int8", each, CEILINGS)
+    assert (share.count, share.seconds, share.num_bytes, share.operations) == (2, 2.0, 4 * 10**8, 2 * 10**8)
+    assert (share.bound, share.share) == ("read", pytest.approx(0.2))
+
+
 def test_what_has_no_program_is_refused(tiny_model, given):
     with LLM(str(tiny_model), kernels="torch", max_model_len=64) as llm, pytest.raises(ConfigError, match="kernels"):
         measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)

@@ -13,6 +13,10 @@ from slipstream.hub import DEFAULT_MODEL
 if TYPE_CHECKING:
     from slipstream.worker.roofline import OperatorShare, Roofline
 
+EXPLAINED = (
+    "A ceiling is measured with nothing else to do. An operator's floor is the time that the ceiling which binds it would\n"
+    "take; its share is floor / time. A share above 100% says that other programs were busy while the ceiling was measured."
+)
 UNUSED = ("tokenizer", "skip_tokenizer_init")
 
 
@@ -43,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         return 0
     c = found.ceilings
+    threads = "1 thread" if found.num_threads == 1 else f"{found.num_threads} threads"
+    print(f"{args.model}\n{EXPLAINED}\n")
     print_facts(
-        f"ceilings of {found.num_threads} threads, {found.kernels}",
+        f"ceilings of {threads}, {found.kernels}",
         [
             ("read", f"{c.read / 1e9:.1f} GB/s"),
             *((name, f"{getattr(c, name) / 1e9:,.0f} G operations/s") for name in ("int8", "bfloat16", "float32")),
@@ -52,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     )
     for step in found.steps:
         print()
-        total = f"{step.seconds * 1e3:.2f} ms, of which {step.floor_s / step.seconds:.0%} is floor"
+        total = f"{step.seconds * 1e3:.2f} ms, {step.floor_s / step.seconds:.0%} of it floor"
         print_table(
             f"{step.name}, {step.length} tokens each: {total}",
-            ("operator", "count", "ms", "of the step", "GB/s", "G op/s", "bound by", "share of it"),
+            ("operator", "count", "ms", "of the step", "GB/s", "G op/s", "bound by", "share"),
             [_cells(o, step.seconds) for o in sorted(step.operators, key=lambda o: -o.seconds)],
         )
     return 0

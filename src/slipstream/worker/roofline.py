@@ -8,6 +8,7 @@ Operators that only move activations (norms, rotation, rounding) have no floor h
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ READ_BYTES = 256 * 2**20
 """Beyond the last level's cache."""
 MULTIPLY_ROUNDS = 100_000
 REPEATS = 7
+CEILING_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,11 @@ def measure_ceilings(engine: Engine) -> Ceilings:
         program = Program(engine)
         program.add("ceiling", what, data, READ_BYTES, rounds)
         work = READ_BYTES if name == "read" else 2 * native.load().ss_ceiling_macs(engine.pointer, what, rounds)
-        best = float("inf")  # a busy neighbour only ever adds
-        for _ in range(REPEATS):
+        best = float("inf")  # a busy neighbour only ever adds, and is not busy for long at a time
+        until = time.perf_counter() + CEILING_SECONDS
+        for repeat in itertools.count():
+            if repeat >= REPEATS and time.perf_counter() > until:
+                break
             begin = time.perf_counter()
             program.run(StepInputs(num_tokens=1))
             best = min(best, time.perf_counter() - begin)
@@ -158,18 +163,18 @@ def _shares(
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
     # No program has another kind.
     attention = [a for a in (layer.attention for layer in step.spec.layers) if isinstance(a, AttentionSpec)]
-    found: dict[tuple[str, str | None, int, int], list[float]] = {}
+    found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}  # sparse weights of one shape differ in bytes
     at = 0
     for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):
         layers = iter(attention)
         for op in program.operators:
             if op.name == "attention":
-                key = _of_attention(next(layers), kv[0], num_seqs, num_new, length)
+                label, kind, num_bytes, operations = _of_attention(next(layers), kv[0], num_seqs, num_new, length)
             else:
-                key = _of_operator(op, num_tokens)
-            found.setdefault(key, []).append(ns_of[at] / 1e9)
+                label, kind, num_bytes, operations = _of_operator(op, num_tokens)
+            found.setdefault((label, kind), []).append((ns_of[at] / 1e9, num_bytes, operations))
             at += 1
-    return tuple(_share(*key, seconds, ceilings) for key, seconds in found.items())
+    return tuple(_share(label, kind, each, ceilings) for (label, kind), each in found.items())
 
 
 def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, int]:
@@ -179,7 +184,8 @@ def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, i
     w = op.weights
     if isinstance(w, PackedExperts):  # how many of them are read, the tokens decide
         return f"{op.name} {w.num_experts} × {w.rows} × {w.inner}", None, 0, 0
-    return f"{op.name} {w.rows} × {w.inner}", _type(w), w.data.numel(), 2 * w.rows * w.inner * num_tokens
+    label = f"{op.name} {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
+    return label, _type(w), w.data.numel(), 2 * w.rows * w.inner * num_tokens
 
 
 def _type(w: Packed) -> str:
@@ -198,20 +204,20 @@ def _of_attention(
     return label, kind, num_bytes, num_seqs * seen * 4 * a.num_heads * a.head_dim
 
 
-def _share(
-    label: str, kind: str | None, num_bytes: int, operations: int, seconds: list[float], ceilings: Ceilings
-) -> OperatorShare:
+def _share(label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings) -> OperatorShare:
+    """`each`: seconds, bytes and operations of one operator."""
+    seconds, num_bytes, operations = sum(s for s, _, _ in each), sum(b for _, b, _ in each), sum(o for _, _, o in each)
     floor, bound = None, None
     if kind is not None:
         floors = {"read": num_bytes / ceilings.read, kind: operations / getattr(ceilings, kind)}
         bound = max(floors, key=lambda name: floors[name])
-        floor = floors[bound] * len(seconds)
+        floor = floors[bound]
     return OperatorShare(
         operator=label,
-        count=len(seconds),
-        seconds=sum(seconds),
-        num_bytes=num_bytes * len(seconds),
-        operations=operations * len(seconds),
+        count=len(each),
+        seconds=seconds,
+        num_bytes=num_bytes,
+        operations=operations,
         floor_s=floor,
         bound=bound,
     )
