@@ -221,3 +221,10 @@ def test_any_damage_is_noticed_or_harmless(data: st.DataObject, written: Path, t
         return
     for name, tensor in file.tensors.items():
         assert file.dequantize(name, torch.float32).shape == tensor.shape
+
+
+def test_an_empty_file_is_named_so(tmp_path: Path) -> None:
+    path = tmp_path / "empty.gguf"
+    path.touch()
+    with pytest.raises(CheckpointError, match="the file is empty"):
+        GGUFFile(path)

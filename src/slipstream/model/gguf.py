@@ -95,9 +95,11 @@ class GGUFFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
+            if self.path.stat().st_size == 0:
+                raise CheckpointError(f"{self.path}: the file is empty; fetch it again", field=self.path.name)
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
         self._mapped = mapped
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
