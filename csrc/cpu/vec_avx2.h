@@ -165,13 +165,13 @@ static inline F dot_bf16(F s, B w, uint32_t x) {
     const __m256i v = _mm256_set1_epi32((int32_t)x);
     return dot_pairs(s, w, B{v, v});
 }
-__attribute__((always_inline)) // Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
-static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
+// Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
+__attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];
 }
 
-static inline F sums16(const F* x) {
+__attribute__((always_inline)) static inline F sums16(const F* x) {
     float t[16];
     for (int i = 0; i < 16; i++) t[i] = sum(x[i]);
     return load(t);

@@ -146,13 +146,13 @@ static inline F dot_bf16(F a, B w, uint32_t x) {
     EACH memcpy(v.v + 4 * i, &x, 4);
     return dot_pairs(a, w, v);
 }
-__attribute__((always_inline)) // Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
-static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
+// Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
+__attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < 16; j++) to[i * stride + j] = from[16 * j + i];
 }
 
-static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
+__attribute__((always_inline)) static inline F sums16(const F* a) { F r; EACH r.v[i] = sum(a[i]); return r; }
 
 }  // namespace ISA
 

@@ -61,6 +61,16 @@ def test_layers_it_does_not_know(tmp_path, family, sizes):
     assert shape_of(spec_of(tmp_path, family, **sizes).layers) is None
 
 
+def test_norms_of_two_kinds(tmp_path):
+    """The kernel has one norm for both places: where only one of them has a bias, it would read none, or nothing."""
+    layers = spec_of(tmp_path, "opt", hidden_size=512, ffn_dim=1024, word_embed_proj_dim=512, num_attention_heads=8).layers
+    block = layers[0].block
+    for name in ("pre_attention", "pre_mlp"):
+        other = dataclasses.replace(getattr(block, name), bias=False)
+        layer = dataclasses.replace(layers[0], block=dataclasses.replace(block, **{name: other}))
+        assert shape_of([layer, layer]) is None
+
+
 def test_not_on_a_cpu(tmp_path):
     tiny_models.build(tmp_path, **WIDE)
     assert load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32).decoder.one_token is None
@@ -132,7 +142,8 @@ def test_order_of_the_table():
 
 
 # --- the kernel
-PROGRAMS = 3
+PROGRAMS = 5
+"""Two for each of two kv heads, so that there are parts of a head's keys to put together, and one that does not attend."""
 RUN = """
 extern "C" int run(int programs, int threads, void** a) {
     return on_cpu(programs, threads, [a] {

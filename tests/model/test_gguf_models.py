@@ -540,6 +540,15 @@ def test_metadata_without_effect_is_accepted(tmp_path):
     assert described(tmp_path / "x.gguf", **harmless) == plain
 
 
+def test_a_decoder_of_embeddings_says_how_it_pools(tmp_path):
+    """As Qwen3-Embedding's files do."""
+    described(tmp_path / "last.gguf", pooling_type=3)
+    described(tmp_path / "mean.gguf", pooling_type=1)
+    assert [read_spec(tmp_path / f"{kind}.gguf").pooling.kind for kind in ("last", "mean")] == ["last", "mean"]
+    with pytest.raises(UnsupportedModelError, match="pooling_type = 4"):
+        described(tmp_path / "rank.gguf", pooling_type=4)
+
+
 def test_an_unknown_architecture_is_named(tmp_path):
     path = tmp_path / "x.gguf"
     write(path, {"token_embd.weight": (np.zeros((4, 32)), "F32")}, "mamba")

@@ -529,8 +529,10 @@ def _judged(tokenizer: Tokenizer, query: str, document: str, instruction: str, r
         return tuple(tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False))
 
     tokens = rendered(document)
+    if room is None or len(tokens) <= room:
+        return tokens
     cut = tokenizer.encode(document, add_special_tokens=False)
-    while room is not None and len(tokens) > room:
+    while len(tokens) > room:
         if not cut:
             raise RequestError(f"{room} tokens leave no room for a document", field="truncate_prompt_tokens")
         cut = cut[: max(0, len(cut) - (len(tokens) - room))]

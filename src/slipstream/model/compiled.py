@@ -84,7 +84,7 @@ class CompiledStep:
     """`encoder` is there where the model is an encoder-decoder."""
 
     head: Product  # float32 [N, E] → logits float32 [N, V]; an encoder has none
-    likeliest: Likeliest | None  # float32 [N, E] → tokens int64 [N]; None: the head is of several parts
+    likeliest: Likeliest | None = None  # float32 [N, E] → tokens int64 [N]; None: there is no head, or one of several parts
 
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         spec = decoder.spec
@@ -104,7 +104,8 @@ class CompiledStep:
         if decoder.head is not None:
             assert isinstance(decoder.head, NativeLinear)
             self.head = Product(ops.engine, decoder.head)
-            self.likeliest = Likeliest(ops.engine, decoder.head) if len(decoder.head.parts) == 1 else None
+            if len(decoder.head.parts) == 1:
+                self.likeliest = Likeliest(ops.engine, decoder.head)
 
     def __call__(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, embedded: Tensor | None = None

@@ -204,6 +204,7 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
+    reader.ignore("pooling_type")  # `gguf_pooling` reads it
     config = family.gguf.config(reader)
     reader.finish()
     if "token_embd.weight" not in file.tensors:

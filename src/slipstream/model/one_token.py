@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -114,7 +115,7 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     else:
         return None
     for own in (first, second or first):
-        if own.kind not in ("rms", "layer") or (own.kind, own.weight_offset) != (first.kind, first.weight_offset):
+        if own.kind not in ("rms", "layer") or dataclasses.replace(own, eps=first.eps) != first:
             return None
     qk = a.qk_norm or QKNormSpec(over="head", eps=0.0)
     return TokenShape(

@@ -437,10 +437,11 @@ class ModelRunner:
         )
 
     def _warm_up(self) -> None:
-        """One small prefill and one decode, so that the first request pays for no compilation."""
+        """A small prefill and two decodes, of several sequences and of one, which has kernels of its own: so that the first
+        request pays for no compilation."""
         if self.device.type == "cpu":
             return
-        for num_tokens, length in ((64, 64), (4, 1)):
+        for num_tokens, length in ((64, 64), (4, 1), (1, 1)):
             meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)

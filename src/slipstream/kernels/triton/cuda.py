@@ -22,6 +22,7 @@ from slipstream.errors import EngineError
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+OPTIONS = ("--std=c++17", "--use_fast_math")
 
 
 @functools.cache
@@ -39,7 +40,7 @@ def nvrtc() -> ctypes.CDLL:
 
 def compile_source(source: str, arch: str, definitions: Mapping[str, int | float], library: ctypes.CDLL) -> bytes:
     """The machine code (a cubin) of `source` for `arch` (as sm_90a). EngineError: what the compiler said."""
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math"]
+    options = [f"--gpu-architecture={arch}", *OPTIONS]
     options += [f"-D{name}={_literal(value)}" for name, value in definitions.items()]
     program = ctypes.c_void_p()
     _checked(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"slipstream.cu", 0, None, None))
@@ -78,7 +79,8 @@ class CudaKernel:
         self.shared_bytes = shared_bytes
         major, minor = torch.cuda.get_device_capability()
         arch, text = f"sm_{major}{minor}", "".join(source.read_text() for source in sources)
-        key = hashlib.sha256(repr((text, arch, sorted(definitions.items()), torch.version.cuda)).encode()).hexdigest()
+        made_of = text, arch, OPTIONS, sorted(definitions.items()), torch.version.cuda
+        key = hashlib.sha256(repr(made_of).encode()).hexdigest()
         cache, file = get_cache_manager(key), f"{name}.cubin"
         kept = cache.get_file(file)
         if kept is None:

@@ -42,7 +42,6 @@ def gguf_config(
 def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
     """BERT and its like. How a text becomes one vector is read beside (`model.pooling`)."""
     m.require("attention.causal", False)
-    m.ignore("pooling_type")
     types, num_heads = m.maybe("token_types.weight", list), m.size("attention.head_count")
     m.require("attention.head_count_kv", num_heads)
     return {
