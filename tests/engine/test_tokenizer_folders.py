@@ -254,7 +254,10 @@ def test_berts_words(tmp_path) -> None:
 # --- The same in GGUF files, as llama.cpp's converter writes them -------------------------------------------------------
 
 
-def test_t5s_pieces_in_a_gguf_file(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "said", [{"eos_token_id": 1, "add_eos_token": True, "add_bos_token": False}, {}], ids=["said", "silent"]
+)
+def test_t5s_pieces_in_a_gguf_file(tmp_path, said) -> None:
     options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     data = train(**options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
@@ -272,9 +275,7 @@ def test_t5s_pieces_in_a_gguf_file(tmp_path) -> None:
             "precompiled_charsmap": list(charsmap),
             "add_space_prefix": True,
             "remove_extra_whitespaces": True,
-            "eos_token_id": 1,
-            "add_eos_token": True,
-            "add_bos_token": False,
+            **said,
         },
     )
     ours = Tokenizer.from_pretrained(path)

@@ -157,7 +157,7 @@ extern "C" int run(int programs, int threads, void** a) {
 class OnCpu(one_token.OneTokenStep):
     def compiled(self, definitions):
         folder = self.folder
-        kernel = one_token.SOURCES[1].read_text()
+        kernel = "".join(source.read_text() for source in one_token.SOURCES[1:])
         text = Path(__file__).with_name("instructions_on_cpu.h").read_text() + kernel + RUN
         (folder / "kernel.cpp").write_text(text)
         names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in definitions.items()]

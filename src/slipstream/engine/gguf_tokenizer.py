@@ -96,6 +96,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     if not tokens:
         raise CheckpointError(f"{path} carries no tokenizer", field="tokenizer.ggml.tokens")
     kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
+    add_eos = False
     if kind == "gpt2":
         pre = fields.get("pre", str, "default")
         if pre not in SPLITS:
@@ -115,8 +116,8 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         prefix = fields.get("add_space_prefix", bool, True)
         backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
     elif kind == "t5":
-        bos = eos = None
-        add_bos, charsmap = False, bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
+        bos, eos, add_bos, add_eos = None, 1, False, True  # as llama.cpp reads a file that is silent
+        charsmap = bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
         scores = fields.array("scores", float, len(tokens))
         if not scores or int(Kind.UNKNOWN) not in kinds:
             raise CheckpointError(f"{path} lacks scores or the unknown token of its vocabulary", field="tokenizer.ggml.scores")
@@ -137,7 +138,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         bos_id=bos,
         eos_ids=ends,
         prefix=(bos,) if bos is not None and fields.get("add_bos_token", bool, add_bos) else (),
-        suffix=(eos,) if eos is not None and fields.get("add_eos_token", bool, False) else (),
+        suffix=(eos,) if eos is not None and fields.get("add_eos_token", bool, add_eos) else (),
         texts={f"{name}_token": tokens[i] for name, i in {"bos": bos, "eos": eos, **ids}.items() if i is not None},
     )
     templates = {"default": fields.metadata.get("tokenizer.chat_template")}

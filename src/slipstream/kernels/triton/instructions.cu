@@ -1,5 +1,5 @@
-// The instructions that CUDA C++ has no words for, each a function; `one_token.cu` stands below this file when it is compiled, and
-// below tests/kernels/instructions_on_cpu.h, which has the same functions, when it is tested without a GPU.
+// The instructions that CUDA C++ has no words for, each a function; the kernels stand below this file when they are compiled, and
+// below tests/kernels/instructions_on_cpu.h, which has the same functions, when they are tested without a GPU.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint4 fresh16(const void* p) {
 }
 __device__ __forceinline__ u16 fresh2(const u16* p) {
     u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");  // also what this thread just wrote
     return v;
 }
 __device__ __forceinline__ float fresh4(const float* p) {

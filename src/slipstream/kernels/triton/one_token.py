@@ -18,7 +18,9 @@ from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("instructions.cu", "one_token.cu"))
+PARTS = ("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token.cu")
+SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
+"""In this order one text."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
