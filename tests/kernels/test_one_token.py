@@ -104,6 +104,19 @@ def test_weights_it_does_not_take(tmp_path):
         assert not one_token.takes(shape, product, 64)
 
 
+def test_the_ring_has_room(tmp_path):
+    shape = shape_of(spec_of(tmp_path, "llama", **WIDE).layers)
+    heads = {"num_heads": 128, "num_kv_heads": 16, "head_dim": 128, "hidden_size": 16384}
+    for scheme in ("fp8", "int8", "int4"):
+        counts = [
+            one_token.stages(dataclasses.replace(shape, intermediate_size=f, **heads), weight_of(scheme), 232448)
+            for f in (14336, 53248, 106496)  # an 8B Llama's, the 405B one's, twice that
+        ]
+        assert counts[1] >= 3
+        assert sorted(counts, reverse=True) == counts
+    assert counts[2] < 3
+
+
 def test_scales_by_tiles():
     torch.manual_seed(0)
     sizes = {"qkv": 48, "out": 32, "up": 64, "down": 32}

@@ -71,6 +71,25 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     )
 
 
+def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
+    """Pieces that the ring in shared memory holds beside a product's row, or attention, whatever the cache's type (the sizes at
+    the top of `one_token_products.cu`); three are needed."""
+    s, heads = shape, shape.num_heads // shape.num_kv_heads
+    widest = max(s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim)
+    form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
+    piece = PIECES[form][0]
+    stage, row, sums = 16 * (piece + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
+    if isinstance(product, GroupedLinear):
+        stage, sums = stage + piece * 2 // product.group_size * 32, widest // 32 * 4
+    attention = 0
+    for size in (1, 2):  # bytes of a cached number
+        keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
+        alike = WARPS * 32 // s.head_dim if size == 1 else WARPS
+        attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
+    other = 512 + 2 * 8 * 32 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
+    return (shared_bytes - other - sums - max(row, attention)) // stage
+
+
 def one_token(
     shape: TokenShape, layers: Sequence[Mapping[str, Tensor | None]], product: Linear, cos_sin: Tensor | None
 ) -> OneTokenStep | None:
@@ -81,6 +100,8 @@ def one_token(
     if shape.num_kv_heads > device.multi_processor_count:  # each head's keys are some program's
         return None
     shared_bytes: int = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+    if stages(shape, product, shared_bytes) < 3:
+        return None
     return OneTokenStep(shape, layers, product, cos_sin, programs=device.multi_processor_count, shared_bytes=shared_bytes)
 
 
