@@ -159,7 +159,7 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
         GGUFFile(tmp_path / "none.gguf")
     with pytest.raises(CheckpointError, match="no tensor 'nope'"):
         GGUFFile(written).dequantize("nope", torch.float32)
-    fails(b"", "can't be read")
+    fails(b"", "the file is empty")
     fails(b"PK\x03\x04" + good[4:], "not a GGUF file")
     fails(good[:4] + struct.pack("<I", 1) + good[8:], "version 1")
     fails(good[:4] + struct.pack(">I", 3) + good[8:], "big-endian")
