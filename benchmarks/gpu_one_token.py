@@ -70,26 +70,12 @@ def measure(name: str, scheme: str, cache: str) -> dict[str, object]:
         )
         scale = torch.full((k.shape[1],), 0.3, device=CUDA) if kind.itemsize == 1 else None
         kv.append(LayerKV(k, v, scale, scale))
-    table = torch.randperm(NUM_BLOCKS - 1, device=CUDA, dtype=torch.int32)[None] + 1
     token, fused = torch.tensor([77], device=CUDA, dtype=torch.int32), decoder.one_token
     assert fused is not None, f"{name} with {scheme or 'no scheme'} runs kernel by kernel"
 
-    def meta(length: int) -> AttentionMetadata:
-        at = length - 1
-        return AttentionMetadata(
-            query_start_loc=torch.tensor([0, 1], dtype=torch.int32, device=CUDA),
-            seq_lens=torch.tensor([length], dtype=torch.int32, device=CUDA),
-            block_table=table,
-            positions=torch.tensor([at], device=CUDA),
-            slot_mapping=table[0, at // 16].long()[None] * 16 + at % 16,
-            num_decodes=1,
-            max_query_len=1,
-            max_seq_len=4096,
-        )
-
     apart, times = {}, {}
     for length in (1, 200, 1000, 2000):
-        here = meta(length)
+        here = AttentionMetadata.alone(length - 1, 1, block_size=16, device=CUDA)
         decoder.one_token = None
         theirs = decoder.forward(token, kv, here).float()
         h = decoder.embedded(token, here)

@@ -178,6 +178,19 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
             assert [a.outputs[0].token_ids for a in mixed[1:]] == [a.outputs[0].token_ids for a in alone[1:]]
 
 
+def test_scaled_and_capped_logits_are_made(path, monkeypatch):
+    """Rounding could make equals of neighbours there, and a token would depend on what else is in its batch."""
+    with make(path, num_threads=1) as llm:
+        decoder, hidden = llm.core.runner.model.decoder, torch.zeros(1, llm.core.runner.model.spec.hidden_size)
+        if decoder.compiled is None:
+            pytest.skip("needs the C++ kernels")
+        hidden = hidden.to(decoder.dtype)
+        assert decoder.likeliest(hidden) is not None
+        for changed in ({"logit_softcap": 30.0}, {"logit_scale": 0.3}):
+            monkeypatch.setattr(decoder, "spec", dataclasses.replace(llm.core.runner.model.spec, **changed))
+            assert decoder.likeliest(hidden) is None
+
+
 def test_logprobs_are_the_models_own(llm, hf):
     sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=6, logprobs=5, prompt_logprobs=2, ignore_eos=True)
     (output,) = llm.generate([PROMPTS[3]], sampling)

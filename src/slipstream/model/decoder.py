@@ -414,7 +414,8 @@ class Decoder:
 
     def likeliest(self, hidden: Tensor) -> Tensor | None:
         """[N, E] → tokens int64 [N] whose logits are largest, of equals the first, without the logits; None if the kernels
-        can't. Softcap and a positive scale keep the order, so that they are left out."""
+        can't, or if logits are scaled or capped: rounding then makes equals of neighbours, of which the first would be taken
+        in a batch that needs the logits and the larger one here."""
         step = self._greedy
         return None if step is None or step.likeliest is None else step.likeliest(hidden)
 
@@ -426,8 +427,8 @@ class Decoder:
     @property
     def _greedy(self) -> CompiledStep | None:
         step = self.compiled
-        known = step is not None and step.likeliest is not None and self.spec.logit_scale > 0.0
-        return step if known else None
+        plain = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
+        return step if plain and step is not None and step.likeliest is not None else None
 
 
 class PositionTables:
