@@ -426,6 +426,10 @@ def _worker(
         )
         if rank == 0:
             write(files.out, found, settings, dtype=getattr(torch, files.dtype))
+        if meeting is not None:
+            # gloo's threads drop a collective's tensors, for which they need the interpreter, some time after it ended: a
+            # process that ended meanwhile would abort. While this process waits here they get the interpreter.
+            dist.barrier()
     finally:
         if meeting is not None:
             dist.destroy_process_group()
