@@ -12,8 +12,9 @@ from slipstream.cli.main import main
 from slipstream.compress import run as run_module
 from slipstream.compress.calibrate import ObservingOps, Stream, load_ends
 from slipstream.compress.checkpoint import Attempts, Names, WorkFolder
+from slipstream.compress.planning import plan
 from slipstream.compress.recipe import PRESETS, parse, preset
-from slipstream.compress.run import compress, plan
+from slipstream.compress.run import compress
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from slipstream.model.quantization_config import COLUMNS_NAME

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from slipstream.compress.calibrate import ObservingOps, Stream, load_ends, load_layer
+from slipstream.compress.planning import plan
 from slipstream.compress.quantize.rotate import check, hadamard, order_of, rotate_ends, rotate_layer, rotation, untied
 from slipstream.compress.recipe import parse
-from slipstream.compress.run import compress, plan
+from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.decoder import Decoder

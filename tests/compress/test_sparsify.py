@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.compress.calibrate import InputStats
+from slipstream.compress.planning import plan
 from slipstream.compress.quantize.rounding import fit
 from slipstream.compress.recipe import parse, read_recipe
-from slipstream.compress.run import compress, plan
+from slipstream.compress.run import compress
 from slipstream.compress.sparsify import keep, layer_ratios, outlier_share, sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError

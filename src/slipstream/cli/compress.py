@@ -18,9 +18,9 @@ from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.compress.planning import Plan
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
-    from slipstream.compress.run import Plan
     from slipstream.model.description import ModelDescription
 
 
@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compress(args: argparse.Namespace) -> int:
+    from slipstream.compress.planning import calibration, plan
     from slipstream.compress.recipe import more_bits, read_recipe
-    from slipstream.compress.run import calibration, compress, place, plan
+    from slipstream.compress.run import compress, place
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,117 +27,24 @@ from slipstream.compress.checkpoint import (
     quantization_config,
     stored_formats,
 )
+from slipstream.compress.planning import ORDER, TORCH_DTYPES, Plan, PlannedProduct, calibration, plan
 from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.learned import learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
 from slipstream.compress.quantize.rounding import Grid, Rounded, caught_up, fit, gptq, nearest
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe, Rotate
-from slipstream.compress.sparsify import check_inner, layer_ratios, outlier_share, sparsegpt, sparsify_weight
+from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, Rotate
+from slipstream.compress.sparsify import layer_ratios, outlier_share, sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
-from slipstream.model.parameters import parameters
 from slipstream.model.quantization_config import COLUMNS_NAME, StoredFormats
-from slipstream.model.save import check_writable
 from slipstream.model.scheme import FORMAT_MAX, WeightFormat
-from slipstream.model.spec import LayerSpec, MoESpec, ParallelBlock
+from slipstream.model.spec import MoESpec
 from slipstream.model.weights import load_parameters
 
 Progress = Callable[[int, int], None]
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "experts.down", "shared.up", "shared.down")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedProduct:
-    """`settings` None: it is not rounded. Before a budget of bits is spent `fmt` has the number of bits that is next to it.
-    `sparse`: it gets zeros."""
-
-    name: str
-    rows: int
-    inner: int
-    settings: Quantize | None
-    fmt: WeightFormat | None
-    sparse: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a recipe means for a model. Bytes are those of the tensors in the checkpoint."""
-
-    products: tuple[PlannedProduct, ...]
-    bytes_before: int
-    bytes_after: int
-    scale_bytes: int
-    needs_text: bool
-
-    @property
-    def formats(self) -> dict[str, WeightFormat]:
-        """By the names of weights."""
-        return {f"{p.name}.weight": p.fmt for p in self.products if p.fmt is not None}
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of the products that are rounded, scales and zero points included."""
-        done = [p for p in self.products if p.fmt is not None]
-        num_bytes = sum(p.fmt.num_bytes(p.rows, p.inner, self.scale_bytes) for p in done if p.fmt is not None)
-        return 8 * num_bytes / max(1, sum(p.rows * p.inner for p in done))
-
-
-def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None) -> Plan:
-    """ConfigError or UnsupportedModelError if the recipe can't be carried out on the model. `bits` are a budget's, by
-    product."""
-    check_writable(source)
-    quantize: Quantize | None = recipe.one(Quantize)
-    sparsify: Sparsify | None = recipe.one(Sparsify)
-    before_shapes = parameters(source.spec)
-    if recipe.one(Rotate) is not None:
-        rotate.check(source.spec)
-        source = rotate.untied(source)
-    shapes, spec = parameters(source.spec), source.spec
-    element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
-    products = []
-    for name, (rows, inner) in _product_shapes(source).items():
-        settings = None if quantize is None else quantize.of(name)
-        fmt = None
-        if settings is not None:
-            if isinstance(settings.bits, int):
-                fmt = settings.format(inner)
-            else:
-                fmt = settings.format(inner, bits[name] if bits is not None else settings.bits.nearest)
-        sparse = sparsify is not None and sparsify.takes(name)
-        products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse))
-    if sparsify is not None:
-        _check_patterns(sparsify.ignore, [p.name for p in products])
-        if not any(p.sparse for p in products):
-            raise ConfigError("the recipe leaves no product to be sparsified; ignore fewer", field="ignore")
-        if recipe.one(QAT) is not None:
-            raise ConfigError("qat would fill the zeros again; leave one of them out", field="qat")
-        if recipe.one(Rotate) is not None and sparsify.ratios == "outliers":
-            raise ConfigError("a rotation takes the outliers away; take ratios='uniform'", field="ratios")
-        for product in products:
-            if product.sparse and sparsify.pattern is not None:
-                check_inner(product.inner, sparsify.pattern)
-            if product.sparse and product.settings is not None:
-                _check_together(sparsify, product.settings)
-    if quantize is not None:
-        patterns = (*quantize.ignore, *quantize.overrides)
-        _check_patterns(patterns, [p.name for p in products])
-        if not any(p.fmt for p in products):
-            raise ConfigError("the recipe leaves no product to be rounded; ignore fewer", field="ignore")
-        if quantize.head and spec.tied_embeddings:
-            raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
-        Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
-        _check_parallel(spec.layers, {p.name: p.fmt for p in products})
-    before = sum(math.prod(shape) for shape in before_shapes.values()) * element
-    after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(
-        p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
-    )
-    trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
-    needs = any(step is not None and step.needs_text for step in (quantize, sparsify)) or trained
-    return Plan(products=tuple(products), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs)
 
 
 def compress(
@@ -540,51 +445,6 @@ def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:
     return float(((d @ stats.hessian) * d).sum() / ((before @ stats.hessian) * before).sum().clamp(min=1e-30))
 
 
-def _product_shapes(source: ModelDescription) -> dict[str, tuple[int, int]]:
-    found = {}
-    for name, shape in parameters(source.spec).items():
-        stem = name.removesuffix(".weight")
-        if name == "head.weight" or stem.split(".", 2)[-1] in ORDER:
-            found[stem] = (shape[0], shape[1])
-    return found
-
-
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    from fnmatch import fnmatchcase
-
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"{pattern!r} names no product of this model; they are called like {names[0]!r} (with * for any text)",
-                field="ignore or overrides",
-            )
-
-
-def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]) -> None:
-    """Two products that read one norm's result need it in one form."""
-    for i, layer in enumerate(layers):
-        if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
-            forms = {
-                f.inputs if (f := formats.get(f"layers.{i}.{n}")) is not None else None for n in ("attention.qkv", "mlp.up")
-            }
-            if len(forms) > 1:
-                raise ConfigError(
-                    f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form", field="inputs"
-                )
-
-
-def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
-    """Rounding must leave zeros where they are."""
-    together = sparsify.method == "sparsegpt" and quantize.rounding == "gptq"
-    if quantize.rounding != "nearest" and not together:
-        raise ConfigError(
-            f"rounding={quantize.rounding!r} would fill the zeros again; take nearest, or gptq with method: sparsegpt",
-            field="rounding",
-        )
-    if not isinstance(quantize.bits, int):
-        raise ConfigError("a budget of bits knows nothing of zeros; say how many bits, or leave sparsify out", field="bits")
-
-
 def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """Where to compute, and in which type, of "auto" or names. ConfigError if they are not to be had."""
     kind, _, index = device.partition(":")
@@ -599,9 +459,3 @@ def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", field="dtype")
     return found, TORCH_DTYPES[dtype]
-
-
-def calibration(recipe: Recipe) -> Calibrate:
-    """The recipe's, or the default."""
-    found: Calibrate | None = recipe.one(Calibrate)
-    return found or Calibrate()
