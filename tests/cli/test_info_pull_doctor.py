@@ -10,6 +10,7 @@ import pytest
 from slipstream.cli import doctor
 from slipstream.cli.info import describe
 from slipstream.cli.main import main
+from slipstream.compress.recipe import RECIPE_NAME, parse
 from slipstream.hub import tiles_folder
 from slipstream.kernels.tiles import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.model.description import read_spec
@@ -46,6 +47,32 @@ def test_parts_add_up(name):
     norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms.values())
     assert parts["norms"] == 4 * (norms + spec.final_norm.size * (2 if spec.final_norm.bias else 1))
     assert "heads" in describe(spec.layers[0])
+
+
+def test_info_names_zeros(tiny_model, tmp_path, capsys):
+    """Of a checkpoint that `compress` pruned, and of one whose config says that its zeros are left out."""
+    config = json.loads((tiny_model / "config.json").read_text())
+    made, foreign, unknown = (tmp_path / name for name in ("made", "foreign", "unknown"))
+    for folder in (made, foreign, unknown):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    recipe = parse([{"sparsify": {"method": "wanda", "ratio": 0.6}}, {"quantize": {"bits": 8, "rounding": "nearest"}}])
+    (made / RECIPE_NAME).write_text(json.dumps(recipe.as_data()))
+    (unknown / RECIPE_NAME).write_text('[{"anneal": {}}]')
+    sparsity = {"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4", "targets": ["Linear"]}
+    stored = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": sparsity}
+    (foreign / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+
+    def said(folder, *words):
+        assert main(["info", str(folder), "--device=cpu", *words]) == 0
+        return capsys.readouterr().out
+
+    assert "60% of the numbers in the sparsified products (wanda), stored among the others" in said(made)
+    assert "sparsify, quantize" in said(made)
+    assert json.loads(said(made, "--json"))["recipe"][0]["sparsify"]["ratio"] == 0.6
+    assert "50% of the numbers in the sparsified products, left out" in said(foreign)
+    assert "zeros" not in said(tiny_model)
+    assert "'anneal' is no step" in said(unknown)
 
 
 def test_info_unsupported_model(tmp_path, capsys):

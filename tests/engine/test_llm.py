@@ -12,6 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceFacts, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
+from slipstream.kernels import native
 from slipstream.model.description import read_spec
 from slipstream.plan.memory import kv_budget
 from tests import tiny_models
@@ -331,6 +332,13 @@ def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=why) as caught:
             make(tmp_path, quantization=name, kernels="reference", skip_tokenizer_init=True)
         assert caught.value.field == "quantization"
+
+
+@pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
+@pytest.mark.parametrize(("kernels", "remedy"), [("cpu", "use 'int4-g32' or 'int8'"), ("reference", "'int4-g32', 'fp8' or")])
+def test_a_refused_scheme_names_those_that_there_are(path, kernels, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        make(path, quantization="int4", kernels=kernels)
 
 
 def on_a_gpu(path, capability=(9, 0), memory=2**34, **settings):

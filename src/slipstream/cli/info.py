@@ -28,7 +28,9 @@ from slipstream.plan.memory import (
 )
 
 if TYPE_CHECKING:
+    from slipstream.compress.recipe import Recipe
     from slipstream.model.description import ModelDescription
+    from slipstream.model.quantization_config import StoredQuantization
     from slipstream.model.spec import LayerSpec
 
 
@@ -42,6 +44,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.pull import files_bytes
+    from slipstream.compress.recipe import recipe_of
     from slipstream.hub import resolve_model
     from slipstream.model.description import read_spec
 
@@ -52,6 +55,12 @@ def run(args: argparse.Namespace) -> int:
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
     parts = bytes_by_part(config, description)
+    recipe, made_by = None, ""
+    try:
+        if (recipe := recipe_of(path)) is not None:
+            made_by = ", ".join(name for step in recipe.as_data() for name in step)
+    except ConfigError as error:  # another version's: an engine needs none
+        made_by = str(error)
     if args.json:
         print_json(
             {
@@ -62,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 "checkpoint_dtype": description.dtype,
                 "dtype": dtype,
                 "quantization": scheme,
+                "recipe": None if recipe is None else recipe.as_data(),
                 "stored_types": {t.name: t.num_bytes for t in description.stored},
                 "kv_cache_dtype": config.cache.dtype,
                 "num_parameters": spec.num_parameters,
@@ -85,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.all_layers).items()),
         *([("stored as", stored_as(description))] if description.stored else []),
         *([("stored as", f"{q.scheme or 'several formats'} ({q.method})")] if q is not None and q.rounds else []),
-        *([("stored as", "products without their zeros")] if q is not None and q.sparse else []),
+        *([("zeros", zeros)] if (zeros := describe_zeros(q, recipe)) is not None else []),
+        *([("made by", made_by)] if made_by else []),
         *([("vectors", describe_vectors(description))] if not spec.writes else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
@@ -104,6 +115,21 @@ def stored_as(description: ModelDescription) -> str:
     kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
     return types + (f"; on a CPU {kept} used as is" if kept else "")
+
+
+def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
+    """The share of zeros in a checkpoint's products, and how they stand there; None if it does not say that there are any."""
+    from slipstream.compress.steps import Sparsify
+
+    made: Sparsify | None = None if recipe is None else recipe.one(Sparsify)
+    said = None if stored is None else stored.zeros
+    share, left_out = said if made is None else made.ratio, stored is not None and stored.sparse
+    if not share and not left_out:
+        return None
+    of = f"{share:.0%} of the numbers in the sparsified products" if share else "in some products"
+    if made is not None:
+        of += f" ({made.method}{'' if made.pattern is None else f', {made.pattern}'})"
+    return f"{of}, {'left out' if left_out else 'stored among the others'}"
 
 
 def describe_vectors(description: ModelDescription) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.quantize.rounding import Grid, Rounded
+from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription, huggingface_config
@@ -31,7 +32,6 @@ from slipstream.model.save import copy_surroundings, new_folder, stored, write_c
 from slipstream.model.scheme import RowFormat, WeightFormat
 from slipstream.model.weights import place, transform
 
-RECIPE_NAME = "slipstream-recipe.json"
 FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from slipstream.compress.checkpoint import RECIPE_NAME, claim, fingerprint
+from slipstream.compress.checkpoint import claim, fingerprint
 from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.distill import Files, StepRecord, distill_files
 from slipstream.compress.planning import calibration
 from slipstream.compress.prune import prune, pruned_spec
-from slipstream.compress.recipe import Recipe
+from slipstream.compress.recipe import RECIPE_NAME, Recipe
 from slipstream.compress.steps import Distill, PruneSettings
 from slipstream.compress.teacher import Example, cache_logits, teacher_examples, text_examples, write_examples
 from slipstream.engine.tokenizer import Tokenizer

@@ -14,6 +14,7 @@ experts.up, experts.down, shared.up, shared.down, and "head"), and patterns with
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from slipstream.compress.steps import Distill, PruneSettings, Sparsify
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
 from slipstream.model.scheme import RowFormat, WeightFormat
+
+RECIPE_NAME = "slipstream-recipe.json"
+"""Beside the weights of a compressed checkpoint: the recipe that made it."""
 
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
@@ -310,6 +314,17 @@ def read_recipe(given: str) -> Recipe:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"recipe {path} can't be read as YAML: {error}", field="recipe") from error
     return parse(data, name=path.name)
+
+
+def recipe_of(checkpoint: Path) -> Recipe | None:
+    """The recipe that made a checkpoint; None if `compress` did not. ConfigError if it is none that is known here."""
+    file = checkpoint / RECIPE_NAME
+    if not file.is_file():
+        return None
+    try:
+        return parse(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{file} is no recipe that this version knows: {error}", field=RECIPE_NAME) from error
 
 
 def more_bits(recipe: Recipe) -> list[Recipe]:

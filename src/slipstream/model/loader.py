@@ -22,6 +22,9 @@ from slipstream.model.scheme import SCHEMES, Scheme, WeightForm
 from slipstream.model.spec import AttentionSpec, ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
 
+LEFT_ALONE = "leave the weights as they are"
+"""What helps where a scheme does not fit a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -67,7 +70,7 @@ def load_model(
             f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
         )
     if scheme is not None:
-        check_scheme(description.spec, scheme)
+        check_scheme(description.spec, scheme, ops)
     with torch.inference_mode():
         try:
             rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None
@@ -117,11 +120,20 @@ def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:
     return SCHEMES[stored.scheme]
 
 
-def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
+def _schemes(ops: OpSet, *names: str) -> str:
+    """Those of `names` that `ops` has products for, as a remedy."""
+    found = [repr(name) for name in names if SCHEMES[name].name in ops.rounded]
+    if not found:
+        return LEFT_ALONE
+    *most, last = found
+    return f"use {', '.join(most)} or {last}" if most else f"use {last}"
+
+
+def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet) -> None:
     """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
     if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.products(spec.hidden_size)):
         raise ConfigError(
-            f"{scheme.name} is for mixtures of experts, and the model has none; use 'int4', 'fp8' or 'int8'",
+            f"{scheme.name} is for mixtures of experts, and the model has none; {_schemes(ops, 'int4', 'fp8', 'int8')}",
             field="quantization",
         )
     if scheme.head and spec.is_encoder:
@@ -137,8 +149,8 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
         for name, rows in (*heads, *kv_rows):
             if rows % 16:
                 raise ConfigError(
-                    f"{scheme.name} products need rows in multiples of 16, and the model's {name} is {rows}; leave the weights "
-                    "as they are" + (", or the head with 'fp8'" if name == "vocab_size" else ""),
+                    f"{scheme.name} products need rows in multiples of 16, and the model's {name} is {rows}; {LEFT_ALONE}"
+                    + (", or the head with 'fp8'" if name == "vocab_size" else ""),
                     field="quantization",
                 )
     for layer in spec.all_layers:
@@ -148,14 +160,14 @@ def check_scheme(spec: ModelSpec, scheme: Scheme) -> None:
             if product.copies > 1 and product.rows % scheme.block_rows:
                 raise ConfigError(
                     f"{scheme.name} products of experts need rows in multiples of {scheme.block_rows}, and the model's have "
-                    f"{product.rows}; use 'fp8' or 'int8'",
+                    f"{product.rows}; {_schemes(ops, 'fp8', 'int8')}",
                     field="quantization",
                 )
             if (inner := product.inner) % scheme.multiple:
                 name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
                 name = "hidden_size" if inner == spec.hidden_size else name
                 name = "q_lora_rank" if inner == getattr(layer.attention, "q_rank", None) else name
-                other = "use 'int4-g32', 'fp8' or 'int8'" if scheme.multiple > 64 else "leave the weights as they are"
+                other = _schemes(ops, "int4-g32", "fp8", "int8") if scheme.multiple > 64 else LEFT_ALONE
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "
                     f"{inner}; {other}",

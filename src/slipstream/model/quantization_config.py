@@ -88,6 +88,7 @@ class StoredQuantization:
     kv_cache: RowFormat | None = None  # there are scales for a cache of this form
     sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
     formats: StoredFormats | None = None
+    zeros: float | None = None  # the share of zeros in its products, where the config says it
 
     @property
     def rounds(self) -> bool:
@@ -179,7 +180,7 @@ def _int4(read: ConfigReader) -> str:
 
 def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("transform_config", {})
-    sparse = _sparsity(read)
+    sparse, zeros = _sparsity(read)
     caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
     groups = dict(read.maybe("config_groups", dict) or {})
     for name, group in [*groups.items()]:
@@ -193,7 +194,7 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     if not groups:
         read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
         read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were
-        return StoredQuantization("compressed-tensors", None, kv_cache, sparse)
+        return StoredQuantization("compressed-tensors", None, kv_cache, sparse, zeros=zeros)
     read.require("format", *FORMATS, "mixed-precision")
     read.require("quantization_status", "compressed")
     _check_expressions(read, "ignore", ignored)
@@ -202,7 +203,7 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
         prefix = f"{PREFIX}config_groups.{name}."
         found.append(_group(_reader(given, prefix), prefix))
     formats = StoredFormats(tuple(found), ignored)
-    return StoredQuantization("compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, sparse, formats)
+    return StoredQuantization("compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, sparse, formats, zeros)
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
@@ -226,16 +227,18 @@ def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...])
             raise read.unsupported(field, f"{target!r} is no regular expression: {error}") from error
 
 
-def _sparsity(read: ConfigReader) -> bool:
-    """Whether weights are held without their zeros. Which ones (`targets`, `ignore`) their tensors' names say as well."""
+def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
+    """Whether weights are held without their zeros (which ones, `targets` and `ignore`, their tensors' names say as well), and
+    the share of zeros."""
     given = read.maybe("sparsity_config", dict)
     if not given:
-        return False
+        return False, None
     inner = _reader(given, f"{PREFIX}sparsity_config.")
     inner.require("format", "dense", *SPARSE_FORMATS)
-    inner.ignore("targets", "ignore", "global_sparsity", "sparsity_structure", "registry_requires_subclass")
+    zeros = inner.maybe("global_sparsity", float)
+    inner.ignore("targets", "ignore", "sparsity_structure", "registry_requires_subclass")
     inner.finish()
-    return given.get("format") in SPARSE_FORMATS
+    return given.get("format") in SPARSE_FORMATS, zeros
 
 
 def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
