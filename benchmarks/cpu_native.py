@@ -26,7 +26,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.hub import resolve_model
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import SCHEMES
 from slipstream.plan.hardware import available_cores

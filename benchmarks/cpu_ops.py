@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.kernels.reference import ReferenceOps
 
 E, H, K, D, FF, V, CONTEXT, BLOCK = 576, 9, 3, 64, 1536, 49152, 512, 16

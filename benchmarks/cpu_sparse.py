@@ -17,7 +17,7 @@ import torch
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeLinear, NativeOps, add_linear
 from slipstream.kernels.native import Arena, Program
-from slipstream.kernels.ops import ScaledLinear
+from slipstream.kernels.weights import ScaledLinear
 from slipstream.plan.hardware import available_cores
 
 SHAPES = ("576x1536", "3072x576", "4096x4096", "4096x14336")

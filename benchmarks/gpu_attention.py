@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 

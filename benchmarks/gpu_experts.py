@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 import triton
 
-from slipstream.kernels.ops import Linear
 from slipstream.kernels.triton import TritonOps, moe
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.tuning import microseconds
+from slipstream.kernels.weights import Linear
 from slipstream.model.description import read_spec
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import MoESpec

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES

@@ -100,7 +100,7 @@ typedef struct {
     const float *k_scale, *v_scale;
 } ss_layer_kv;
 
-typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/ops.py
+typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/metadata.py
     int64_t num_tokens, num_seqs, num_decodes;
     int64_t block_size, table_stride;
     int32_t cache;  // the cache's type: 0 float32, 1 bfloat16, 2 int8

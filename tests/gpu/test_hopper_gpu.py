@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels.ops import LayerKV, by_dim
+from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps
 from tests.gpu.test_kernels_gpu import error, step

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, SamplingTensors, SparseCopy, by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
+from slipstream.kernels.weights import GroupedLinear, SparseCopy
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.model.spec import DenseSpec, GroupLimit, MoESpec
 

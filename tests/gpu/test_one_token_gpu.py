@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 
 GARBAGE = 1000.0
 

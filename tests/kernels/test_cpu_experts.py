@@ -14,10 +14,11 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu_experts import NativeExperts
-from slipstream.kernels.ops import BlockLinear, BlockRows, ExpertLoad, GroupedLinear, Linear
+from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.quantize import dequantize as numbers
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps, route
+from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, Linear
 from slipstream.model.gguf_quants import dequantize
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES

@@ -20,10 +20,12 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeLinear, NativeOps, Product
-from slipstream.kernels.ops import BlockLinear, BlockRows, GroupedLinear, LayerKV, ScaledLinear, select_ops
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.ops import select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
+from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear
 from slipstream.model.gguf_quants import dequantize
 from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.triton import attention, hopper
 
 PROGRAM = """

@@ -9,11 +9,12 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps
-from slipstream.kernels.ops import ExpertLoad, GroupedLinear
+from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton import moe as triton_moe
+from slipstream.kernels.weights import GroupedLinear
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import ClampedSwiglu, DenseSpec, GroupLimit, MoESpec
 

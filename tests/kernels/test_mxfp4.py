@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from slipstream.config import DeviceFacts, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.cpu_experts import NativeExperts
-from slipstream.kernels.ops import GroupedLinear, Linear
 from slipstream.kernels.quantize import E2M1, dequantize, round_linear
 from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES

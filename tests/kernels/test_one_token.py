@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.kernels.ops import GroupedLinear, LayerKV, Linear, ScaledLinear, by_dim
+from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, one_token
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.model.one_token import shape_of
 from slipstream.model.scheme import SCHEMES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import LayerKV, SamplingTensors
+from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, draw, filter_probs, uniform
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.ops import SplitLinear
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.tiles import NEVER, Measured, TileTable
 from slipstream.kernels.triton import TritonOps, halves
+from slipstream.kernels.weights import SplitLinear
 from slipstream.model.scheme import SCHEMES
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
-from slipstream.kernels.ops import SamplingTensors, select_ops
+from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.ops import select_ops
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference import draw as reference_draw
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, sampling_cases, step

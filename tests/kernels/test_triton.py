@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.cpu import CpuOps, NativeOps
-from slipstream.kernels.ops import LayerKV, Quantized, by_dim
+from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -27,6 +27,7 @@ from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
 from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
 from slipstream.kernels.triton.parts import Scratch
+from slipstream.kernels.weights import Quantized
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import ClampedSwiglu
 from tests.kernels import cases

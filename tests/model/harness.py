@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors, select_ops
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
+from slipstream.kernels.ops import select_ops
 from slipstream.model.loader import LoadedModel, load_model
 
 CPU = torch.device("cpu")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.autograd import AutogradOps
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.quantize import numbers, quantize_rows
+from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
 from slipstream.model.description import ModelDescription
 from slipstream.model.scheme import FORMAT_MAX, InputFormat

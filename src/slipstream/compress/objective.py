@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.compress.steps import Divergence
 from slipstream.kernels.autograd import AutogradOps
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.sequences import SequenceBatch
 from slipstream.model.spec import ModelSpec
 

@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError
 from slipstream.evals.perplexity import Progress, check_windows, scored, token_nll
 from slipstream.evals.scorer import STEP_TOKENS, Scorer
 from slipstream.evals.text import Window
-from slipstream.kernels.ops import AttentionMetadata
+from slipstream.kernels.metadata import AttentionMetadata
 
 TOP = 5
 LAYER_WINDOWS = 4

@@ -19,7 +19,7 @@ from slipstream.engine.engine_core import load_runner
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.spec import ModelSpec
 from slipstream.worker.canary import Canary, make_canary

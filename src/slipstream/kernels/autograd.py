@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.reference import ReferenceOps, attend
+from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.scheme import Scheme
 
 

@@ -30,19 +30,10 @@ from slipstream.kernels.cpu_experts import (
     pack_experts,
 )
 from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import Arena, Engine, Packed, Program, activation_of
-from slipstream.kernels.ops import (
-    Activations,
-    AttentionMetadata,
-    BlockLinear,
-    ExpertLoad,
-    GroupedLinear,
-    LayerKV,
-    Linear,
-    SamplingTensors,
-    ScaledLinear,
-)
 from slipstream.kernels.quantize import round_linear
+from slipstream.kernels.weights import Activations, BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec, OwnActivation
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.native import Arena, Packed, PackedExperts, Program
-from slipstream.kernels.ops import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.kernels.quantize import ROWS_AT_ONCE, unpack4
+from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.spec import MoESpec
 
 

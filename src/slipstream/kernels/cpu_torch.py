@@ -30,15 +30,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
-from slipstream.kernels.ops import (
-    Activations,
-    AttentionMetadata,
-    ExpertLoad,
-    GroupedLinear,
-    LayerKV,
-    Linear,
-    SamplingTensors,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -57,6 +49,7 @@ from slipstream.kernels.reference import (
     softmax,
     uniform,
 )
+from slipstream.kernels.weights import Activations, GroupedLinear, Linear
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
 ABI = 8

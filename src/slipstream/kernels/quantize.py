@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.model.scheme import BLOCK, FORMAT_MAX, InputFormat, Scheme
 
 SMALLEST = 1e-12

@@ -11,21 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import (
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
+from slipstream.kernels.weights import (
     Activations,
-    AttentionMetadata,
     BlockScaledLinear,
-    ExpertLoad,
     GroupedLinear,
-    LayerKV,
     Linear,
-    OpSet,
     Quantized,
-    SamplingTensors,
     ScaledLinear,
     SplitLinear,
 )
-from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec, OwnActivation
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear, SplitLinear
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
+from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear, SplitLinear
 from slipstream.model.held import PRODUCTS, held_group
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
 from slipstream.model.parameters import Placement, Shape

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, AttentionMetadata, ExpertLoad, LayerKV, Linear, OpSet
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.compiled import CompiledStep, compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
 from slipstream.model.one_token import one_token_step

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Linear, OpSet
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.spec import AttentionSpec, ClassifierSpec
 
 if TYPE_CHECKING:

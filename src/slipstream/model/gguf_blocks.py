@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import BlockLinear, BlockRows, Linear
+from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
 from slipstream.model.gguf import GGUFFile
 from slipstream.model.held import PRODUCTS as LAYER_PRODUCTS
 from slipstream.model.parameters import Placement, Shape, Unpermute

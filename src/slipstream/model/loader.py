@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
-from slipstream.kernels.ops import Linear, OpSet
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.weights import Linear
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights, scheme_formats
 from slipstream.model.decoder import Decoder

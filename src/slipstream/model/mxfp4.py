@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.ops import GroupedLinear, Linear
 from slipstream.kernels.quantize import chunk_of, pack4
+from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.parameters import Placement, Shape, Untwine
 from slipstream.model.scheme import Scheme
 

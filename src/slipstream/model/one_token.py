@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from slipstream.kernels.ops import (
-    AttentionMetadata,
-    GroupedLinear,
-    LayerKV,
-    Linear,
-    ScaledLinear,
-    TokenShape,
-)
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import TokenShape
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.spec import (
     AttentionSpec,
     DenseSpec,

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import AutogradOps
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, OpSet
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder, Layer, PositionTables, build_layer
 from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec
 

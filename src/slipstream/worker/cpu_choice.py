@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DType
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, OpSet, has_cpu_kernels, select_ops
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import OpSet, has_cpu_kernels, select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES

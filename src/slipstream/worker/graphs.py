@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.ops import LayerKV
+from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.types import StepPlan
 from slipstream.worker.input_batch import RowTable, SampledRows, look_up, upload

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata
+from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 
 LongArray = npt.NDArray[np.int64]

@@ -24,7 +24,8 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.build import remedy
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors, select_ops
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
+from slipstream.kernels.ops import select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import normalized, pool

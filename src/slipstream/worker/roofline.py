@@ -19,8 +19,8 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Engine, Operator, Packed, PackedExperts, Program, StepInputs
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.compiled import CompiledStep
 from slipstream.model.spec import AttentionSpec
 from slipstream.worker.model_runner import ModelRunner

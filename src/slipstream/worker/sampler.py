@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import SamplingTensors
+from slipstream.kernels.metadata import SamplingTensors
 from slipstream.types import ScheduledSequence, TokenLogprobs
 from slipstream.worker.input_batch import Row, RowTable, SampledRows, upload
 

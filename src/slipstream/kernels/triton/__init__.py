@@ -9,26 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import (
-    Activations,
-    AttentionMetadata,
-    ExpertLoad,
-    GroupedLinear,
-    LayerKV,
-    Linear,
-    OpSet,
-    Quantized,
-    SamplingTensors,
-    ScaledLinear,
-    SplitLinear,
-    TokenShape,
-)
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.ops import OpSet, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention, latent_queries
+from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
 from slipstream.model.scheme import InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec
 

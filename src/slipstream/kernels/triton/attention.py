@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import processors
 

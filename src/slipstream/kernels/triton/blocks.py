@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import BlockScaledLinear, Quantized
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import Scratch, sum_parts
+from slipstream.kernels.weights import BlockScaledLinear, Quantized
 from slipstream.model.scheme import BLOCK
 
 FEW = 64

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import Linear
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import activate, activation_arguments
+from slipstream.kernels.weights import Linear
 from slipstream.model.spec import MoESpec
 
 TILE = 2048

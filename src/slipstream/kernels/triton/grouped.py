@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import GroupedLinear
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import Scratch, sum_parts
+from slipstream.kernels.weights import GroupedLinear
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, Linear, Quantized, ScaledLinear, SparseCopy
 from slipstream.kernels.tiles import NEVER, TileTable
 from slipstream.kernels.triton.pointwise import quantize
+from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear, SparseCopy
 
 FROM_TOKENS = {torch.int8: 256}
 """Where the table says nothing: measured on an H200, with cuSPARSELt 0.8 (benchmarks/COMPRESSION_NOTES.md). There the dense

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import (
     LOG2E,
     MAX_SPLITS,

@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.ops import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton.blocks import blocks, has_library, invariant, library
 from slipstream.kernels.triton.grouped import expand, gemv_words, grouped, grouped_gemv
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import Scratch, sum_parts
 from slipstream.kernels.triton.pointwise import quantize
+from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 
 SKINNY = 64
 """Up to so many tokens the weight's bytes decide, and kernels of our own read them."""

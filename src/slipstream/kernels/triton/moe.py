@@ -6,7 +6,7 @@ that one launch covers all experts whatever their load. How many tiles there are
 start as there can be at most, and those without a tile end at once. All sums have a fixed order. Of so few entries that hardly
 two meet in one expert nothing is sorted: each is a tile, or with dense weights `few_experts` takes them.
 
-| weights | as `kernels.ops` holds them, the experts one below the other |
+| weights | as `kernels.weights` holds them, the experts one below the other |
 | --- | --- |
 | dense, fp8, int8 | `_experts_kernel`, K in blocks |
 | fp8-block | the same, a block's sum scaled before it is added |
@@ -22,18 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import (
-    Activations,
-    BlockScaledLinear,
-    ExpertLoad,
-    GroupedLinear,
-    Linear,
-    Quantized,
-    ScaledLinear,
-)
+from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.triton.few_experts import few_experts
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import activation, quantize
+from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.model.scheme import BLOCK
 from slipstream.model.spec import MoESpec
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, GroupedLinear, LayerKV, Linear, ScaledLinear, TokenShape
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 
 PARTS = ("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.ops import Activations, AttentionMetadata, LayerKV, Quantized
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.weights import Activations, Quantized
 from slipstream.model.scheme import BLOCK, InputFormat
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 

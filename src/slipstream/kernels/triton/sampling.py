@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ops import SamplingTensors
+from slipstream.kernels.metadata import SamplingTensors
 
 ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0."""

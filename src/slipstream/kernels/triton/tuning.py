@@ -20,10 +20,11 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear, SparseCopy, by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.tiles import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.triton import TritonOps, halves
+from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.model.scheme import RowFormat, Scheme
 from slipstream.model.spec import AttentionSpec, ModelSpec
 

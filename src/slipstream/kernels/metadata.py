@@ -1,0 +1,144 @@
+"""What the ops are told of a step: where its tokens stand in the paged cache, and how its rows are sampled.
+
+A step is *ragged*: the tokens of all sequences stand one after another, sequence i at query_start_loc[i] :
+query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads, D head dim, B blocks, X experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.model.spec import AttentionKind, LatentAttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's paged cache. Block 0 is the null block: padding writes there, nothing reads it.
+
+    In 8 bits (float8 e4m3 or int8) a stored number times its head's scale is the key or value. How `v` lies in memory is
+    the op set's choice (`OpSet.values_by_dim`).
+    """
+
+    k: Tensor  # [B, K, block_size, D]
+    v: Tensor  # [B, K, block_size, D], or of latent attention the last numbers of each key: a view of `k`
+    k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
+    v_scale: Tensor | None = None  # float32 [K]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def latent(self) -> bool:
+        """The values are part of the keys, and are not written by themselves."""
+        return self.v.shape[3] < self.k.shape[3]
+
+
+def cache_tensors(
+    attention: AttentionKind,
+    num_blocks: int,
+    block_size: int,
+    new: Callable[[tuple[int, ...]], Tensor],
+    *,
+    values_by_dim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`LayerKV`'s k and v for a layer, of tensors that `new` makes."""
+    shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
+    k = new(shape)
+    if isinstance(attention, LatentAttentionSpec):
+        return k, k[..., attention.rotary_dim :]
+    return k, new((*shape[:2], shape[3], shape[2])).transpose(2, 3) if values_by_dim else new(shape)
+
+
+def by_dim(v: Tensor) -> Tensor:
+    """The same values [B, K, block_size, D], with a block's tokens side by side in memory: [B, K, D, block_size]."""
+    return v.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """Where this step's tokens stand. Tensors are on the model's device; the ints are known on the host.
+
+    The first `num_decodes` sequences have exactly one token each (their queries are tokens 0 … num_decodes − 1).
+    `cross` says where the same sequences' keys and values of an encoder stand (its positions and slots are unused).
+    Inside a captured graph the ints are upper bounds and padded sequences have seq_len 0 and write to slot 0
+    (in the null block).
+    """
+
+    query_start_loc: Tensor  # int32 [S + 1]
+    seq_lens: Tensor  # int32 [S]: tokens in the cache after this step's are written
+    block_table: Tensor  # int32 [S, max_blocks]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]: block · block_size + offset
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
+    cross: AttentionMetadata | None = None
+
+    @classmethod
+    def alone(cls, start: int, num_tokens: int, *, block_size: int, device: torch.device) -> AttentionMetadata:
+        """One sequence, in blocks 1, 2, …: its tokens start … start + num_tokens − 1, those before being in the cache."""
+        return cls.uniform(1, num_tokens, start + num_tokens, block_size=block_size, device=device)
+
+    @classmethod
+    def uniform(
+        cls, num_seqs: int, num_new: int, length: int, *, block_size: int, device: torch.device | None = None
+    ) -> AttentionMetadata:
+        """`num_seqs` sequences of `length` tokens, the last `num_new` of them new; each has its own blocks, from block 1 on."""
+        num_blocks = -(-length // block_size)
+        table = (torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device) + 1).view(num_seqs, num_blocks)
+        positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)
+        rows = torch.arange(num_seqs, device=device).repeat_interleave(num_new)
+        return cls(
+            query_start_loc=torch.arange(0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device),
+            seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=device),
+            block_table=table,
+            positions=positions,
+            slot_mapping=table[rows, positions // block_size].long() * block_size + positions % block_size,
+            num_decodes=num_seqs if num_new == 1 else 0,
+            max_query_len=num_new,
+            max_seq_len=length,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Where `moe` counts, for one layer, the tokens that each expert was chosen for. A token that is written to the null block
+    is padding and doesn't count."""
+
+    counts: Tensor  # int64 [X]
+    slots: Tensor  # int64 [T]: the step's `slot_mapping`
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingTensors:
+    """How to sample S rows of logits. Flags let an op skip what no row asks for.
+
+    `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them, of which the first
+    prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r], history_lens[r]) and its logits.
+    """
+
+    temperature: Tensor  # float32 [S], 0 is greedy
+    top_k: Tensor  # int32 [S], 0 is off
+    top_p: Tensor  # float32 [S]
+    min_p: Tensor  # float32 [S]
+    seeds: Tensor  # int64 [S]
+    history_lens: Tensor  # int32 [S]
+    prompt_lens: Tensor | None = None  # int32 [S], with penalties
+    history: Tensor | None = None  # int32 [S, L], with penalties
+    repetition_penalty: Tensor | None = None  # float32 [S]
+    presence_penalty: Tensor | None = None  # float32 [S]
+    frequency_penalty: Tensor | None = None  # float32 [S]
+    bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values (−inf forbids a token)
+    bias_tokens: Tensor | None = None  # int64 [N]
+    bias_values: Tensor | None = None  # float32 [N]
+    all_greedy: bool = False
+    any_top_k: bool = False
+    any_top_p: bool = False
+    any_min_p: bool = False

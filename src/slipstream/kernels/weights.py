@@ -1,0 +1,173 @@
+"""What products are given: weights as schemes hold them (`model.scheme`), and activations.
+
+A weight is [out, in], of experts those of all one below the other. Which kinds an op set takes as they are it says itself
+(`OpSet.rounded`, `OpSet.block_types`); op sets may have kinds of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.model.scheme import BLOCK, InputFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Activations in 8 bits: row t stands for values[t] · scales[t], or each 128 of it for theirs times their scale."""
+
+    values: Tensor  # float8_e4m3fn or int8 [T, E]
+    scales: Tensor  # float32 [T, 1], or of `fp8-block` [T, E / 128]
+
+
+Activations: TypeAlias = Tensor | Quantized
+"""What goes into `linear`: rows of the model's type, or already in the form that the weight's scheme wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCopy:
+    """A 2:4 weight without its zeros, as a library holds it; the faster one from so many tokens on."""
+
+    packed: Tensor
+    from_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A weight ready for its op. Dense: `weight` [out, in] of the compute dtype. Schemes are subclasses."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    sparse: SparseCopy | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def part(self, rows: slice) -> Linear:
+        """Some rows of it: one expert's."""
+        return Linear(weight=self.weight[rows], bias=self._bias(rows))
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        return None if self.bias is None else self.bias[rows]
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of activations that this weight multiplies; None: the model's type."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledLinear(Linear):
+    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]; inputs of the same kind."""
+
+    scales: Tensor  # float32 [out]
+    out_dtype: torch.dtype
+
+    def part(self, rows: slice) -> ScaledLinear:
+        bias, scales = self._bias(rows), self.scales[rows]
+        return ScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
+
+    @property
+    def inputs(self) -> InputFormat:
+        return "int8" if self.weight.dtype == torch.int8 else "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScaledLinear(Linear):
+    """`fp8-block`: `weight` float8_e4m3fn [out, in], each block of 128 × 128 of it times one of `scales`; inputs of that form.
+    `in` is a multiple of 128, and of experts the rows of each are."""
+
+    scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
+    out_dtype: torch.dtype
+
+    def part(self, rows: slice) -> BlockScaledLinear:
+        assert rows.start % BLOCK == 0
+        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        bias, scales = self._bias(rows), self.scales[blocks]
+        return BlockScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
+
+    @property
+    def inputs(self) -> InputFormat:
+        return "fp8-block"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLinear(Linear):
+    """`int8-split` (LLM.int8(), Dettmers et al. 2022): of the inputs, `columns` meet `dense` in the model's type, and what is
+    left of them meets `weight`, an int8 `ScaledLinear`'s, which has zeros there. Inputs come in the model's type."""
+
+    scales: Tensor  # float32 [out]
+    out_dtype: torch.dtype
+    columns: Tensor  # int64 [C]
+    dense: Tensor  # of the model's type [out, C]
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
+        """Of all columns' codes int8 [out, in], which are changed."""
+        at = torch.tensor(columns, device=codes.device)
+        dense = (codes[:, at].float() * scales[:, None]).to(dtype)
+        codes[:, at] = 0
+        return cls(weight=codes, scales=scales, out_dtype=dtype, columns=at, dense=dense)
+
+    @property
+    def rest(self) -> ScaledLinear:
+        """With the bias."""
+        return ScaledLinear(weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedLinear(Linear):
+    """`int4`: four numbers to an int16 word. Word j of a chunk of C inputs holds, from its low bits up, the numbers of inputs
+    j, j + C/4, j + C/2, j + 3C/4 of the chunk, as codes 0 … 15: a number is (code − zero) · scale, and zero is 8 unless
+    `zeros` says otherwise. `weight` int16 [out, in / 4].
+
+    `mxfp4` (OCP Microscaling Formats 1.0) has `codes` "e2m1": floats of a sign, two bits of exponent and one of mantissa, 0 to
+    ±6, with scales that are powers of two; for experts alone (`moe`)."""
+
+    scales: Tensor  # of the compute dtype [in / group_size, out]
+    group_size: int
+    chunk: int
+    zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
+    codes: Literal["int4", "e2m1"] = "int4"
+    dense: Tensor | None = None  # the same numbers [out, in], where memory buys the speed of many tokens
+
+    def part(self, rows: slice) -> GroupedLinear:
+        return GroupedLinear(
+            weight=self.weight[rows],
+            bias=self._bias(rows),
+            scales=self.scales[:, rows],
+            zeros=None if self.zeros is None else self.zeros[:, rows],
+            group_size=self.group_size,
+            chunk=self.chunk,
+            codes=self.codes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """Some rows of a weight in one of GGUF's types, as they lie in the file: row i of `blocks` is the weight's row start + i,
+    or start + order[i]."""
+
+    type: str
+    blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
+    start: int
+    order: Tensor | None = None  # int32 [rows]
+    copies: int = 1  # experts: `blocks` holds their rows one below the other, and `start` is in each
+
+    @property
+    def rows(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLinear(Linear):
+    """A weight in GGUF's own precision, for op sets that say so (`block_types`). `weight` is on the meta device."""
+
+    pieces: tuple[BlockRows, ...]
