@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
+from slipstream.kernels.ops import Heads, Scoring
 from slipstream.kernels.reference import ReferenceOps
 
 E, H, K, D, FF, V, CONTEXT, BLOCK = 576, 9, 3, 64, 1536, 49152, 512, 16
@@ -107,20 +108,20 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
     }
     meta, kv = decode_step(batch, dtype)
     qkv, table = torch.randn(batch, (H + 2 * K) * D).to(dtype), torch.randn(CONTEXT, D)
-    sizes: dict[str, Any] = {"num_heads": H, "num_kv_heads": K, "head_dim": D, "cos_sin": table}
+    heads = Heads(num_heads=H, num_kv_heads=K, head_dim=D, cos_sin=table)
     found["rope_and_cache"] = {
-        "used": lambda: ops.rope_and_cache(qkv, kv, meta, **sizes),
-        "first layer": lambda: CpuOps().rope_and_cache(qkv, kv, meta, **sizes),
-        "reference": lambda: reference.rope_and_cache(qkv, kv, meta, **sizes),
+        "used": lambda: ops.rope_and_cache(qkv, kv, meta, heads),
+        "first layer": lambda: CpuOps().rope_and_cache(qkv, kv, meta, heads),
+        "reference": lambda: reference.rope_and_cache(qkv, kv, meta, heads),
     }
     q = torch.randn(batch, H, D).to(dtype)
     groups = cpu.decode_groups(meta, meta.seq_lens.tolist(), kv, None, dtype)
     found["attention, decode"] = {
-        "used": lambda: ops.attention(q, kv, meta, scale=0.125),
-        "first layer": lambda: CpuOps().attention(q, kv, meta, scale=0.125),
+        "used": lambda: ops.attention(q, kv, meta, Scoring(scale=0.125)),
+        "first layer": lambda: CpuOps().attention(q, kv, meta, Scoring(scale=0.125)),
         "products, float32 scores": lambda: [products_decode(q, kv, g, torch.float32) for g in groups],
         "products, scores as the cache": lambda: [products_decode(q, kv, g, dtype) for g in groups],
-        "reference": lambda: reference.attention(q, kv, meta, scale=0.125),
+        "reference": lambda: reference.attention(q, kv, meta, Scoring(scale=0.125)),
     }
     logits = torch.randn(batch, V).to(dtype) * 4
     one = torch.ones(batch)

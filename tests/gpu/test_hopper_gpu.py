@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.kernels.metadata import LayerKV, by_dim
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps
 from tests.gpu.test_kernels_gpu import error, step
@@ -17,7 +18,7 @@ pytestmark = [
         reason="needs an NVIDIA GPU (sm_90)",
     ),
 ]
-NOTHING = {"window": None, "softcap": None, "alibi_slopes": None}
+PLAIN = Scoring(scale=128**-0.5)
 
 
 def paged_attention(*args, **options):
@@ -58,17 +59,18 @@ def test_against_the_reference(query_lens, contexts, shape, kind):
     if kind != "bfloat16":
         kv = in_8_bits(kv, kind)
     assert covered(q, kv)
-    for options in (NOTHING, {**NOTHING, "window": 200, "softcap": 20.0})[: 2 if len(meta.seq_lens) == 5 else 1]:
-        ours = paged_attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
-        theirs = ReferenceOps().attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
+    for options in ({}, {"window": 200, "softcap": 20.0})[: 2 if len(meta.seq_lens) == 5 else 1]:
+        scoring = Scoring(scale=q.shape[2] ** -0.5, **options)
+        ours = paged_attention(q, kv, meta, scoring)
+        theirs = ReferenceOps().attention(q, kv, meta, scoring)
         assert error(ours, theirs) < 5e-3
 
 
 def test_a_long_prompt_many_times():
     """16,384 tokens, too many for the reference: against the kernel for every chip. Who computes what changes nothing."""
     q, kv, meta = step([16384, 100], [0, 50])
-    ours = [paged_attention(q, kv, meta, scale=128**-0.5, **NOTHING) for _ in range(20)]
-    theirs = paged_attention(q, kv, meta, scale=128**-0.5, prefill_tile=(128, 32, 4, 3), **NOTHING)
+    ours = [paged_attention(q, kv, meta, PLAIN) for _ in range(20)]
+    theirs = paged_attention(q, kv, meta, PLAIN, prefill_tile=(128, 32, 4, 3))
     assert error(ours[0], theirs) < 5e-3
     assert not torch.equal(ours[0], theirs)  # two kernels: sums in another order
     assert all(torch.equal(other, ours[0]) for other in ours)
@@ -76,10 +78,10 @@ def test_a_long_prompt_many_times():
 
 def test_in_a_graph():
     q, kv, meta = step([300, 20], [0, 1000])
-    expected = paged_attention(q, kv, meta, scale=128**-0.5, **NOTHING)
+    expected = paged_attention(q, kv, meta, PLAIN)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(q, kv, meta, scale=128**-0.5, **NOTHING)
+        out = paged_attention(q, kv, meta, PLAIN)
     out.zero_()
     graph.replay()
     graph.replay()

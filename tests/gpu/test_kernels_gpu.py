@@ -12,6 +12,7 @@ import torch
 
 from slipstream.compress.sparsify import keep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, by_dim
+from slipstream.kernels.ops import Heads, Scoring
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.kernels.weights import GroupedLinear, SparseCopy
@@ -89,8 +90,8 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
         options = {"alibi_slopes": torch.rand(q.shape[1], device="cuda") * 0.1}
     if options.get("sinks") == "yes":
         options = {"sinks": torch.randn(q.shape[1], device="cuda", dtype=dtype) * 3, "window": 300}
-    ours = ops.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
-    theirs = REFERENCE.attention(q, kv, meta, scale=q.shape[2] ** -0.5, **options)
+    ours = ops.attention(q, kv, meta, Scoring(scale=q.shape[2] ** -0.5, **options))
+    theirs = REFERENCE.attention(q, kv, meta, Scoring(scale=q.shape[2] ** -0.5, **options))
     assert error(ours, theirs) < 5e-3
 
 
@@ -114,9 +115,9 @@ def test_latent_attention(ops, query_lens, contexts, heads):
         k = kv.k.clone()
         cache = LayerKV(k, k[..., 64:])
         turned = o.rope_and_cache(
-            rows, cache, meta, num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True
+            rows, cache, meta, Heads(num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True)
         )
-        found.append((turned, k[1:], o.attention(turned, cache, meta, scale=576**-0.5)))
+        found.append((turned, k[1:], o.attention(turned, cache, meta, Scoring(scale=576**-0.5))))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 5e-3
 
@@ -182,12 +183,12 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
 
     small = LayerKV(codes(kv.k, scales[0]), by_dim(codes(kv.v, scales[1])), *scales)
     (_, heads, dim), kv_heads = q.shape, kv.k.shape[1]
-    ours = ops.attention(q, small, meta, scale=dim**-0.5)
-    assert error(ours, REFERENCE.attention(q, small, meta, scale=dim**-0.5)) < 5e-3
+    ours = ops.attention(q, small, meta, Scoring(scale=dim**-0.5))
+    assert error(ours, REFERENCE.attention(q, small, meta, Scoring(scale=dim**-0.5))) < 5e-3
     qkv = torch.randn(len(q), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     caches = [LayerKV(small.k.clone(), small.v.clone(), *scales) for _ in range(2)]
     both = [
-        o.rope_and_cache(qkv, c, meta, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None)
+        o.rope_and_cache(qkv, c, meta, Heads(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None))
         for o, c in zip((ops, REFERENCE), caches, strict=True)
     ]
     assert torch.equal(*both)
@@ -282,7 +283,7 @@ def test_the_other_ops(ops):
     qkv = torch.randn(tokens, 48 * 128, device="cuda", dtype=torch.bfloat16)
     caches = [LayerKV(kv.k.clone(), kv.v.clone()) for _ in range(2)]
     both = [
-        o.rope_and_cache(qkv, c, meta, num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin)
+        o.rope_and_cache(qkv, c, meta, Heads(num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin))
         for o, c in zip((ops, REFERENCE), caches, strict=True)
     ]
     assert error(*both) < 5e-3

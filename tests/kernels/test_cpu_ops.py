@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeLinear, NativeOps, Product
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.ops import Heads, Scoring, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
@@ -343,8 +343,8 @@ def test_rope_and_cache(data):
     qkv = torch.randn(len(case.q), (shape.num_heads + 2 * shape.num_kv_heads) * dim).to(dtype)
     before = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     ours, theirs = copy(before), copy(before)
-    q = ops.rope_and_cache(qkv, ours, case.meta, **options)
-    assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, **options))
+    q = ops.rope_and_cache(qkv, ours, case.meta, Heads(**options))
+    assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, Heads(**options)))
     # Slot 0 is left out: which of the padded rows wrote there last is open.
     ours.k[0, :, 0] = theirs.k[0, :, 0] = ours.v[0, :, 0] = theirs.v[0, :, 0] = 0
     if ours.k.dtype == torch.int8:  # a hair's difference may fall on the other side of a half
@@ -364,10 +364,10 @@ def test_attention(data):
     kv = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     options = data.draw(attention_options(shape.num_heads))
     options["scale"] /= 4  # scores that do not all fall on one key
-    got = ops.attention(case.q, kv, case.meta, **options)
+    got = ops.attention(case.q, kv, case.meta, Scoring(**options))
     assert got.shape == case.q.shape
     assert got.isfinite().all()
-    expected = reference.attention(case.q, kv, case.meta, **options)
+    expected = reference.attention(case.q, kv, case.meta, Scoring(**options))
     got, expected = got[case.owned], expected[case.owned]
     if kv.k.dtype == torch.float32 or (
         kv.k.dtype == torch.int8 and ops.engine.isa != "avx512-bf16" and got.dtype == torch.float32
@@ -384,8 +384,8 @@ def test_long_sequences_in_tiles_and_splits(ops, dtype):
     for heads, kv_heads in ((9, 3), (8, 1), (2, 2)):
         case = step(Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=64), dtype)
         for options in ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 64}):
-            got = ops.attention(case.q, case.kv, case.meta, scale=0.1, **options)
-            expected = reference.attention(case.q, case.kv, case.meta, scale=0.1, **options)
+            got = ops.attention(case.q, case.kv, case.meta, Scoring(scale=0.1, **options))
+            expected = reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.1, **options))
             torch.testing.assert_close(
                 got.float(), expected.float(), rtol=2**-6, atol=2e-5 if dtype == torch.float32 else 2**-5
             )
@@ -439,8 +439,8 @@ def test_threads_change_nothing(ops):
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
         assert_near(
-            own.attention(case.q, case.kv, case.meta, scale=0.3),
-            reference.attention(case.q, case.kv, case.meta, scale=0.3),
+            own.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
+            reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
         )
 
 

@@ -35,7 +35,8 @@ class Compiled:
         return launch
 
 driver.set_active(Device())
-from slipstream.kernels.ops import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.triton import hopper
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
@@ -46,8 +47,7 @@ k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
 q = torch.zeros(600, 32, dim, dtype=torch.bfloat16)
-options = dict(scale=0.1, window=None, softcap=None, sinks=None)
-hopper.prefill(q, kv, meta, torch.empty_like(q), first_seq=0, **options)
+hopper.prefill(q, kv, meta, Scoring(scale=0.1), torch.empty_like(q), first_seq=0)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binary.asm["sass"]]))
 """
 

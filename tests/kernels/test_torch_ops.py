@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.ops import Heads, Scoring, select_ops
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference import draw as reference_draw
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, sampling_cases, step
@@ -111,8 +111,8 @@ def test_rope_and_cache(data: st.DataObject) -> None:
         options["interleaved"] = not options["interleaved"]
         qkv = torch.randn(len(case.q), (shape.num_heads + 2 * shape.num_kv_heads) * dim).to(dtype)
         ours, theirs = case.clone_kv(), case.clone_kv()
-        q = ops.rope_and_cache(qkv, ours, case.meta, **options)
-        assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, **options))
+        q = ops.rope_and_cache(qkv, ours, case.meta, Heads(**options))
+        assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, Heads(**options)))
         # Slot 0 is left out: which of the padded rows wrote there last is open.
         ours.k[0, :, 0] = theirs.k[0, :, 0] = ours.v[0, :, 0] = theirs.v[0, :, 0] = 0
         assert_near(ours.k, theirs.k, largest=8.0)
@@ -127,11 +127,11 @@ def test_attention(data: st.DataObject) -> None:
     ops = CpuOps()
     for _ in range(2):  # layers may differ in window and the like
         options = data.draw(attention_options(shape.num_heads))
-        got = ops.attention(case.q, case.kv, case.meta, **options)
+        got = ops.attention(case.q, case.kv, case.meta, Scoring(**options))
         assert got.shape == case.q.shape
         assert got.isfinite().all()
         # What is averaged are values of the cache, of standard deviation 1.
-        expected = reference.attention(case.q, case.kv, case.meta, **options)
+        expected = reference.attention(case.q, case.kv, case.meta, Scoring(**options))
         assert_near(got[case.owned], expected[case.owned], largest=4.0)
 
 
@@ -140,8 +140,8 @@ def test_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MAX_TEMPORARY_BYTES", 4000)
     case = step(Shape(sequences=((1, 30), (1, 3), (1, 60), (1, 99), (150, 30), (70, 0)), num_heads=4, num_kv_heads=2))
     for options in ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 20}):
-        got = CpuOps().attention(case.q, case.kv, case.meta, scale=0.3, **options)  # type: ignore[arg-type]
-        expected = reference.attention(case.q, case.kv, case.meta, scale=0.3, **options)  # type: ignore[arg-type]
+        got = CpuOps().attention(case.q, case.kv, case.meta, Scoring(scale=0.3, **options))  # type: ignore[arg-type]
+        expected = reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3, **options))  # type: ignore[arg-type]
         assert_near(got, expected)
 
 
@@ -156,8 +156,8 @@ def test_one_long_decode_among_short_ones_is_not_paid_by_all() -> None:
     (windowed,) = cpu.decode_groups(case.meta, lens, case.kv, 32, torch.float32)
     assert windowed.num_blocks <= 3
     for window in (None, 32):
-        got = CpuOps().attention(case.q, case.kv, case.meta, scale=0.3, window=window)
-        assert_near(got, reference.attention(case.q, case.kv, case.meta, scale=0.3, window=window))
+        got = CpuOps().attention(case.q, case.kv, case.meta, Scoring(scale=0.3, window=window))
+        assert_near(got, reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3, window=window)))
 
 
 def test_what_was_derived_does_not_outlive_its_step() -> None:
@@ -165,8 +165,8 @@ def test_what_was_derived_does_not_outlive_its_step() -> None:
     for seed, length in ((0, 20), (1, 20), (2, 33)):
         case = step(Shape(sequences=((1, length), (1, 3)), seed=seed))
         assert_near(
-            ops.attention(case.q, case.kv, case.meta, scale=0.3),
-            reference.attention(case.q, case.kv, case.meta, scale=0.3),
+            ops.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
+            reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
         )
 
 

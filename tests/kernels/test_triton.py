@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, by_dim
+from slipstream.kernels.ops import Heads, Scoring
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -73,8 +74,8 @@ def test_attention(data, splits, dtype):
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        ours = ops.attention(step.q, kv, step.meta, **options)
-    theirs = REFERENCE.attention(step.q, kv, step.meta, **options)
+        ours = ops.attention(step.q, kv, step.meta, Scoring(**options))
+    theirs = REFERENCE.attention(step.q, kv, step.meta, Scoring(**options))
     assert ours.isfinite().all()
     # Against an 8-bit cache the kernel multiplies in float16.
     tolerance = 1e-4 if dtype is None else 1e-2
@@ -93,12 +94,11 @@ def test_latent_attention(data, splits):
     for ops in (OURS, REFERENCE, CpuOps(), NativeOps()):
         k = step.kv.k.clone()
         kv = LayerKV(k, k[..., rotary:])
-        q = ops.rope_and_cache(
-            rows, kv, step.meta, num_heads=shape.num_heads, num_kv_heads=1, head_dim=40, cos_sin=cos_sin, interleaved=True
-        )
+        heads = Heads(num_heads=shape.num_heads, num_kv_heads=1, head_dim=40, cos_sin=cos_sin, interleaved=True)
+        q = ops.rope_and_cache(rows, kv, step.meta, heads)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("slipstream.kernels.triton.latent.num_splits", lambda *_: splits)
-            seen = ops.attention(q, kv, step.meta, scale=0.3)
+            seen = ops.attention(q, kv, step.meta, Scoring(scale=0.3))
         assert seen.isfinite().all()
         assert seen.shape == (*q.shape[:2], 32)
         found.append((q, k[1:], seen[step.owned]))
@@ -163,8 +163,8 @@ def test_rope_and_cache(data):
         caches[1].v.copy_(caches[0].v)
     if data.draw(st.booleans()):
         caches[0] = dataclasses.replace(caches[0], v=by_dim(caches[0].v))
-    ours = OURS.rope_and_cache(qkv, caches[0], step.meta, **options)
-    theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, **options)
+    ours = OURS.rope_and_cache(qkv, caches[0], step.meta, Heads(**options))
+    theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, Heads(**options))
     close(ours, theirs)
     for mine, other in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
         mine, other = mine[1:].float(), other[1:].float()  # padding may write anything to the null block
@@ -366,8 +366,8 @@ def test_attention_takes_the_tables_tiles(monkeypatch):
         ("decode", "float32", (*shape, 4)): Measured((16, 2, 1)),
         ("prefill", "float32", (*shape, 32)): Measured((16, 16, 4, 1)),
     }
-    ours = TritonOps(TileTable(device="", entries=entries)).attention(step.q, step.kv, step.meta, scale=0.25)
-    theirs = REFERENCE.attention(step.q, step.kv, step.meta, scale=0.25)
+    ours = TritonOps(TileTable(device="", entries=entries)).attention(step.q, step.kv, step.meta, Scoring(scale=0.25))
+    theirs = REFERENCE.attention(step.q, step.kv, step.meta, Scoring(scale=0.25))
     assert seen == [((16, 2, 1), (16, 16, 4, 1))]
     close(ours[step.owned], theirs[step.owned])
 

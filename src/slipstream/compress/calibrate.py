@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
@@ -133,10 +133,10 @@ class ObservingOps(AutogradOps):
         fake = self._inputs.get(name.partition("@")[0])
         return super().linear(x if fake is None else fake(x), w)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, **settings: Any) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
         if self._on_cache is not None:
             self._on_cache(kv)
-        return super().attention(q, kv, meta, **settings)
+        return super().attention(q, kv, meta, scoring)
 
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.compress.steps import Divergence
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Scoring
 from slipstream.model.sequences import SequenceBatch
 from slipstream.model.spec import ModelSpec
 
@@ -113,33 +113,33 @@ def token_losses(
 
 
 class TappedOps(AutogradOps):
-    """`tap(q, kv, meta, settings)` sees every attention while it is set."""
+    """`tap(q, kv, meta, scoring)` sees every attention while it is set."""
 
     def __init__(self) -> None:
-        self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, dict[str, Any]], None] | None = None
+        self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, Scoring], None] | None = None
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, **settings: Any) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
         if self.tap is not None:
-            self.tap(q, kv, meta, settings)
-        return super().attention(q, kv, meta, **settings)
+            self.tap(q, kv, meta, scoring)
+        return super().attention(q, kv, meta, scoring)
 
 
-def attention_weights(q: Tensor, kv: LayerKV, settings: dict[str, Any], lengths: Sequence[int]) -> list[Tensor]:
+def attention_weights(q: Tensor, kv: LayerKV, s: Scoring, lengths: Sequence[int]) -> list[Tensor]:
     """For each sequence float32 [H, n, n]: what each token looks at, as `OpSet.attention` weighs it."""
     found = []
     for i, part in enumerate(q.split(list(lengths))):
         n, num_heads, _ = part.shape
         keys = kv.k[i, :, :n].repeat_interleave(num_heads // kv.k.shape[1], dim=0)
-        scores = torch.einsum("nhd,hld->hnl", part.float(), keys.float()) * settings["scale"]
-        if (cap := settings.get("softcap")) is not None:
-            scores = cap * torch.tanh(scores / cap)
+        scores = torch.einsum("nhd,hld->hnl", part.float(), keys.float()) * s.scale
+        if s.softcap is not None:
+            scores = s.softcap * torch.tanh(scores / s.softcap)
         at = torch.arange(n, device=q.device)
         distance = at[:, None] - at[None, :]
-        if (slopes := settings.get("alibi_slopes")) is not None:
-            scores = scores - slopes.float()[:, None, None] * distance
+        if s.alibi_slopes is not None:
+            scores = scores - s.alibi_slopes.float()[:, None, None] * distance
         hidden = distance < 0
-        if (window := settings.get("window")) is not None:
-            hidden = hidden | (distance >= window)
+        if s.window is not None:
+            hidden = hidden | (distance >= s.window)
         found.append(scores.masked_fill(hidden, -torch.inf).softmax(-1))
     return found
 
@@ -150,7 +150,7 @@ class Seen:
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
-    attention: dict[int, tuple[Tensor, LayerKV, dict[str, Any]]]  # what `attention_weights` takes
+    attention: dict[int, tuple[Tensor, LayerKV, Scoring]]  # what `attention_weights` takes
 
     @classmethod
     def watch(
@@ -160,9 +160,9 @@ class Seen:
         computed again."""
         seen, now = cls(batch.lengths, {}, {}), 0
 
-        def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, settings: dict[str, Any]) -> None:
+        def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> None:
             if now in layers:
-                seen.attention[now] = q, kv, settings
+                seen.attention[now] = q, kv, scoring
 
         def each(i: int, state: Tensor) -> None:
             nonlocal now
@@ -174,8 +174,8 @@ class Seen:
         return seen, each
 
     def weights(self, layer: int) -> list[Tensor]:
-        q, kv, settings = self.attention[layer]
-        return attention_weights(q, kv, settings, self.lengths)
+        q, kv, scoring = self.attention[layer]
+        return attention_weights(q, kv, scoring, self.lengths)
 
 
 class Matching(nn.Module):

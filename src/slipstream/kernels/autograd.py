@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.reference import ReferenceOps, attend
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.scheme import Scheme
@@ -36,34 +37,22 @@ class AutogradOps(ReferenceOps):
         assert isinstance(x, Tensor)
         return F.linear(x, w.weight, w.bias)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
-        if distance_bias is not None or not causal:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+        s = scoring
+        if s.distance_bias is not None or not s.causal:
             raise ConfigError("the autograd op set runs decoder-only models; encoders and T5 can't be trained", field="kernels")
         length = kv.block_size
         if meta.block_table.shape[1] != 1 or length != meta.max_seq_len or meta.max_query_len != meta.max_seq_len:
             raise ConfigError("the autograd op set runs whole sequences over a flat cache (model.sequences)", field="kernels")
-        if softcap is not None or sinks is not None:
-            return _each(q, kv, meta, scale, window, softcap, alibi_slopes, sinks)
+        if s.softcap is not None or s.sinks is not None:
+            return _each(q, kv, meta, s)
         group = q.shape[1] // kv.k.shape[1]
         k, v = (t.to(q.dtype).repeat_interleave(group, dim=1) for t in (kv.k, kv.v))
         rows = meta.slot_mapping // length, meta.slot_mapping % length
         padded = q.new_zeros(len(k), length, *q.shape[1:])  # [S, L, H, D]; rows beyond a sequence's end see what they like
         padded[rows] = q
-        mask = _mask(length, window, alibi_slopes, q)
-        seen = F.scaled_dot_product_attention(padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=scale)
+        mask = _mask(length, s.window, s.alibi_slopes, q)
+        seen = F.scaled_dot_product_attention(padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=s.scale)
         return seen.transpose(1, 2)[rows]
 
 
@@ -104,19 +93,10 @@ def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> 
     return (-slopes.float()[:, None, None] * distance).masked_fill(~seen, -torch.inf).to(q.dtype)
 
 
-def _each(
-    q: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _each(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: Scoring) -> Tensor:
     """Sequence by sequence: scores with a cap, or sinks, have no fused attention."""
     found = [
-        attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], scale, window, softcap, alibi_slopes, sinks)
+        attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], s)
         for i, part in enumerate(q.split(meta.seq_lens.tolist()))
     ]
     return torch.cat(found)

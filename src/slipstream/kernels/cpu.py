@@ -32,6 +32,7 @@ from slipstream.kernels.cpu_experts import (
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import Arena, Engine, Packed, Program, activation_of
+from slipstream.kernels.ops import Heads, Scoring
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Activations, BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
@@ -263,70 +264,26 @@ class NativeOps(CpuOps):
         p.run(step)
         return out.to(x.dtype)
 
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        cos_sin: Tensor | None,
-        interleaved: bool = False,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 1e-6,
-        norm_offset: float = 0.0,
-    ) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
         if kv.latent:
-            return super().rope_and_cache(
-                qkv,
-                kv,
-                meta,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                cos_sin=cos_sin,
-                interleaved=interleaved,
-            )
+            return super().rope_and_cache(qkv, kv, meta, heads)
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
         p = Program(self.engine)
-        norms = [None if t is None else t.float() for t in (q_norm, k_norm)]
-        rotary = 0 if cos_sin is None else cos_sin.shape[1]
-        sizes = (num_heads, num_kv_heads, head_dim)
-        p.add("rope_and_cache", p.bound(rows), 0, *sizes, cos_sin, rotary, interleaved, *norms, norm_eps, norm_offset)
+        add_rope_and_cache(p, p.bound(rows), 0, heads)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)
         del kept
-        return rows[:, : num_heads * head_dim].reshape(-1, num_heads, head_dim).to(qkv.dtype)
+        q_size = heads.num_heads * heads.head_dim
+        return rows[:, :q_size].reshape(-1, heads.num_heads, heads.head_dim).to(qkv.dtype)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
         if kv.latent:
-            return super().attention(q, kv, meta, scale=scale)
+            return super().attention(q, kv, meta, scoring)
         _, num_heads, head_dim = q.shape
         out = torch.empty(len(q), num_heads * head_dim)
         p = Program(self.engine)
-        of_heads = [None if t is None else t.float() for t in (alibi_slopes, sinks)]
-        bias = None if distance_bias is None else distance_bias.float().contiguous()
-        reach = 0 if bias is None else bias.shape[1] // 2
         sizes = (num_heads, kv.k.shape[1], head_dim)
-        rows = p.bound(_wide(q.flatten(1)))
-        masks = window or 0, softcap or 0.0, *of_heads, bias, reach, causal, False
-        p.add("attention", rows, p.bound(out), 0, *sizes, scale, *masks)
+        add_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, sizes, scoring)
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         p.run(inputs)
         del kept
@@ -413,6 +370,23 @@ def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate:
         bias = None if w.bias is None else w.bias[row : row + part.rows]
         program.add("linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, weights=part)
         row += part.rows
+
+
+def add_rope_and_cache(program: Program, qkv: int, layer: int, h: Heads) -> None:
+    """float32 rows: q is turned where it stands, k and v go to the step's slots of the layer's cache."""
+    norms = [None if t is None else t.float() for t in (h.q_norm, h.k_norm)]
+    sizes = h.num_heads, h.num_kv_heads, h.head_dim
+    turned = h.cos_sin, h.rotary_dim, h.interleaved
+    program.add("rope_and_cache", qkv, layer, *sizes, *turned, *norms, h.norm_eps, h.norm_offset)
+
+
+def add_attention(
+    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int], s: Scoring, *, cross: bool = False
+) -> None:
+    """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim. `cross`: over an encoder's text."""
+    of_heads = [None if t is None else t.float().contiguous() for t in (s.alibi_slopes, s.sinks, s.distance_bias)]
+    masks = s.window or 0, s.softcap or 0.0, *of_heads, s.reach, s.causal, cross
+    program.add("attention", q, out, layer, *sizes, s.scale, *masks)
 
 
 def _native(weight: Tensor, bias: Tensor | None, parts: tuple[Packed, ...]) -> NativeLinear:

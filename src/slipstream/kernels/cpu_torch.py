@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.ops import Heads, Scoring
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -233,74 +234,45 @@ class CpuOps(ReferenceOps):
             return super().activation(x, activation, inputs=inputs)
         return activate(x, activation)
 
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        cos_sin: Tensor | None,
-        interleaved: bool = False,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 1e-6,
-        norm_offset: float = 0.0,
-    ) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
         if kv.k_scale is not None:
             raise ConfigError(
                 f"the torch kernels have no 8-bit cache; use kv_cache_dtype='auto', or get the C++ ones: {remedy()}",
                 field="kv_cache_dtype",
             )
-        heads = qkv.view(-1, num_heads + (1 if kv.latent else 2) * num_kv_heads, head_dim)
-        v = heads[:, num_heads + num_kv_heads :]
-        qk = heads[:, : num_heads + num_kv_heads]
-        if q_norm is not None and k_norm is not None:
-            q, k = qk[:, :num_heads], qk[:, num_heads:]
-            qk = torch.cat((rms(q, q_norm, norm_eps, norm_offset), rms(k, k_norm, norm_eps, norm_offset)), dim=1)
+        h, cos_sin, num_kv_heads, size = heads, heads.cos_sin, heads.num_kv_heads, kv.block_size
+        rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
+        qk, v = rows[:, : h.num_heads + num_kv_heads], rows[:, h.num_heads + num_kv_heads :]
+        if h.q_norm is not None and h.k_norm is not None:
+            normed = ((qk[:, : h.num_heads], h.q_norm), (qk[:, h.num_heads :], h.k_norm))
+            qk = torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
         if cos_sin is not None:
             # The tensor stands in the value too, so that its id is not used again within the step.
             _, cos, sin = self._once_a_step(
-                meta, (id(cos_sin), interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], interleaved))
+                meta, (id(cos_sin), h.interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved))
             )
-            qk = _rotate(qk.float(), cos, sin, interleaved)
+            qk = _rotate(qk.float(), cos, sin, h.interleaved)
         qk = qk.to(qkv.dtype)
-        size = kv.block_size
         slots = self._once_a_step(
             meta, ("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size)
         )
-        for cache, new in ((kv.k, qk[:, num_heads:]), *(() if kv.latent else ((kv.v, v),))):
-            cache.view(-1, head_dim).index_copy_(0, slots, new.reshape(-1, head_dim).to(cache.dtype))
-        return qk[:, :num_heads]
+        for cache, new in ((kv.k, qk[:, h.num_heads :]), *(() if kv.latent else ((kv.v, v),))):
+            cache.view(-1, h.head_dim).index_copy_(0, slots, new.reshape(-1, h.head_dim).to(cache.dtype))
+        return qk[:, : h.num_heads]
 
     # --- Attention --------------------------------------------------------------------------------------------------
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
-        lens = self._once_a_step(meta, "lens", meta.seq_lens.tolist)
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+        lens, window = self._once_a_step(meta, "lens", meta.seq_lens.tolist), scoring.window
         groups = self._once_a_step(
             meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
         )
         if len(groups) == 1 and groups[0].rows is None:
-            return _decode(q, kv, groups[0], scale, softcap, alibi_slopes, sinks, distance_bias)
+            return _decode(q, kv, groups[0], scoring)
         out = q.new_empty(*q.shape[:2], kv.v.shape[3])
         for group in groups:
             assert group.rows is not None
-            out[group.rows] = _decode(q[group.rows], kv, group, scale, softcap, alibi_slopes, sinks, distance_bias)
+            out[group.rows] = _decode(q[group.rows], kv, group, scoring)
         starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
         for i in range(meta.num_decodes, len(lens)):
             begin, end, length = starts[i], starts[i + 1], lens[i]
@@ -308,11 +280,8 @@ class CpuOps(ReferenceOps):
                 out[begin:end] = 0
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            if softcap is None and alibi_slopes is None and sinks is None and distance_bias is None:
-                _prefill(out[begin:end], q[begin:end], keys, values, scale, window, causal)
-            else:
-                of_heads = alibi_slopes, sinks, distance_bias
-                _tiled(out[begin:end], q[begin:end], keys, values, scale, window, softcap, *of_heads, causal)
+            prefill = _prefill if scoring.scales_only else _tiled
+            prefill(out[begin:end], q[begin:end], keys, values, scoring)
         return out
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
@@ -414,16 +383,7 @@ def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
     return cut
 
 
-def _decode(
-    q: Tensor,
-    kv: LayerKV,
-    group: DecodeGroup,
-    scale: float,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    distance_bias: Tensor | None,
-) -> Tensor:
+def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: Scoring) -> Tensor:
     """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, size = kv.k.shape[1:3]
@@ -433,19 +393,19 @@ def _decode(
     keys, *others = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in gathered)
     values = others[0] if others else keys[..., -kv.v.shape[3] :]
     rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
-    if softcap is None and alibi_slopes is None and sinks is None and distance_bias is None:
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
+    if s.scales_only:
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=s.scale)
     else:
-        scores = rows.float() @ keys.float().transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if alibi_slopes is not None:
+        scores = rows.float() @ keys.float().transpose(-1, -2) * s.scale
+        if s.softcap is not None:
+            scores = s.softcap * torch.tanh(scores / s.softcap)
+        if s.alibi_slopes is not None:
             distance = (group.lens - 1 - group.at)[:, None, None]
-            scores = scores - alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
-        if distance_bias is not None:
-            added = biases(distance_bias, group.at - (group.lens - 1))  # [H, N, L]
+            scores = scores - s.alibi_slopes.view(1, num_kv_heads, -1, 1) * distance
+        if s.distance_bias is not None:
+            added = biases(s.distance_bias, group.at - (group.lens - 1))  # [H, N, L]
             scores = scores + added.transpose(0, 1).unflatten(1, (num_kv_heads, -1))
-        rest = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        rest = None if s.sinks is None else s.sinks.view(num_kv_heads, -1, 1)
         out = (softmax(scores + group.mask, rest) @ values.float()).to(q.dtype)
     out = out.reshape(num_seqs, num_heads, -1)
     return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
@@ -454,10 +414,9 @@ def _decode(
 # --- Prefill --------------------------------------------------------------------------------------------------------
 
 
-def _prefill(
-    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, causal: bool
-) -> None:
-    """q [n, H, D] at the end of keys, values [K, L, D]; writes into `out`."""
+def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: Scoring) -> None:
+    """q [n, H, D] at the end of keys, values [K, L, D], of a layer that `scales_only`; writes into `out`."""
+    scale, window, causal = s.scale, s.window, s.causal
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
     group, latent = num_heads // num_kv_heads, values.shape[2] < head_dim  # whose single kv head is not copied for each of many
@@ -491,19 +450,7 @@ def _prefill(
         out[begin:end] = mixed.reshape(num_kv_heads, group, -1, values.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _tiled(
-    out: Tensor,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    distance_bias: Tensor | None,
-    causal: bool,
-) -> None:
+def _tiled(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: Scoring) -> None:
     """The reference's attention, a few queries at a time, so that the scores stay small."""
     num_queries, num_heads, _ = q.shape
     length = keys.shape[1]
@@ -511,10 +458,8 @@ def _tiled(
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
         first = length - num_queries + begin
-        last = length - num_queries + end if causal else length
-        seen = keys[:, :last], values[:, :last]
-        of_heads = alibi_slopes, sinks, distance_bias
-        out[begin:end] = attend(q[begin:end], *seen, scale, window, softcap, *of_heads, causal, first=first)
+        last = length - num_queries + end if s.causal else length
+        out[begin:end] = attend(q[begin:end], keys[:, :last], values[:, :last], s, first=first)
 
 
 # --- Sampling -------------------------------------------------------------------------------------------------------

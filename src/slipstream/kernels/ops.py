@@ -28,6 +28,50 @@ from slipstream.model.spec import Activation, MoESpec, NamedActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What a layer's `rope_and_cache` makes of a row: how many heads, of which size, and how q and k of each are normed and
+    turned. Without `q_norm` and `k_norm` they are not normed, without `cos_sin` not rotated."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cos_sin: Tensor | None = None  # float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second
+    interleaved: bool = False
+    q_norm: Tensor | None = None  # [D], and k's
+    k_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+
+    @property
+    def rotary_dim(self) -> int:
+        return 0 if self.cos_sin is None else self.cos_sin.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How a layer's `attention` weighs the keys that a query sees."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None  # float32 [H]
+    sinks: Tensor | None = None  # [H]
+    distance_bias: Tensor | None = None  # float32 [H, 2R + 1]
+    causal: bool = True
+
+    @property
+    def reach(self) -> int:
+        """R: farther keys have the bias of those so far away."""
+        return 0 if self.distance_bias is None else self.distance_bias.shape[1] // 2
+
+    @property
+    def scales_only(self) -> bool:
+        """Scores are products times `scale` (of keys that a mask may hide), and nothing else joins them."""
+        others = self.softcap, self.alibi_slopes, self.sinks, self.distance_bias
+        return all(other is None for other in others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
     """What all layers of a decoder have in common, for `OpSet.one_token`."""
 
@@ -163,54 +207,24 @@ class OpSet(ABC):
         """Like `rms_norm`, with the mean taken off and a bias added."""
 
     @abstractmethod
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        cos_sin: Tensor | None,
-        interleaved: bool = False,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 1e-6,
-        norm_offset: float = 0.0,
-    ) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
         """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
         `kv.latent`.
 
-        q and k of each head are RMS-normed first if q_norm, k_norm [D] are given, then rotated by `cos_sin`
-        float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second, read at
-        `meta.positions`; dimensions beyond rotary_dim pass. `cos_sin=None`: no rotation. Computed in float32, and rounded
-        to the cache's type after division by its scale.
+        q and k of each head are RMS-normed first, then rotated by `cos_sin` as it stands at `meta.positions`; dimensions beyond
+        rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
         """
 
     @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
         """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
         max(0, p − window + 1) … p; without `causal` (in an encoder, or of one) all L of them, or those less than window away.
-        alibi_slopes float32 [H] add slope · (key position − p) to the scores, distance_bias float32 [H, 2R + 1] adds
-        distance_bias[h, R + (key position − p cut to −R … R)]. sinks [H] join the softmax as the scores (scaled already,
-        never capped) of a key more, whose value is 0 (Xiao et al. 2023, arXiv:2309.17453, learned). Rows of padded
-        sequences (seq_len 0) are unspecified but finite. Softmax in float32.
+        alibi_slopes add slope · (key position − p) to the scores, distance_bias adds distance_bias[h, R + (key position − p cut
+        to −R … R)]. sinks join the softmax as the scores (scaled already, never capped) of a key more, whose value is 0 (Xiao
+        et al. 2023, arXiv:2309.17453, learned). Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax in
+        float32.
         """
 
     def latent_queries(
@@ -237,21 +251,16 @@ class OpSet(ABC):
         assert isinstance(normed, Tensor)
         absorbed = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
         queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
-        return self.rope_and_cache(
-            torch.cat((queries, cached[:, None]), dim=1).flatten(1),
-            kv,
-            meta,
-            num_heads=num_heads,
-            num_kv_heads=1,
-            head_dim=rank + rotary,
-            cos_sin=cos_sin,
-            interleaved=interleaved,
+        rows = torch.cat((queries, cached[:, None]), dim=1).flatten(1)
+        heads = Heads(
+            num_heads=num_heads, num_kv_heads=1, head_dim=rank + rotary, cos_sin=cos_sin, interleaved=interleaved
         )
+        return self.rope_and_cache(rows, kv, meta, heads)
 
     def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
         """`attention` over a cache of latents by `latent_queries`' q, and its sums [T, H, C] made values by values [H, C, V]:
         [T, H · V]."""
-        seen = self.attention(q, kv, meta, scale=scale)
+        seen = self.attention(q, kv, meta, Scoring(scale=scale))
         return torch.bmm(seen.transpose(0, 1), values).transpose(0, 1).flatten(1)
 
     @abstractmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.ops import Heads, OpSet, Scoring
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,
@@ -156,52 +156,23 @@ class ReferenceOps(OpSet):
     def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:
         return x.to(dtype) if inputs is None else self.quantize(x, inputs)
 
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        cos_sin: Tensor | None,
-        interleaved: bool = False,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 1e-6,
-        norm_offset: float = 0.0,
-    ) -> Tensor:
-        num_tokens = qkv.shape[0]
-        heads = qkv.view(num_tokens, num_heads + (1 if kv.latent else 2) * num_kv_heads, head_dim)
-        q = heads[:, :num_heads].float()
-        k = heads[:, num_heads : num_heads + num_kv_heads].float()
-        v = heads[:, num_heads + num_kv_heads :]  # none if kv.latent
-        if q_norm is not None and k_norm is not None:
-            q, k = (rms(t, w, norm_eps, norm_offset) for t, w in ((q, q_norm), (k, k_norm)))
-        if cos_sin is not None:
-            table = cos_sin[meta.positions]
-            q, k = rotate(q, table, interleaved), rotate(k, table, interleaved)
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+        h, num_turned = heads, heads.num_heads + heads.num_kv_heads
+        rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
+        q, k = rows[:, : h.num_heads].float(), rows[:, h.num_heads : num_turned].float()
+        v = rows[:, num_turned:]  # none if kv.latent
+        if h.q_norm is not None and h.k_norm is not None:
+            q, k = (rms(t, w, h.norm_eps, h.norm_offset) for t, w in ((q, h.q_norm), (k, h.k_norm)))
+        if h.cos_sin is not None:
+            table = h.cos_sin[meta.positions]
+            q, k = rotate(q, table, h.interleaved), rotate(k, table, h.interleaved)
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
         kv.k[block, :, offset] = to_cache(k, kv.k_scale, kv.k.dtype)
         if not kv.latent:
             kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
         return q.to(qkv.dtype).contiguous()
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
         out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
         for i, length in enumerate(lens):
@@ -209,10 +180,7 @@ class ReferenceOps(OpSet):
             if length == 0 or begin == end:
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            queries = q[begin:end]
-            out[begin:end] = attend(
-                queries, keys, values, scale, window, softcap, alibi_slopes, sinks, distance_bias, causal
-            )
+            out[begin:end] = attend(q[begin:end], keys, values, scoring)
         return out
 
     def gated_activation(
@@ -284,40 +252,27 @@ def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.round().clamp(-127, 127).to(dtype)
 
 
-def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    causal: bool = True,
-    *,
-    first: int | None = None,
-) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, s: Scoring, *, first: int | None = None) -> Tensor:
     """q [n, H, D] at positions first …, or the last n, of keys, values [K, L, D] → [n, H, D]; in float32. Values may be of
     another width than keys."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = keys.shape
     group = num_heads // num_kv_heads
     keys, values = (t.float().repeat_interleave(group, dim=0) for t in (keys, values))
-    scores = torch.einsum("nhd,hld->hnl", q.float(), keys) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("nhd,hld->hnl", q.float(), keys) * s.scale
+    if s.softcap is not None:
+        scores = s.softcap * torch.tanh(scores / s.softcap)
     first = length - num_queries if first is None else first
     at = torch.arange(first, first + num_queries, device=q.device)[:, None]
     distance = at - torch.arange(length, device=q.device)[None, :]
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.float()[:, None, None] * distance
-    if distance_bias is not None:
-        scores = scores + biases(distance_bias, -distance)
-    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-    if window is not None:
-        hidden |= distance.abs() >= window
-    weights = softmax(scores.masked_fill(hidden, -math.inf), None if sinks is None else sinks[:, None, None])
+    if s.alibi_slopes is not None:
+        scores = scores - s.alibi_slopes.float()[:, None, None] * distance
+    if s.distance_bias is not None:
+        scores = scores + biases(s.distance_bias, -distance)
+    hidden = distance < 0 if s.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if s.window is not None:
+        hidden |= distance.abs() >= s.window
+    weights = softmax(scores.masked_fill(hidden, -math.inf), None if s.sinks is None else s.sinks[:, None, None])
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
 
 

@@ -8,6 +8,7 @@ two programs: what reads prompts, and the step that writes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,15 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import Likeliest, NativeLinear, NativeOps, Product, add_linear
+from slipstream.kernels.cpu import (
+    Likeliest,
+    NativeLinear,
+    NativeOps,
+    Product,
+    add_attention,
+    add_linear,
+    add_rope_and_cache,
+)
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import FORM_F32, Program, activation_of
@@ -29,7 +38,6 @@ from slipstream.model.spec import (
     OwnNorm,
     ParallelBlock,
     PostNormBlock,
-    RopeSpec,
     SequentialBlock,
 )
 
@@ -292,18 +300,9 @@ class _Layers:
         assert isinstance(attention.out, NativeLinear)
         qkv = self._buffer("qkv", FORM_F32, s.q_size + 2 * s.kv_size)
         seen = self._buffer("seen", FORM_F32, s.q_size)
-        sizes = (s.num_heads, s.num_kv_heads, s.head_dim)
-        norms = [None if t is None else t.float() for t in (attention.q_norm, attention.k_norm)]
-        eps, offset = (s.qk_norm.eps, s.qk_norm.weight_offset) if s.qk_norm else (0.0, 0.0)
-        rotary = 0 if attention.cos_sin is None else attention.cos_sin.shape[1]
-        interleaved = isinstance(s.position, RopeSpec) and s.position.style == "interleaved"
         add_linear(p, x, qkv, attention.qkv)
-        p.add("rope_and_cache", qkv, layer, *sizes, attention.cos_sin, rotary, interleaved, *norms, eps, offset)
-        of_heads = attention.slopes, None if attention.sinks is None else attention.sinks.float()
-        bias = None if attention.bias is None else attention.bias.float()
-        reach = 0 if bias is None else bias.shape[1] // 2
-        masks = s.window or 0, s.softcap or 0.0, *of_heads, bias, reach, s.causal, False
-        p.add("attention", qkv, seen, layer, *sizes, s.scale, *masks)
+        add_rope_and_cache(p, qkv, layer, attention.heads)
+        add_attention(p, qkv, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim), attention.scoring)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _cross(self, cross: CrossAttention, x: int, layer: int) -> None:
@@ -313,8 +312,7 @@ class _Layers:
         assert isinstance(cross.out, NativeLinear)
         q, seen = (self._buffer(name, FORM_F32, s.q_size) for name in ("q", "seen"))
         add_linear(p, x, q, cross.q)
-        sizes = (s.num_heads, s.num_kv_heads, s.head_dim)
-        p.add("attention", q, seen, layer, *sizes, s.scale, 0, 0.0, None, None, None, 0, False, True)
+        add_attention(p, q, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim), cross.scoring, cross=True)
         add_linear(p, self._convert(seen, "seen", cross.out, s.q_size), self.x, cross.out, accumulate=True)
 
     def remember(self, cross: CrossAttention, states: int, layer: int) -> None:
@@ -323,7 +321,7 @@ class _Layers:
         assert isinstance(cross.kv, NativeLinear)
         kv = self._buffer("kv", FORM_F32, 2 * s.kv_size)
         add_linear(p, states, kv, cross.kv)
-        p.add("rope_and_cache", kv, layer, 0, s.num_kv_heads, s.head_dim, None, 0, False, None, None, 0.0, 0.0)
+        add_rope_and_cache(p, kv, layer, dataclasses.replace(cross.heads, num_heads=0))
 
     def _feed(self, mlp: MLP, x: int, y: int, accumulate: bool) -> None:
         s, p = mlp.spec, self.program

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.ops import Heads, OpSet, Scoring
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.compiled import CompiledStep, compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
@@ -73,15 +73,16 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
+    """`q_norm` and `k_norm` are norms of whole rows, or of each head by weights of its own; `heads` has those with one weight
+    for all heads."""
+
     spec: AttentionSpec
     qkv: Linear
     out: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    cos_sin: Tensor | None
-    slopes: Tensor | None
-    sinks: Tensor | None
-    bias: Tensor | None  # by distance
+    heads: Heads
+    scoring: Scoring
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
@@ -89,52 +90,23 @@ class Attention:
         qkv = ops.linear(x, self.qkv)
         if s.clip_qkv is not None:
             qkv.clamp_(-s.clip_qkv, s.clip_qkv)
-        in_rope = s.qk_norm if s.qk_norm is not None and s.qk_norm.over == "head" else None
-        if s.qk_norm is not None and in_rope is None:
-            qkv = self._norm_rows(ops, qkv, s.qk_norm)
-        q = ops.rope_and_cache(
-            qkv,
-            kv,
-            meta,
-            num_heads=s.num_heads,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
-            cos_sin=self.cos_sin,
-            interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
-            q_norm=self.q_norm if in_rope else None,
-            k_norm=self.k_norm if in_rope else None,
-            norm_eps=in_rope.eps if in_rope else 0.0,
-            norm_offset=in_rope.weight_offset if in_rope else 0.0,
-        )
-        seen = ops.attention(
-            q,
-            kv,
-            meta,
-            scale=s.scale,
-            window=s.window,
-            softcap=s.softcap,
-            alibi_slopes=self.slopes,
-            sinks=self.sinks,
-            distance_bias=self.bias,
-            causal=s.causal,
-        )
-        return ops.linear(seen.flatten(1), self.out)
+        if s.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            qkv = self._norm_rows(ops, qkv, s.qk_norm, self.q_norm, self.k_norm)
+        q = ops.rope_and_cache(qkv, kv, meta, self.heads)
+        return ops.linear(ops.attention(q, kv, meta, self.scoring).flatten(1), self.out)
 
-    def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec) -> Tensor:
-        assert self.q_norm is not None
-        assert self.k_norm is not None
+    def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         q, k, v = qkv.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=1)
         if norm.over == "each":
             qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, self.spec.head_dim))
-            weights = torch.cat((self.q_norm, self.k_norm)).float()
+            weights = torch.cat((q_norm, k_norm)).float()
             heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * weights
             return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
         normed = (
             ops.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
-            for x, weight in ((q, self.q_norm), (k, self.k_norm))
+            for x, weight in ((q, q_norm), (k, k_norm))
         )
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
-
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -444,7 +416,7 @@ class PositionTables:
         self._biases: dict[BucketSpec, Tensor] = {}
 
     def of(self, spec: AttentionSpec, own: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(cos_sin, slopes, distance_bias) of `Attention`; `own`: the layer's weights of distances."""
+        """(cos_sin, slopes, distance_bias) of a layer; `own`: the layer's weights of distances."""
         position = spec.position
         match position:
             case None:
@@ -504,13 +476,24 @@ def build_layer(
 
     def attention(s: AttentionSpec) -> Attention:
         qkv, out = linear("attention.qkv"), linear("attention.out")
-        q_norm, k_norm = (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
-        sinks = parameters.pop(f"{name}attention.sinks.weight", None)
+        norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
         cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
-        return Attention(s, qkv, out, q_norm, k_norm, cos_sin, slopes, sinks, bias)
+        of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
+        heads = heads_of(s, cos_sin, *(norms if of_heads else ()))
+        scoring = Scoring(
+            scale=s.scale,
+            window=s.window,
+            softcap=s.softcap,
+            alibi_slopes=slopes,
+            sinks=parameters.pop(f"{name}attention.sinks.weight", None),
+            distance_bias=bias,
+            causal=s.causal,
+        )
+        return Attention(s, qkv, out, heads, scoring, *(() if of_heads else norms))
 
     def cross(s: AttentionSpec) -> CrossAttention:
-        return CrossAttention(s, *(linear(f"cross.{part}") for part in ("q", "kv", "out")))
+        q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
+        return CrossAttention(s, q, kv, out, heads_of(s), Scoring(scale=s.scale, causal=False))
 
     def latent(s: LatentAttentionSpec) -> LatentAttention:
         expand = parameters.pop(f"{name}attention.expand.weight").unflatten(0, (s.num_heads, -1))
@@ -533,6 +516,23 @@ def build_layer(
     own = spec.attention
     attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
     return Layer(spec, attended, mlp, norms, cross(spec.cross) if spec.cross is not None else None)
+
+
+def heads_of(
+    s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
+) -> Heads:
+    """The heads of a layer, rotated by its table and normed by its weights, if there are any."""
+    return Heads(
+        num_heads=s.num_heads,
+        num_kv_heads=s.num_kv_heads,
+        head_dim=s.head_dim,
+        cos_sin=cos_sin,
+        interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
+        norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
+    )
 
 
 def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:

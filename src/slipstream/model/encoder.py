@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.ops import Heads, OpSet, Scoring
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.spec import AttentionSpec, ClassifierSpec
 
@@ -38,26 +38,19 @@ class CrossAttention:
     q: Linear
     kv: Linear
     out: Linear
+    heads: Heads
+    scoring: Scoring
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata | None) -> Tensor:
         """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
         assert meta is not None
         q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
-        seen = ops.attention(q, kv, meta, scale=self.spec.scale, causal=False)
-        return ops.linear(seen.flatten(1), self.out)
+        return ops.linear(ops.attention(q, kv, meta, self.scoring).flatten(1), self.out)
 
     def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Keys and values of the encoder's states [T, E] go to their slots of this layer's cache."""
-        s = self.spec
-        ops.rope_and_cache(
-            torch.cat((states.new_zeros(len(states), s.q_size), ops.linear(states, self.kv)), dim=1),
-            kv,
-            meta,
-            num_heads=s.num_heads,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
-            cos_sin=None,
-        )
+        rows = torch.cat((states.new_zeros(len(states), self.spec.q_size), ops.linear(states, self.kv)), dim=1)
+        ops.rope_and_cache(rows, kv, meta, self.heads)
 
 
 @dataclass(frozen=True, slots=True)

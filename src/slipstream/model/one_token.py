@@ -50,8 +50,8 @@ def one_token_step(decoder: Decoder) -> OneToken | None:
             "norm_bias": first.bias,
             "mlp_norm": None if second is None else second.weight,
             "mlp_norm_bias": None if second is None else second.bias,
-            "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm,
+            "q_norm": attention.heads.q_norm,
+            "k_norm": attention.heads.k_norm,
         }
         for name, w in own.items():
             tensors[name] = w.weight
@@ -63,7 +63,7 @@ def one_token_step(decoder: Decoder) -> OneToken | None:
         return None
     first_attention = decoder.layers[0].attention
     assert isinstance(first_attention, Attention)
-    return decoder.ops.one_token(shape, layers, products[0], first_attention.cos_sin)
+    return decoder.ops.one_token(shape, layers, products[0], first_attention.heads.cos_sin)
 
 
 def _there(tensors: Mapping[str, Tensor | None]) -> tuple[bool, ...]:

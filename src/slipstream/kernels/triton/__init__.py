@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import OpSet, TokenShape
+from slipstream.kernels.ops import Heads, OpSet, Scoring, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
@@ -114,65 +114,18 @@ class TritonOps(OpSet):
     ) -> tuple[Activations, Tensor]:
         return pointwise.norm(x, weight, bias, eps, residual, 0.0, True, inputs)
 
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        cos_sin: Tensor | None,
-        interleaved: bool = False,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_eps: float = 1e-6,
-        norm_offset: float = 0.0,
-    ) -> Tensor:
-        return pointwise.rope_and_cache(
-            qkv,
-            kv,
-            meta,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            cos_sin,
-            interleaved,
-            q_norm,
-            k_norm,
-            norm_eps,
-            norm_offset,
-        )
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+        return pointwise.rope_and_cache(qkv, kv, meta, heads)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        causal: bool = True,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
         if kv.latent:
-            return latent_attention(q, kv, meta, scale=scale)
+            return latent_attention(q, kv, meta, scale=scoring.scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
             kv,
             meta,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            distance_bias=distance_bias,
-            causal=causal,
+            scoring,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,

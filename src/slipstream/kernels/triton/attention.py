@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.parts import processors
 
@@ -390,14 +391,8 @@ def paged_attention(
     q: Tensor,
     kv: LayerKV,
     meta: AttentionMetadata,
+    s: Scoring,
     *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    causal: bool = True,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
     deterministic: bool = False,
@@ -411,14 +406,12 @@ def paged_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     num_seqs = meta.seq_lens.shape[0]
     shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
-    flags = dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_ALIBI=alibi_slopes is not None)
-    flags.update(HAS_SINKS=sinks is not None, HAS_BIAS=distance_bias is not None)
+    flags = dict(HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None)
+    flags.update(HAS_SINKS=s.sinks is not None, HAS_BIAS=s.distance_bias is not None)
     flags.update(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
-    k_scale, v_scale = (q if s is None else s for s in (kv.k_scale, kv.v_scale))
-    slopes, rest = (q if t is None else t for t in (alibi_slopes, sinks))
-    bias, reach = (q, 0) if distance_bias is None else (distance_bias, distance_bias.shape[1] // 2)
-    of_heads = slopes, bias, rest, k_scale, v_scale
-    numbers = (scale, softcap or 1.0, window or 0, meta.block_table.stride(0), reach)
+    given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
+    of_heads = [q if t is None else t for t in given]
+    numbers = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)
     num_decodes = 0 if deterministic else meta.num_decodes
     if num_decodes:
         block_g = min(max(8, triton.next_power_of_2(shape["G"])), max(8, GROUP_NUMBERS // block_d))
@@ -446,14 +439,12 @@ def paged_attention(
                 part, lse, out, splits, D=head_dim, BLOCK_D=block_d, MOST=MAX_SPLITS, num_warps=4, **overlapped(q)
             )
     num_rows = meta.max_query_len * shape["G"]
-    plain = alibi_slopes is None and distance_bias is None and causal and prefill_tile is None and not deterministic
+    plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None and not deterministic
     if num_seqs == num_decodes:
         return out
     hopper = _hopper(q.device) if plain and num_rows > FEW_ROWS else None
     if hopper is not None and hopper.covers(q, kv):
-        hopper.prefill(
-            q, kv, meta, out, first_seq=num_decodes, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )  # fmt: skip
+        hopper.prefill(q, kv, meta, s, out, first_seq=num_decodes)
     else:
         usual = (64, 32, 8, 2)
         if block_d <= 128:
@@ -467,7 +458,7 @@ def paged_attention(
         _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](
             q, kv.k, kv.v, out, meta.block_table, meta.query_start_loc, meta.seq_lens, *of_heads, *numbers,
             num_decodes,
-            CAUSAL=causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
+            CAUSAL=s.causal, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags,
         )  # fmt: skip
     return out
 

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.triton.parts import processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -423,19 +424,9 @@ def covers(q: Tensor, kv: LayerKV) -> bool:
     )
 
 
-def prefill(
-    q: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    out: Tensor,
-    *,
-    first_seq: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    """Attention of sequences `first_seq` … of a step into their rows of `out` [T, H, D]."""
+def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: Scoring, out: Tensor, *, first_seq: int) -> None:
+    """Causal attention, without slopes or biases by distance, of sequences `first_seq` … of a step into their rows of `out`
+    [T, H, D]."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
     group = num_heads // num_kv_heads
@@ -455,9 +446,9 @@ def prefill(
     grid = (min(num_units * num_kv_heads, processors(q.device)),)
     _prefill_kernel[grid](
         q_desc, k, v, out, next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
-        q if sinks is None else sinks, k_scale, v_scale,
-        scale, softcap or 1.0, window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0],
+        q if s.sinks is None else s.sinks, k_scale, v_scale,
+        s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0],
         K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages,
-        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, SCALED=scaled,
+        HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_SINKS=s.sinks is not None, SCALED=scaled,
         PRODUCER_WARPS=4 if scaled else 1, PRODUCER_REGS=regs, CONSUMER_REGS=(504 - regs) // 2, num_warps=4,
     )  # fmt: skip

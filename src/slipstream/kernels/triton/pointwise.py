@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import Heads
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.weights import Activations, Quantized
@@ -323,23 +324,10 @@ TOKENS_AT_ONCE = 16
 """Tokens whose values a program brings into the cache."""
 
 
-def rope_and_cache(
-    qkv: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    cos_sin: Tensor | None,
-    interleaved: bool,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-) -> Tensor:
-    num_tokens = qkv.shape[0]
+def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: Heads) -> Tensor:
+    num_tokens, num_heads, num_kv_heads, head_dim = qkv.shape[0], h.num_heads, h.num_kv_heads, h.head_dim
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    rotary = h.rotary_dim
     if num_tokens:
         turned, num_values = num_heads + num_kv_heads, 0 if kv.latent else num_kv_heads
         block = min(HEADS_AT_ONCE, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
@@ -353,11 +341,11 @@ def rope_and_cache(
             qkv if kv.v_scale is None else kv.v_scale,
             meta.positions,
             meta.slot_mapping,
-            qkv if cos_sin is None else cos_sin,
-            qkv if q_norm is None else q_norm,
-            qkv if k_norm is None else k_norm,
-            norm_eps,
-            norm_offset,
+            qkv if h.cos_sin is None else h.cos_sin,
+            qkv if h.q_norm is None else h.q_norm,
+            qkv if h.k_norm is None else h.k_norm,
+            h.norm_eps,
+            h.norm_offset,
             num_tokens,
             H=num_heads,
             K=num_kv_heads,
@@ -369,8 +357,8 @@ def rope_and_cache(
             BLOCK_T=TOKENS_AT_ONCE,
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)),
-            INTERLEAVED=interleaved,
-            HAS_NORM=q_norm is not None,
+            INTERLEAVED=h.interleaved,
+            HAS_NORM=h.q_norm is not None,
             SCALED=kv.k_scale is not None,
             BY_DIM=kv.v.stride(2) == 1,
             num_warps=4 if block * head_dim >= 1024 else 1,

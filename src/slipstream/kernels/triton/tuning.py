@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
+from slipstream.kernels.ops import Scoring
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.tiles import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.triton import TritonOps, halves
@@ -323,7 +324,7 @@ class _Bench:
         q = torch.randn(num_tokens, a.num_heads, a.head_dim, device=self.device, dtype=self.dtype)
 
         def calls(tile: Tile | None) -> list[Call]:
-            return [partial(self._ops(key, tile).attention, q, kv, meta, scale=a.scale)] * 8
+            return [partial(self._ops(key, tile).attention, q, kv, meta, Scoring(scale=a.scale))] * 8
 
         return calls
 
