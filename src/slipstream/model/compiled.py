@@ -16,18 +16,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import (
-    Likeliest,
-    NativeLinear,
-    NativeOps,
-    Product,
-    add_attention,
-    add_linear,
-    add_rope_and_cache,
-)
+from slipstream.kernels.cpu import Likeliest, NativeOps, Product, add_attention, add_linear, add_rope_and_cache
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import FORM_F32, Program, activation_of
+from slipstream.kernels.native import FORM_F32, NativeLinear, Program, activation_of
 from slipstream.model.spec import (
     DenseSpec,
     LatentAttentionSpec,
