@@ -20,7 +20,7 @@ import torch
 
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.ops import OpSet
+from slipstream.kernels.ops import Experts, OpSet
 from slipstream.model.description import read_spec
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import MoESpec
@@ -61,7 +61,7 @@ def main() -> None:
                 reached.append(len(logits.topk(spec.num_experts_per_token).indices.unique()))
                 for form, (ops, weights) in held.items():
                     begin = time.perf_counter()
-                    ops.moe(x, logits, *weights, spec)
+                    ops.moe(x, logits, Experts(*weights, spec))
                     if i:
                         times[form].append(time.perf_counter() - begin)
             median = {form: common.median(found) for form, found in times.items()}

@@ -186,10 +186,10 @@ def test_scaled_and_capped_logits_are_made(path, monkeypatch):
         if decoder.compiled is None:
             pytest.skip("needs the C++ kernels")
         hidden = hidden.to(decoder.dtype)
-        assert decoder.likeliest(hidden) is not None
+        assert decoder.greedy(hidden) is not None
         for changed in ({"logit_softcap": 30.0}, {"logit_scale": 0.3}):
             monkeypatch.setattr(decoder, "spec", dataclasses.replace(llm.core.runner.model.spec, **changed))
-            assert decoder.likeliest(hidden) is None
+            assert decoder.greedy(hidden) is None
 
 
 def test_logprobs_are_the_models_own(llm, hf):

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.compress.sparsify import keep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, by_dim
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import Experts, Heads, Scoring
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.kernels.weights import GroupedLinear, SparseCopy
@@ -330,10 +330,10 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16).float()
         logits += torch.arange(num_experts, device="cuda") * 1e-4  # no ties, which each may break otherwise
-        theirs = REFERENCE.moe(x, logits, up, down, spec)
-        ours = ops.moe(x, logits, up, down, spec)
+        theirs = REFERENCE.moe(x, logits, Experts(up, down, spec))
+        ours = ops.moe(x, logits, Experts(up, down, spec))
         assert error(ours, theirs) < 2e-2, (num_experts, size)
-        assert torch.equal(ours, ops.moe(x, logits, up, down, spec))
+        assert torch.equal(ours, ops.moe(x, logits, Experts(up, down, spec)))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
@@ -346,7 +346,7 @@ def test_an_expert_of_all_tokens(ops, num_tokens):
     pair = [ops.prepare_experts(w, num_experts=64) for w in (up, down)]
     always = tuple(ops.prepare_linear(w, None) for w in shared)
     x, logits = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64))
-    ours, theirs = (o.moe_and_shared(x, logits.float(), *pair, spec, always) for o in (ops, REFERENCE))
+    ours, theirs = (o.moe_and_shared(x, logits.float(), Experts(*pair, spec), always) for o in (ops, REFERENCE))
     assert error(ours, theirs) < 2e-2
 
 

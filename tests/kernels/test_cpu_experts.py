@@ -15,6 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu_experts import NativeExperts
 from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize as numbers
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps, route
@@ -53,8 +54,8 @@ def test_dense_experts(ops, num_tokens, spec):
             x, up, down = (t.to(dtype) for t in (x, up, down))
             ours = prepared(ops, spec, up, down)
             assert [(p.kind, p.num_experts) for w in ours for p in w.parts] == 2 * [(kind, spec.num_experts)]
-            expected = reference.moe(x, logits, *prepared(reference, spec, up, down), spec)
-            assert_near(ops.moe(x, logits, *ours, spec), expected, None if num_tokens else 1.0)
+            expected = reference.moe(x, logits, Experts(*prepared(reference, spec, up, down), spec))
+            assert_near(ops.moe(x, logits, Experts(*ours, spec)), expected, None if num_tokens else 1.0)
 
 
 SHAPES = [mixture(num_experts=4, size=128), mixture(num_experts=7, top=3, size=256, gated=False)]
@@ -70,13 +71,13 @@ def test_rounded_experts(ops, scheme, spec):
         held = prepared(reference, spec, up, down, scheme, biases)
         if scheme == "int8":  # codes of weights alone; inputs have scales for 32
             dense = [Linear(weight=numbers(w), bias=w.bias) for w in held]
-            expected = EightBits().moe(x, logits, *dense, spec)
+            expected = EightBits().moe(x, logits, Experts(*dense, spec))
         else:
-            expected = EightBits().moe(x, logits, *held, spec)
+            expected = EightBits().moe(x, logits, Experts(*held, spec))
         ours = adopted(ops, spec, *held)
         kinds = {"int8": native.I8, "int4": native.W4, "int4-g32": native.W4M32, "mxfp4": native.MX}
         assert {p.kind for w in ours for p in w.parts} == {kinds[scheme]}
-        found = ops.moe(x, logits, *ours, spec)
+        found = ops.moe(x, logits, Experts(*ours, spec))
         # Where an input of the second product falls between two codes of 8 bits, one step of it.
         assert (found - expected).norm() / expected.norm() < 2e-3
         loaded = prepared(ops, spec, up, down, scheme, biases)
@@ -100,8 +101,8 @@ def test_zero_points(ops):
     for held in prepared(reference, spec, up, down, "int4-g32"):
         assert isinstance(held, GroupedLinear)
         made.append(dataclasses.replace(held, zeros=torch.randint(5, 11, held.scales.shape).float()))
-    expected = EightBits().moe(x, logits, *made, spec)
-    assert (ops.moe(x, logits, *adopted(ops, spec, *made), spec) - expected).norm() / expected.norm() < 2e-3
+    expected = EightBits().moe(x, logits, Experts(*made, spec))
+    assert (ops.moe(x, logits, Experts(*adopted(ops, spec, *made), spec)) - expected).norm() / expected.norm() < 2e-3
 
 
 MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q4_0", "Q8_0"), ("Q2_K", "Q2_K", "Q3_K"), ("MXFP4", "MXFP4", "MXFP4")]
@@ -131,8 +132,8 @@ def test_blocks_of_gguf(ops, kinds):
     for num_tokens in (1, 9, 40):
         x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(num_tokens))
         logits = torch.randn(num_tokens, 3)
-        expected = EightBits().moe(x, logits, *theirs, spec)
-        assert (ops.moe(x, logits, *ours, spec) - expected).norm() / expected.norm() < 5e-3
+        expected = EightBits().moe(x, logits, Experts(*theirs, spec))
+        assert (ops.moe(x, logits, Experts(*ours, spec)) - expected).norm() / expected.norm() < 5e-3
 
 
 def block_bytes(kind: str) -> int:
@@ -153,8 +154,8 @@ def test_activations_of_both_halves(ops, scheme, activation, size):
     x, logits, up, down = case(19, spec, inner=64)
     biases = torch.randn(len(up)), torch.randn(len(down))
     theirs, ours = (prepared(o, spec, up, down, scheme, biases) for o in (reference, ops))
-    expected = (EightBits() if scheme else reference).moe(x, logits, *theirs, spec)
-    assert (ops.moe(x, logits, *ours, spec) - expected).norm() / expected.norm() < (2e-3 if scheme else 1e-5)
+    expected = (EightBits() if scheme else reference).moe(x, logits, Experts(*theirs, spec))
+    assert (ops.moe(x, logits, Experts(*ours, spec)) - expected).norm() / expected.norm() < (2e-3 if scheme else 1e-5)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -171,7 +172,7 @@ def test_routers(router, normalize):
     x, up, down = torch.zeros(33, n), torch.zeros(n, n), torch.zeros(n, n, 1)
     x[:, 0], up[:, 0] = 1.0, 1.0
     down[range(n), range(n)] = 1.0
-    found = ops.moe(x, logits, *prepared(ops, spec, up, down.flatten(0, 1)), spec, correction=correction)
+    found = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down.flatten(0, 1)), spec, correction))
     weights, chosen = route(logits, spec, correction)
     expected = torch.zeros(33, n).scatter_(1, chosen, weights)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -184,7 +185,7 @@ def test_numbers_that_are_none_choose_some_expert():
         x, logits, up, down = case(3, spec)
         logits[1] = float("nan")
         correction = torch.zeros(spec.num_experts) if spec.correction else None
-        found = ops.moe(x, logits, *prepared(ops, spec, up, down), spec, correction=correction)
+        found = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec, correction))
         assert found[[0, 2]].isfinite().all()
 
 
@@ -194,7 +195,7 @@ def test_choices_are_counted_but_for_padding():
     slots = torch.tensor([16, 17, 0, 40, 15, 18, 19, 0, 16])  # those below 16 are in the null block
     counted = ExpertLoad(torch.zeros(6, dtype=torch.int64), slots, 16)
     for _ in range(2):
-        ops.moe(x, logits, *prepared(ops, spec, up, down), spec, load=counted)
+        ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec), load=counted)
     chosen = route(logits, spec)[1][slots >= 16]
     assert counted.counts.tolist() == (2 * chosen.flatten().bincount(minlength=6)).tolist()
 
@@ -203,9 +204,9 @@ def test_a_token_does_not_depend_on_the_others():
     ops, spec = OPS[ISAS[-1]], mixture(num_experts=8, top=3, size=96)
     x, logits, up, down = case(90, spec, inner=64, skew=0.2)
     ours = prepared(ops, spec, up, down, "int8")
-    together = ops.moe(x, logits, *ours, spec)
+    together = ops.moe(x, logits, Experts(*ours, spec))
     for t in (0, 1, 44, 89):
-        assert torch.equal(ops.moe(x[t : t + 1], logits[t : t + 1], *ours, spec)[0], together[t])
+        assert torch.equal(ops.moe(x[t : t + 1], logits[t : t + 1], Experts(*ours, spec))[0], together[t])
 
 
 def test_fp8_experts_are_refused():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeOps, Product
+from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, LinearArgmax, NativeOps, Product
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import Heads, Scoring, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
@@ -408,7 +408,7 @@ def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
     weight, bias = pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner), torch.randn(out)
     scheme = SCHEMES["int8"] if form in ("int8", "sparse") else None
     w = ops.prepare_linear(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
-    found, whole = Likeliest(ops.engine, w), Product(ops.engine, w)
+    found, whole = LinearArgmax(ops.engine, w), Product(ops.engine, w)
     for num_tokens in (1, 5, 48, 49, 130):
         x = torch.randn(num_tokens, inner)
         assert torch.equal(found(x), whole(x).argmax(dim=-1))
@@ -419,7 +419,7 @@ def test_the_largest_of_equals_is_the_first(ops):
     weight = torch.zeros(3000, 32)
     weight[[40, 41, 2900], 0] = 1.0
     weight[[700, 2500], 1] = 1.0
-    found = Likeliest(ops.engine, ops.prepare_linear(weight, None))
+    found = LinearArgmax(ops.engine, ops.prepare_linear(weight, None))
     x = torch.zeros(3, 32)
     x[0, 0] = x[1, 1] = 1.0
     assert found(x).tolist() == [40, 700, 0]

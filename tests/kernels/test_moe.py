@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps
 from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.triton import TritonOps
@@ -58,7 +59,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.num_experts_per_token}of{s.num_experts}")
 def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
     x, logits, up, down = case(7, spec)
-    ours = REFERENCE.moe(x, logits, *prepared(REFERENCE, spec, up, down), spec)
+    ours = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
     ups, downs = up.view(spec.num_experts, -1, 32), down.view(spec.num_experts, 32, -1)
     for token in range(7):
         p = logits[token].softmax(0)
@@ -78,8 +79,8 @@ def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
 def test_equals_the_reference(ops, num_tokens, spec):
     for skew in (0.0, 30.0):  # spread; all tokens to the first experts
         x, logits, up, down = case(num_tokens, spec, skew=skew)
-        expected = REFERENCE.moe(x, logits, *prepared(REFERENCE, spec, up, down), spec)
-        ours = ops.moe(x, logits, *prepared(ops, spec, up, down), spec)
+        expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
+        ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -91,8 +92,8 @@ def test_biases_and_an_activation_of_both_halves(ops, scheme):
     x, logits, up, down = case(19, spec, inner=64)
     biases = torch.randn(len(up)), torch.randn(len(down))
     theirs, ours = (prepared(o, spec, up, down, scheme, biases) for o in (REFERENCE, ops))
-    expected = REFERENCE.moe(x, logits, *theirs, spec)
-    torch.testing.assert_close(ops.moe(x, logits, *ours, spec), expected, rtol=1e-4, atol=1e-4)
+    expected = REFERENCE.moe(x, logits, Experts(*theirs, spec))
+    torch.testing.assert_close(ops.moe(x, logits, Experts(*ours, spec)), expected, rtol=1e-4, atol=1e-4)
     ups, downs = (dequantize(w) if scheme else w.weight for w in theirs)
     weights, chosen = route(logits[:1], spec)
     by_hand = torch.zeros(64)
@@ -117,11 +118,11 @@ def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
     shared = tuple(
         REFERENCE.prepare_linear(torch.randn(n, k) / 4, torch.randn(n) if bias else None) for n, k in sizes
     )
-    expected = REFERENCE.moe_and_shared(x, logits, *pair, spec, shared)
-    torch.testing.assert_close(ops.moe_and_shared(x, logits, *pair, spec, shared), expected, rtol=1e-4, atol=1e-4)
+    expected = REFERENCE.moe_and_shared(x, logits, Experts(*pair, spec), shared)
+    torch.testing.assert_close(ops.moe_and_shared(x, logits, Experts(*pair, spec), shared), expected, rtol=1e-4, atol=1e-4)
     act = REFERENCE.gated_activation if gated else REFERENCE.activation
     alone = REFERENCE.linear(act(REFERENCE.linear(x, shared[0]), "silu"), shared[1])
-    torch.testing.assert_close(expected - REFERENCE.moe(x, logits, *pair, spec), alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(expected - REFERENCE.moe(x, logits, Experts(*pair, spec)), alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -129,8 +130,8 @@ def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
     x, logits, up, down = case({32: 40, 64: 100, 128: 300}[block], spec)
     assert triton_moe.group(triton_moe.route(logits, spec)[1], 2).block == block
-    expected = REFERENCE.moe(x, logits, *prepared(REFERENCE, spec, up, down), spec)
-    ours = ops.moe(x, logits, *prepared(ops, spec, up, down), spec)
+    expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
+    ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -141,8 +142,8 @@ def test_rounded_experts(scheme, num_tokens):
     x, logits, up, down = case(num_tokens, spec, inner=128)
     up *= torch.logspace(-1, 1, len(up))[:, None]  # an expert's scales are not another's
     up, down = prepared(REFERENCE, spec, up, down, scheme)
-    expected = REFERENCE.moe(x, logits, up, down, spec)
-    ours = ops.moe(x, logits, *adopted(ops, spec, up, down), spec)
+    expected = REFERENCE.moe(x, logits, Experts(up, down, spec))
+    ours = ops.moe(x, logits, Experts(*adopted(ops, spec, up, down), spec))
     # Where an input of the second product falls between two codes of 8 bits, one step of it.
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
@@ -156,7 +157,8 @@ def test_zero_points_of_a_checkpoint():
         zeros = torch.randint(5, 11, held.scales.shape).float()
         assert isinstance(held, GroupedLinear)
         made.append(GroupedLinear(weight=held.weight, scales=held.scales, zeros=zeros, group_size=32, chunk=held.chunk))
-    torch.testing.assert_close(ops.moe(x, logits, *made, spec), REFERENCE.moe(x, logits, *made, spec), rtol=1e-4, atol=1e-4)
+    ours, theirs = (o.moe(x, logits, Experts(*made, spec)) for o in (ops, REFERENCE))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_equal_likelihoods_take_the_first():
@@ -241,6 +243,6 @@ def test_choices_are_counted_but_for_padding(ops):
     slots = torch.tensor([16, 17, 0, 40, 15, 18, 19, 0, 16])  # those below 16 are in the null block
     load = ExpertLoad(torch.zeros(6, dtype=torch.int64), slots, 16)
     for _ in range(2):
-        ops.moe(x, logits, *prepared(ops, spec, up, down), spec, load=load)
+        ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec), load=load)
     chosen = route(logits, spec)[1][slots >= 16]
     assert load.counts.tolist() == (2 * chosen.flatten().bincount(minlength=6)).tolist()

@@ -34,12 +34,12 @@ from slipstream.kernels.cpu_experts import (
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import Arena, Engine, NativeLinear, Packed, Program, activation_of
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import Experts, Heads, Scoring
 from slipstream.kernels.packed_file import read_packed, write_packed
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Activations, BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec, OwnActivation
+from slipstream.model.spec import Activation, OwnActivation
 
 SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
 SPARSE_FROM_ELSEWHERE = 0.8
@@ -61,7 +61,7 @@ class NativeOps(CpuOps):
         chosen = SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self._arena = Arena(self.engine)
-        self._greedy: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
+        self._argmax: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
     def describe(self) -> str:
         return f"cpu (C++, {self.engine.isa})"
@@ -224,17 +224,8 @@ class NativeOps(CpuOps):
         self._run(p, len(x))
         return out.to(x.dtype)
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
-        *,
-        correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
-    ) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+        up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
         step = native.StepInputs(num_tokens=len(x))
@@ -248,7 +239,7 @@ class NativeOps(CpuOps):
             p = Program(self.engine)
             gathered = p.buffer(form, size, k)
             places = p.bound(rows), p.bound(logits), p.bound(counted)
-            add_choice(p, *places, spec, correction, gathered, form, size)
+            add_choice(p, *places, spec, experts.correction, gathered, form, size)
             return p, gathered
 
         p, gathered = begun(counts, up.form)
@@ -301,11 +292,11 @@ class NativeOps(CpuOps):
             return super().sample(logits, params)
         wide, tokens = _wide(logits), torch.empty(len(logits), 1, dtype=torch.int64)
         size = wide.shape[1]
-        if size not in self._greedy:
+        if size not in self._argmax:
             p = Program(self.engine)
-            self._greedy[size] = p, p.bound(), p.bound()
-            p.add("argmax", *self._greedy[size][1:], size)
-        p, x, out = self._greedy[size]
+            self._argmax[size] = p, p.bound(), p.bound()
+            p.add("argmax", *self._argmax[size][1:], size)
+        p, x, out = self._argmax[size]
         p.bind(x, wide)
         p.bind(out, tokens)
         self._run(p, len(wide))
@@ -340,7 +331,7 @@ class Product:
         return y
 
 
-class Likeliest:
+class LinearArgmax:
     """Where a product's rows are largest, of equals the first: float32 [T, in] → int64 [T]. The rows themselves, [T, out], are
     never there as a whole."""
 

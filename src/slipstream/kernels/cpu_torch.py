@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import Experts, Heads, Scoring
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -52,7 +52,7 @@ from slipstream.kernels.reference import (
 )
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
+from slipstream.model.spec import Activation
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
 """Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
@@ -155,19 +155,10 @@ class CpuOps(ReferenceOps):
             return self.adopt_experts(round_linear(weight, bias, scheme), num_experts=num_experts)
         return Linear(weight=weight, bias=bias) if scheme is None else self.prepare_linear(weight, bias, scheme)
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
-        *,
-        correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
-    ) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
-        weights, chosen = route(router_logits, spec, correction)
+        up, down, spec = experts.up, experts.down, experts.spec
+        weights, chosen = route(router_logits, spec, experts.correction)
         count_experts(chosen, load)
         by_expert, order = chosen.flatten().sort(stable=True)
         ends = chosen.flatten().bincount(minlength=spec.num_experts).cumsum(0).int()

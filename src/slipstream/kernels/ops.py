@@ -72,6 +72,16 @@ class Scoring:
         return all(other is None for other in others)
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's: `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold them one below the other, their biases too."""
+
+    up: Linear
+    down: Linear
+    spec: MoESpec
+    correction: Tensor | None = None  # float32 [X], if spec.correction
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
     """What all layers of a decoder have in common, for `OpSet.one_token`."""
@@ -289,41 +299,26 @@ class OpSet(ABC):
         """[T, F] → [T, F]."""
 
     @abstractmethod
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
-        *,
-        correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
-    ) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
         """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
 
         With p the softmax (or logistic function) of a row of router_logits in float32, the experts are the
-        num_experts_per_token with the largest p (+ `correction`, float32 [X], if spec.correction), within spec.groups; their
-        weights are p, divided by their sum if spec.normalize, times spec.weight_scale. `up` [X · 2F, E] (or [X · F, E]) and
-        `down` [X · E, F] hold the experts one below the other, their biases too. What was chosen is added to `load`.
+        num_experts_per_token with the largest p (+ `correction`), within spec.groups; their weights are p, divided by their sum
+        if spec.normalize, times spec.weight_scale. What was chosen is added to `load`.
         """
 
     def moe_and_shared(
         self,
         x: Tensor,
         router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
+        experts: Experts,
         shared: tuple[Linear, Linear],
-        *,
-        correction: Tensor | None = None,
         load: ExpertLoad | None = None,
     ) -> Tensor:
         """`moe`, and added to it one expert more that every token has, of the products `shared`, with the same activation."""
-        routed = self.moe(x, router_logits, up, down, spec, correction=correction, load=load)
-        act = self.gated_activation if spec.expert.gated else self.activation
-        h = act(self.linear(x, shared[0]), spec.expert.activation, inputs=shared[1].inputs)
+        routed, expert = self.moe(x, router_logits, experts, load), experts.spec.expert
+        act = self.gated_activation if expert.gated else self.activation
+        h = act(self.linear(x, shared[0]), expert.activation, inputs=shared[1].inputs)
         return routed + self.linear(h, shared[1])
 
     @abstractmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Heads, OpSet, Scoring
+from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,
@@ -192,18 +192,9 @@ class ReferenceOps(OpSet):
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         return self._as(activate(x.float(), activation), x.dtype, inputs)
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
-        *,
-        correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
-    ) -> Tensor:
-        weights, chosen = route(router_logits, spec, correction)
+    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+        up, down, spec = experts.up, experts.down, experts.spec
+        weights, chosen = route(router_logits, spec, experts.correction)
         count_experts(chosen, load)
         act = self.gated_activation if spec.expert.gated else self.activation
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

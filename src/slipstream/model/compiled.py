@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import Likeliest, NativeOps, Product, add_attention, add_linear, add_rope_and_cache
+from slipstream.kernels.cpu import LinearArgmax, NativeOps, Product, add_attention, add_linear, add_rope_and_cache
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import FORM_F32, NativeLinear, Program, activation_of
@@ -84,7 +84,7 @@ class CompiledStep:
     """`encoder` is there where the model is an encoder-decoder."""
 
     head: Product  # float32 [N, E] → logits float32 [N, V]; an encoder has none
-    likeliest: Likeliest | None = None  # float32 [N, E] → tokens int64 [N]; None: there is no head, or one of several parts
+    greedy: LinearArgmax | None = None  # float32 [N, E] → tokens int64 [N]; None: there is no head, or one of several parts
 
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         spec = decoder.spec
@@ -105,7 +105,7 @@ class CompiledStep:
             assert isinstance(decoder.head, NativeLinear)
             self.head = Product(ops.engine, decoder.head)
             if len(decoder.head.parts) == 1:
-                self.likeliest = Likeliest(ops.engine, decoder.head)
+                self.greedy = LinearArgmax(ops.engine, decoder.head)
 
     def __call__(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, embedded: Tensor | None = None
@@ -116,13 +116,13 @@ class CompiledStep:
         self._layers.run(kv, meta, token_ids, embedded)
         return hidden
 
-    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """The whole of a decoder's step in one call: `likeliest` of each of its tokens' hidden states."""
-        assert self.likeliest is not None
+    def greedy_step(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        """The whole of a decoder's step in one call: `greedy` of each of its tokens' hidden states."""
+        assert self.greedy is not None
         hidden = torch.empty(len(token_ids), self.hidden_size)
         self.program.bind(self.out, hidden)
-        found = self.likeliest.of(hidden)
-        self._layers.run(kv, meta, token_ids, None, self.likeliest.program)
+        found = self.greedy.of(hidden)
+        self._layers.run(kv, meta, token_ids, None, self.greedy.program)
         return found
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
@@ -340,7 +340,7 @@ class _Layers:
         logits = self._product(mlp.router, x, "router")
         rows = self._buffer("expert rows", up.form, size, mlp.spec.num_experts_per_token)
         self.counts[layer] = p.bound()
-        add_choice(p, x, logits, self.counts[layer], mlp.spec, mlp.correction, rows, up.form, size)
+        add_choice(p, x, logits, self.counts[layer], mlp.spec, mlp.experts.correction, rows, up.form, size)
         results, shared, weight = add_experts(p, rows, up, down, mlp.spec, self._buffer), -1, -1
         if mlp.shared_weight is not None:
             weight = self._product(mlp.shared_weight, x, "shared weight")

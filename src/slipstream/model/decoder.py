@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
-from slipstream.kernels.ops import Heads, OpSet, Scoring
+from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.compiled import CompiledStep, compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
@@ -176,24 +176,29 @@ class MLP:
 class MoE:
     spec: MoESpec
     router: Linear
-    up: Linear
-    down: Linear
+    experts: Experts
     shared: MLP | None
     shared_weight: Linear | None
-    correction: Tensor | None
 
     def __call__(self, ops: OpSet, x: Activations, load: ExpertLoad | None = None) -> Tensor:
         """[T, E] → [T, E]"""
         assert isinstance(x, Tensor)
-        logits, own = ops.linear(x, self.router), (self.up, self.down, self.spec)
+        logits = ops.linear(x, self.router)
         if self.shared is None:
-            return ops.moe(x, logits, *own, correction=self.correction, load=load)
+            return ops.moe(x, logits, self.experts, load)
         expert, always = self.spec.expert, self.shared.spec
         if self.shared_weight is None and (expert.activation, expert.gated) == (always.activation, always.gated):
-            both = self.shared.up, self.shared.down
-            return ops.moe_and_shared(x, logits, *own, both, correction=self.correction, load=load)
-        routed, added = ops.moe(x, logits, *own, correction=self.correction, load=load), self.shared(ops, x)
+            return ops.moe_and_shared(x, logits, self.experts, (self.shared.up, self.shared.down), load)
+        routed, added = ops.moe(x, logits, self.experts, load), self.shared(ops, x)
         return routed + (added if self.shared_weight is None else added * ops.linear(x, self.shared_weight).sigmoid())
+
+    @property
+    def up(self) -> Linear:
+        return self.experts.up
+
+    @property
+    def down(self) -> Linear:
+        return self.experts.down
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -386,23 +391,23 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
 
-    def likeliest(self, hidden: Tensor) -> Tensor | None:
+    def greedy(self, hidden: Tensor) -> Tensor | None:
         """[N, E] → tokens int64 [N] whose logits are largest, of equals the first, without the logits; None if the kernels
         can't, or if logits are scaled or capped: rounding then makes equals of neighbours, of which the first would be taken
         in a batch that needs the logits and the larger one here."""
-        step = self._greedy
-        return None if step is None or step.likeliest is None else step.likeliest(hidden)
+        step = self._compiled_greedy
+        return None if step is None or step.greedy is None else step.greedy(hidden)
 
-    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor | None:
-        """`likeliest(forward(...))` of a decoder, in one; None if the kernels can't."""
-        step = self._greedy
-        return None if step is None else step.greedy(token_ids, kv, meta)
+    def greedy_step(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor | None:
+        """`greedy(forward(...))` of a decoder, in one; None if the kernels can't."""
+        step = self._compiled_greedy
+        return None if step is None else step.greedy_step(token_ids, kv, meta)
 
     @property
-    def _greedy(self) -> CompiledStep | None:
+    def _compiled_greedy(self) -> CompiledStep | None:
         step = self.compiled
         plain = self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None
-        return step if plain and step is not None and step.likeliest is not None else None
+        return step if plain and step is not None and step.greedy is not None else None
 
 
 class PositionTables:
@@ -467,11 +472,9 @@ def build_layer(
         return MoE(
             s,
             linear("router", None),
-            up,
-            down,
+            Experts(up, down, s, parameters.pop(f"{name}correction.weight", None)),
             dense(s.shared.mlp, "shared") if s.shared is not None else None,
             linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
-            parameters.pop(f"{name}correction.weight", None),
         )
 
     def attention(s: AttentionSpec) -> Attention:

@@ -35,12 +35,12 @@ class Row:
     num_blocks: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
-    takes_likeliest: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
+    is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
 
     def __post_init__(self) -> None:
         s = self.sampling
         changed = s.has_penalties or s.logit_bias or self.forbidden_early
-        self.takes_likeliest = s.temperature == 0.0 and s.logprobs is None and not changed
+        self.is_greedy = s.temperature == 0.0 and s.logprobs is None and not changed
 
 
 class RowTable:

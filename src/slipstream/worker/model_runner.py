@@ -241,9 +241,9 @@ class ModelRunner:
         if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
             return self._sample(plan, *replayed, {})
         batch = gather(rows, plan)
-        greedy = all(rows.rows[s.request_id].takes_likeliest for s in batch.sampled.sequences)
+        greedy = all(rows.rows[s.request_id].is_greedy for s in batch.sampled.sequences)
         if greedy and batch.sample_index is None:
-            tokens = self.model.decoder.greedy(batch.token_ids, self.kv, batch.meta)
+            tokens = self.model.decoder.greedy_step(batch.token_ids, self.kv, batch.meta)
             if tokens is not None:
                 return self._sampled(plan, batch.sampled, tokens)
         hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
@@ -252,7 +252,7 @@ class ModelRunner:
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
         hidden = hidden if batch.sample_index is None else hidden[batch.sample_index]
-        if greedy and (tokens := self.model.decoder.likeliest(hidden)) is not None:
+        if greedy and (tokens := self.model.decoder.greedy(hidden)) is not None:
             return self._sampled(plan, batch.sampled, tokens, prompt, pooled)
         return self._sample(plan, self.model.decoder.logits(hidden), batch.sampled, prompt, pooled)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Heads, OpSet, Scoring, TokenShape
+from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
@@ -19,7 +19,7 @@ from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention, latent_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
 from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec
+from slipstream.model.spec import Activation
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -166,34 +166,20 @@ class TritonOps(OpSet):
     ) -> one_token.OneTokenStep | None:
         return None if self.deterministic else one_token.one_token(shape, layers, product, cos_sin)
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
-        *,
-        correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
-    ) -> Tensor:
-        return moe.moe(x, router_logits, up, down, spec, correction, load)
+    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+        return moe.moe(x, router_logits, experts, load)
 
     def moe_and_shared(
         self,
         x: Tensor,
         router_logits: Tensor,
-        up: Linear,
-        down: Linear,
-        spec: MoESpec,
+        experts: Experts,
         shared: tuple[Linear, Linear],
-        *,
-        correction: Tensor | None = None,
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        if moe.takes_shared(x.shape[0], up, down, spec, shared):
-            return moe.moe(x, router_logits, up, down, spec, correction, load, shared)
-        return super().moe_and_shared(x, router_logits, up, down, spec, shared, correction=correction, load=load)
+        if moe.takes_shared(x.shape[0], experts, shared):
+            return moe.moe(x, router_logits, experts, load, shared)
+        return super().moe_and_shared(x, router_logits, experts, shared, load)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

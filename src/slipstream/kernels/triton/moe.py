@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton.few_experts import few_experts
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import activation, quantize
@@ -50,17 +51,15 @@ class Groups:
 def moe(
     x: Tensor,
     router_logits: Tensor,
-    up: Linear,
-    down: Linear,
-    spec: MoESpec,
-    correction: Tensor | None = None,
+    own: Experts,
     load: ExpertLoad | None = None,
     shared: tuple[Linear, Linear] | None = None,
 ) -> Tensor:
     """`OpSet.moe`; with `shared`, which `takes_shared` has seen, `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    weights, chosen = route(router_logits, spec, correction, load)
+    up, down, spec = own.up, own.down, own.spec
+    weights, chosen = route(router_logits, spec, own.correction, load)
     few = hardly_meet(x.shape[0], spec)
     if few and _dense(up, down):
         return few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
@@ -77,10 +76,10 @@ def hardly_meet(num_tokens: int, spec: MoESpec) -> bool:
     return num_tokens == 1 or 4 * num_tokens * spec.num_experts_per_token <= spec.num_experts
 
 
-def takes_shared(num_tokens: int, up: Linear, down: Linear, spec: MoESpec, shared: tuple[Linear, Linear]) -> bool:
+def takes_shared(num_tokens: int, own: Experts, shared: tuple[Linear, Linear]) -> bool:
     """Whether `moe` takes an expert of all tokens along: few tokens, dense weights, biases as the others have."""
-    alike = all((a.bias is None) == (b.bias is None) for a, b in zip((up, down), shared, strict=True))
-    return num_tokens > 0 and hardly_meet(num_tokens, spec) and _dense(up, down, *shared) and alike
+    alike = all((a.bias is None) == (b.bias is None) for a, b in zip((own.up, own.down), shared, strict=True))
+    return num_tokens > 0 and hardly_meet(num_tokens, own.spec) and _dense(own.up, own.down, *shared) and alike
 
 
 def _dense(*products: Linear) -> bool:
