@@ -37,13 +37,12 @@ from typing import Literal
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.prefix_cache import extend_keys, root_key
 from slipstream.core.request import Request, Status
+from slipstream.core.step import Step
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    NewSequence,
-    ScheduledSequence,
     StepPlan,
     StepResult,
 )
@@ -195,7 +194,7 @@ class Scheduler:
         self._expire(now)
         self._admit_forks()
         self._fresh.clear()
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens)
 
         unfinished: list[Request] = []  # prompts under way
         for request in list(self._running):
@@ -214,7 +213,7 @@ class Scheduler:
             return None
         return self._plan(step)
 
-    def _schedule_one(self, step: _Step, request: Request) -> None:
+    def _schedule_one(self, step: Step, request: Request) -> None:
         """A decode: one token, one block now and then. Makes room by preempting whoever is last."""
         position = request.num_computed_tokens
         if request.needs_copy or position // self.config.block_size >= len(request.block_ids):
@@ -224,7 +223,7 @@ class Scheduler:
         step.budget -= 1
         self._advance(step, request, 1)
 
-    def _schedule_prompt(self, step: _Step, request: Request) -> None:
+    def _schedule_prompt(self, step: Step, request: Request) -> None:
         """As much of a prompt under way as the budget allows. It takes blocks from those behind it only."""
         wanted = request.num_tokens - request.num_computed_tokens
         count = min(wanted, step.budget)
@@ -238,7 +237,7 @@ class Scheduler:
         step.budget -= count
         self._advance(step, request, count)
 
-    def _admit(self, step: _Step, now: float) -> None:
+    def _admit(self, step: Step, now: float) -> None:
         """New requests in order, while rows, budget and blocks last. The first that does not fit stops the rest."""
         while step.budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._next_waiting()
@@ -285,7 +284,7 @@ class Scheduler:
             step.budget -= count + encoded
             self._advance(step, request, count)
 
-    def _take_blocks(self, step: _Step, request: Request, num_tokens: int) -> bool:
+    def _take_blocks(self, step: Step, request: Request, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens, and a copy of the one it writes next if that is shared; False if too few are free."""
         blocks = request.block_ids
         need = self._blocks_for(num_tokens) - len(blocks)
@@ -307,44 +306,13 @@ class Scheduler:
             step.new_blocks[request.request_id] = tuple(new_blocks)
         return True
 
-    def _advance(self, step: _Step, request: Request, count: int) -> None:
+    def _advance(self, step: Step, request: Request, count: int) -> None:
         """Put `count` tokens of the request into the step. Its blocks are there."""
         computed = request.num_computed_tokens
         known = request.num_tokens
-        spec = request.spec
-        samples = computed + count == known and not spec.pooled
+        samples = computed + count == known and not request.spec.pooled
         request.num_computed_tokens = computed + count
-        request_id = request.spec.request_id
-        if request.in_worker:
-            new_blocks = step.new_blocks.get(request_id, ())
-        else:
-            request.in_worker = True
-            new_blocks = tuple(request.block_ids)
-            step.new.append(
-                NewSequence(
-                    request_id,
-                    tuple(request.token_ids),
-                    request.num_prompt_tokens,
-                    spec.sampling,
-                    spec.eos_token_ids,
-                    spec.pooled,
-                    spec.num_first_tokens,
-                    spec.encoder_token_ids if request in step.encoding else (),
-                    tuple(request.encoder_block_ids),
-                    len(spec.encoder_token_ids),
-                )
-            )
-        replaced = step.replaced.get(request_id, ()) if step.replaced else ()
-        entry = ScheduledSequence(request_id, computed, count, samples, new_blocks, replaced)
-        step.scheduled.add(request)
-        if count == 1:
-            step.decodes.append(entry)
-            if samples:
-                step.sampled_decodes.append(request)
-        else:
-            step.prompts.append(entry)
-            if samples:
-                step.sampled_prompts.append(request)
+        step.add(request, computed, count, samples)
         if samples:
             request.num_pending += 1
         if computed < request.num_prompt_tokens:
@@ -352,18 +320,12 @@ class Scheduler:
             if request.forks and request.num_computed_tokens >= request.num_prompt_tokens:
                 self._fork(request)
 
-    def _plan(self, step: _Step) -> StepPlan:
+    def _plan(self, step: Step) -> StepPlan:
         self._step_id += 1
         self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts
         released, self._released = self._released, []
         self.pool.release(step.copied)
-        return StepPlan(
-            step_id=self._step_id,
-            scheduled=(*step.decodes, *step.prompts),
-            new=tuple(step.new),
-            released=tuple(released),
-            block_copies=tuple(step.copies),
-        )
+        return step.plan(self._step_id, released)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Take in what a step gave: tokens, ends, full blocks. Sequences that have ended since are passed over."""
@@ -494,7 +456,7 @@ class Scheduler:
                 dropped = True
         return dropped
 
-    def _make_room(self, step: _Step) -> Request | None:
+    def _make_room(self, step: Step) -> Request | None:
         """Free some blocks: those that waiting forks hold, else those of the last in order that is not yet in this step,
         which is preempted and returned."""
         if self._drop_held_forks():
@@ -503,7 +465,7 @@ class Scheduler:
         self._preempt(victim)
         return victim
 
-    def _last_unscheduled(self, step: _Step) -> Request:
+    def _last_unscheduled(self, step: Step) -> Request:
         return next(r for r in reversed(self._running) if r not in step.scheduled)
 
     def _preempt(self, request: Request) -> None:
@@ -584,39 +546,6 @@ class Scheduler:
             kv_allocated_tokens=used * size,
             kv_wasted_tokens=wasted,
         )
-
-
-class _Step:
-    """A plan under construction."""
-
-    __slots__ = (
-        "budget",
-        "copied",
-        "copies",
-        "decodes",
-        "encoding",
-        "new",
-        "new_blocks",
-        "prompts",
-        "replaced",
-        "sampled_decodes",
-        "sampled_prompts",
-        "scheduled",
-    )
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.decodes: list[ScheduledSequence] = []  # of one token: first in the plan
-        self.prompts: list[ScheduledSequence] = []
-        self.sampled_decodes: list[Request] = []
-        self.sampled_prompts: list[Request] = []
-        self.scheduled: set[Request] = set()
-        self.encoding: set[Request] = set()  # whose encoder runs in this step
-        self.new: list[NewSequence] = []
-        self.new_blocks: dict[str, tuple[int, ...]] = {}
-        self.replaced: dict[str, tuple[tuple[int, int], ...]] = {}
-        self.copies: list[tuple[int, int]] = []
-        self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too
 
 
 def _order(request: Request) -> tuple[int, float, int]:
