@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
+from slipstream.kernels.native import Running
 from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.compiled import CompiledStep, compile_step
@@ -398,10 +399,12 @@ class Decoder:
         step = self._compiled_greedy
         return None if step is None or step.greedy is None else step.greedy(hidden)
 
-    def greedy_step(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor | None:
-        """`greedy(forward(...))` of a decoder, in one; None if the kernels can't."""
+    def begin_greedy(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Tensor, Running] | None:
+        """`greedy(forward(...))` of a decoder, in one, and the step that is then under way; None if the kernels can't."""
         step = self._compiled_greedy
-        return None if step is None else step.greedy_step(token_ids, kv, meta)
+        return None if step is None else step.begin_greedy(token_ids, kv, meta)
 
     @property
     def _compiled_greedy(self) -> CompiledStep | None:
