@@ -1,5 +1,5 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws and latent attention, which are torch's.
-Mixtures of experts have a file of their own (`cpu_experts.py`).
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
+Mixtures of experts and latent attention have files of their own (`cpu_experts.py`, `cpu_latent.py`).
 
 A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
@@ -29,6 +29,7 @@ from slipstream.kernels.cpu_experts import (
     group_form,
     pack_experts,
 )
+from slipstream.kernels.cpu_latent import add_latent_attention, add_latent_queries, pack_heads
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.native import Arena, Engine, Packed, Program, activation_of
 from slipstream.kernels.ops import (
@@ -134,6 +135,9 @@ class NativeOps(CpuOps):
 
     def adopt_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
         return pack_experts(w, num_experts, self._arena)
+
+    def prepare_heads(self, weight: Tensor) -> NativeExperts:
+        return pack_heads(weight, self._arena)
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
@@ -305,9 +309,7 @@ class NativeOps(CpuOps):
         rotary = 0 if cos_sin is None else cos_sin.shape[1]
         sizes = (num_heads, num_kv_heads, head_dim)
         p.add("rope_and_cache", p.bound(rows), 0, *sizes, cos_sin, rotary, interleaved, *norms, norm_eps, norm_offset)
-        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
-        p.run(inputs)
-        del kept
+        self._run_cached(p, kv, meta)
         return rows[:, : num_heads * head_dim].reshape(-1, num_heads, head_dim).to(qkv.dtype)
 
     def attention(
@@ -324,22 +326,50 @@ class NativeOps(CpuOps):
         distance_bias: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
-        if kv.latent:
-            return super().attention(q, kv, meta, scale=scale)
-        _, num_heads, head_dim = q.shape
-        out = torch.empty(len(q), num_heads * head_dim)
+        (_, num_heads, head_dim), value_dim = q.shape, kv.v.shape[3]
+        out = torch.empty(len(q), num_heads * value_dim)
         p = Program(self.engine)
         of_heads = [None if t is None else t.float() for t in (alibi_slopes, sinks)]
         bias = None if distance_bias is None else distance_bias.float().contiguous()
         reach = 0 if bias is None else bias.shape[1] // 2
-        sizes = (num_heads, kv.k.shape[1], head_dim)
+        sizes = (num_heads, kv.k.shape[1], head_dim, value_dim)
         rows = p.bound(_wide(q.flatten(1)))
         masks = window or 0, softcap or 0.0, *of_heads, bias, reach, causal, False
         p.add("attention", rows, p.bound(out), 0, *sizes, scale, *masks)
-        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
-        p.run(inputs)
-        del kept
-        return out.view(q.shape).to(q.dtype)
+        self._run_cached(p, kv, meta)
+        return out.view(-1, num_heads, value_dim).to(q.dtype)
+
+    def latent_queries(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Tensor | NativeExperts,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
+        assert isinstance(keys, NativeExperts)
+        out = torch.empty(len(q), q.shape[1], cos_sin.shape[1] + keys.rows)
+        p = Program(self.engine)
+        places = p.bound(_wide(q.flatten(1))), p.bound(_wide(row)), p.bound(out.flatten(1)), 0
+        add_latent_queries(p, *places, keys, norm, eps, cos_sin, interleaved, lambda _, *sizes: p.buffer(*sizes))
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
+
+    def latent_attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor | NativeExperts, *, scale: float
+    ) -> Tensor:
+        assert isinstance(values, NativeExperts)
+        out = torch.empty(len(q), values.out_features)
+        p = Program(self.engine)
+        places, rotary = (p.bound(_wide(q.flatten(1))), p.bound(out), 0), q.shape[2] - values.inner
+        add_latent_attention(p, *places, values, rotary, scale, lambda _, *sizes: p.buffer(*sizes))
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
@@ -357,6 +387,12 @@ class NativeOps(CpuOps):
         p.bind(out, tokens)
         self._run(p, len(wide))
         return tokens[:, 0]
+
+    def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """With the cache as layer 0's."""
+        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
+        program.run(inputs)
+        del kept
 
     def _run(self, program: Program, num_tokens: int) -> None:
         program.run(native.StepInputs(num_tokens=num_tokens))

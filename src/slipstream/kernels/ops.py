@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -367,6 +367,11 @@ class OpSet(ABC):
         """The table that `embed` reads, or that a compiled step does. With `tied`, the output head that was made of it, that
         may be the head itself."""
         return table
+
+    def prepare_heads(self, weight: Tensor) -> Any:
+        """What latent attention multiplies head by head, [H, in, out], as this op set's `latent_queries` and `latent_attention`
+        read it."""
+        return weight.contiguous()
 
     def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
         """`adopt_linear` for the weights of all experts."""
