@@ -187,7 +187,7 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
                               const Ahead& ahead, int64_t d0, float* mixed) {
     F acc[NH][NV];
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
+        for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < n; j++) {
         const uint8_t* value = a.v + at[j];
         if (d0 == 0) ahead.fetch(j);
@@ -199,13 +199,13 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         }
     }
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < NV; v++) store(mixed + h * a.head_dim + d0 + 16 * v, acc[h][v]);
+        for (int v = 0; v < NV; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
 template <int CACHE, int NH>
 static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
                                float* scores, Running* running, float* mixed) {
-    const int64_t dim = a.head_dim;
+    const int64_t dim = a.value_dim;
     if (CACHE == CACHE_BF16 && kHasBf16 && pairs) decode_scores_of<InPairs, NH>(a, t, pairs, scores);
     else decode_scores_of<InFloats<CACHE>, NH>(a, t, q, scores);
     float scales[NH];
@@ -219,7 +219,8 @@ template <int CACHE>
 static void decode_cache(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
                          float* scratch) {
     const int64_t seq = range.seq, kv_head = range.kv_head, key0 = range.begin, key1 = range.end;
-    const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, position = a.seq_lens[seq] - 1;
+    const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, vd = a.value_dim;
+    const int64_t position = a.seq_lens[seq] - 1;
     const float* q0 = a.qkv + a.query_start_loc[seq] * a.qkv_stride + kv_head * heads * d;
     const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
     float *q = scratch, *scores = q + heads * d;
@@ -230,8 +231,8 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
     for (int64_t i = 0; i < heads * d; i += 16) {
         store(q + i, load(q0 + i) * set1(scale));
         if (use_pairs) store_bf16(pairs + i, load(q + i));
-        store(mixed + i, zero());
     }
+    for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, zero());
     for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
     find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
     for (int64_t key = key0; key < key1; key += KT) {
@@ -246,21 +247,21 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
         const int64_t each = (coming + n - 1) / n, bytes = d * element_bytes(CACHE);
-        KeyTile t{key, n, position, at, {a.k, next, coming, each, bytes}, {a.v, next, coming, each, bytes}};
+        KeyTile t{key, n, position, at, {a.k, next, coming, each, bytes}, {a.v, next, latent(a) ? 0 : coming, each, bytes}};
         for (int64_t h = 0; h < heads;) {
             const uint16_t* rounded = use_pairs ? pairs + h * d : nullptr;
             const int64_t left = heads - h, head = kv_head * heads + h;
-            if (left >= 4) decode_tile<CACHE, 4>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
-            else if (left == 3) decode_tile<CACHE, 3>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
-            else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
-            else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
+            if (left >= 4) decode_tile<CACHE, 4>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            else if (left == 3) decode_tile<CACHE, 3>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
             h += left < MOST_HEADS ? left : MOST_HEADS;
             t.keys.n = t.values.n = 0;  // asked for
         }
     }
     for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
     if (a.v_scale)
-        for (int64_t i = 0; i < heads * d; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
+        for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
 }
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
@@ -458,19 +459,26 @@ static int64_t prefill_scratch(const AttentionArgs& a, int64_t tokens) {
     return rows * dims + KT * dims + 2 * ROWS * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
 }
 
+// Laid out as a tile, keys and values take their time once, then every head passes faster.
+constexpr int64_t HEADS_OF_A_TILE = 40;
+
+static inline bool as_tile(const AttentionArgs& a) {
+    return latent(a) && (a.num_heads / a.num_kv_heads >= HEADS_OF_A_TILE || a.head_dim % 16 || a.value_dim % 16);
+}
+
 // mixed [heads of this kv head, V] is a sum of values times weights, to be divided by part[h].sum. head_dim: a multiple of 16, but
 // of latents.
 static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
                    float* scratch) {
     const int64_t token = a.query_start_loc[range.seq];
-    if (latent(a)) tile_of(a, {range.seq, range.kv_head, token, token + 1, range.begin, range.end}, part, mixed, scratch);
+    if (as_tile(a)) tile_of(a, {range.seq, range.kv_head, token, token + 1, range.begin, range.end}, part, mixed, scratch);
     else if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
     else if (a.cache == CACHE_BF16) decode_cache<CACHE_BF16>(a, range, then, part, mixed, scratch);
     else decode_cache<CACHE_I8>(a, range, then, part, mixed, scratch);
 }
 
 static int64_t decode_scratch(const AttentionArgs& a) {
-    if (latent(a)) return prefill_scratch(a, 1);
+    if (as_tile(a)) return prefill_scratch(a, 1);
     const int64_t heads = a.num_heads / a.num_kv_heads;
     return heads * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + MOST_HEADS * KT + 64;
 }
