@@ -1,12 +1,13 @@
-"""The attention of DeepSeek's layers on a CPU: milliseconds of processor time a layer, compiled against torch's operators one by
-one, and the share of the floor.
+"""The attention of DeepSeek's layers on a CPU: milliseconds of processor time a layer, compiled against torch's operators
+one by one, and the share of the floor.
 
     python benchmarks/cpu_latent.py [--model deepseek-v2-lite] [--layers 4] [--context 1024] [--threads 1]
 
-Layers are a real model's, with next to no MLP (32 wide) and no vocabulary; several, so that no cache holds their weights. Decodes
-of 1 and 16 sequences with `context` tokens each, and a prompt of 512. The floor is the longer of reading the layer's products
-and latents once, at the rate that this machine reads, and of multiplying, at its rate in bfloat16; what is multiplied is what
-attention over latents is, not over keys and values made of them. The two take turns, round after round; the median of each.
+Layers are a real model's, with next to no MLP (32 wide) and no vocabulary; several, so that no cache holds their weights.
+Decodes of 1 and 16 sequences with `context` tokens each, and a prompt of 512. The floor is the longer of reading the layer's
+products and latents once, at the rate that this machine reads, and of multiplying, at its rate in bfloat16; what is multiplied
+is what attention over latents is, not over keys and values made of them. The two take turns, round after round; the median of
+each.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=1, help="more than one spins while it waits, and that counts (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="(default: 1) of more, waiting counts as well")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -4,8 +4,7 @@
 //
 // An 8-bit cache's scales never touch its numbers: the keys' goes into the scores' scale, the values' into the result.
 //
-// With latents a value is a part of its key, and narrower: both are read in the one row. There are many heads to the one kv head,
-// so that a decode is a tile of prefill's kind, too: one token's heads over a range of keys.
+// With latents a value is a part of its key, and narrower: both are read in the one row.
 #pragma once
 #include <string.h>
 
@@ -134,6 +133,7 @@ struct InFloats {
     static constexpr int64_t WIDTH = 16;
     static inline F query(const float* q) { return load(q); }
     static inline F key(const uint8_t* row, int64_t d) { return load_kv<CACHE>(row, WIDTH * d); }
+    static inline F begin(F q, F k) { return q * k; }
     static inline F add(F s, F q, F k) { return fma(q, k, s); }
 };
 struct InPairs {
@@ -142,6 +142,7 @@ struct InPairs {
     static constexpr int64_t WIDTH = 32;
     static inline B query(const uint16_t* q) { return load_b((const uint8_t*)q); }
     static inline B key(const uint8_t* row, int64_t d) { return load_b(row + 2 * WIDTH * d); }
+    static inline F begin(B q, B k) { return dot_pairs(zero(), k, q); }
     static inline F add(F s, B q, B k) { return dot_pairs(s, k, q); }
 };
 
@@ -160,8 +161,9 @@ static inline void decode_scores(const AttentionArgs& a, const typename How::Que
             const uint8_t* key = a.k + at[j0 + j];
             ahead.fetch(j0 + j);
             F s[NH];
-            for (int h = 0; h < NH; h++) s[h] = zero();
-            for (int64_t d = 0; d < nd; d++) {
+            const auto first = How::key(key, 0);
+            for (int h = 0; h < NH; h++) s[h] = How::begin(ND ? own[h][0] : How::query(q + h * nd * How::WIDTH), first);
+            for (int64_t d = 1; d < nd; d++) {
                 const auto x = How::key(key, d);
                 for (int h = 0; h < NH; h++)
                     s[h] = How::add(s[h], ND ? own[h][d] : How::query(q + (h * nd + d) * How::WIDTH), x);
@@ -202,6 +204,28 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         for (int v = 0; v < NV; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
+// The same with bfloat16 pairs, of two keys each: weights are rounded as well, for latents, whose many heads wait for arithmetic and
+// not for memory. NB: vectors of 32 values.
+template <int NH, int NB>
+static inline void decode_mix_pairs(const AttentionArgs& a, const uint16_t* weights, const float* scales, const int64_t* at,
+                                    int64_t n, int64_t d0, float* mixed) {
+    F acc[NH][2 * NB];
+    for (int h = 0; h < NH; h++)
+        for (int v = 0; v < 2 * NB; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
+    for (int64_t j = 0; j < n; j += 2) {
+        const uint8_t *even = a.v + at[j] + 2 * d0, *odd = a.v + at[j + 1 < n ? j + 1 : j] + 2 * d0;  // weights beyond n are 0
+        B x[2 * NB];
+        for (int b = 0; b < NB; b++) zip16(load_b(even + 64 * b), load_b(odd + 64 * b), x + 2 * b);
+        for (int h = 0; h < NH; h++) {
+            uint32_t pair;
+            memcpy(&pair, weights + h * KT + j, 4);
+            for (int v = 0; v < 2 * NB; v++) acc[h][v] = dot_bf16(acc[h][v], x[v], pair);
+        }
+    }
+    for (int h = 0; h < NH; h++)
+        for (int v = 0; v < 2 * NB; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
+}
+
 template <int CACHE, int NH>
 static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
                                float* scores, Running* running, float* mixed) {
@@ -211,6 +235,13 @@ static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t
     float scales[NH];
     for (int h = 0; h < NH; h++) scales[h] = soften(a, scores + h * KT, t.key, t.n, t.position, head + h, running + h);
     int64_t d = 0;
+    if (CACHE == CACHE_BF16 && kHasBf16 && latent(a) && dim % 32 == 0) {
+        alignas(64) uint16_t weights[NH * KT];
+        for (int64_t i = 0; i < NH * KT; i += 16) store_bf16(weights + i, load(scores + i));
+        for (; d + 64 <= dim; d += 64) decode_mix_pairs<NH, 2>(a, weights, scales, t.at, t.n, d, mixed);
+        for (; d < dim; d += 32) decode_mix_pairs<NH, 1>(a, weights, scales, t.at, t.n, d, mixed);
+        return;
+    }
     for (; d + 64 <= dim; d += 64) decode_mix<CACHE, NH, 4>(a, scores, scales, t.at, t.n, t.values, d, mixed);
     for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, scores, scales, t.at, t.n, t.values, d, mixed);
 }
@@ -262,6 +293,20 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
     for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
     if (a.v_scale)
         for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
+}
+
+// mixed [heads of this kv head, V] is a sum of values times weights, to be divided by part[h].sum. head_dim, value_dim: multiples
+// of 16.
+static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
+                   float* scratch) {
+    if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
+    else if (a.cache == CACHE_BF16) decode_cache<CACHE_BF16>(a, range, then, part, mixed, scratch);
+    else decode_cache<CACHE_I8>(a, range, then, part, mixed, scratch);
+}
+
+static int64_t decode_scratch(const AttentionArgs& a) {
+    const int64_t heads = a.num_heads / a.num_kv_heads;
+    return heads * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + MOST_HEADS * KT + 64;
 }
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
@@ -378,25 +423,19 @@ static inline void product(const float* x, int64_t xs, const float* m, int64_t m
         product_rows<PAIRS, 1>(x + r * xs, xs, m, ms, steps, scales ? scales + r : scales, out + r * os, os, columns);
 }
 
-// A tile: tokens token0 … of one sequence with the heads of one kv head, over keys begin … end.
-struct Tile {
-    int64_t seq, kv_head, token0, token1, begin, end;
-};
-
-// With `part` the keys are some of those that the one token sees: what is found goes to part and mixed [heads, V], as `decode` has it.
 template <bool PAIRS>
-static void tile_as(const AttentionArgs& a, const Tile& t, Partial* part, float* partly, float* scratch) {
+static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
     const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, dp = round_up(d, 16);
-    const int64_t vd = a.value_dim, vp = round_up(vd, 16), rows = (t.token1 - t.token0) * heads, head0 = t.kv_head * heads;
-    const int64_t first = a.seq_lens[t.seq] - a.query_start_loc[t.seq + 1];  // position of token i: first + i
-    const float scale = a.scale * (a.k_scale ? a.k_scale[t.kv_head] : 1.0f);
+    const int64_t vd = a.value_dim, vp = round_up(vd, 16), rows = (token1 - token0) * heads;
+    const int64_t first = a.seq_lens[seq] - a.query_start_loc[seq + 1];  // position of token t: first + t
+    const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
     const int64_t qs = PAIRS ? dp / 2 : dp;  // floats a row
     float *q = scratch, *mixed = q + rows * dp, *keys = mixed + rows * vp, *values = keys + KT * dp;
     float *scores = values + KT * vp, *weights = scores + ROWS * KT;
     Running* running = (Running*)((char*)scratch + round_up((char*)(weights + ROWS * KT) - (char*)scratch, 64));
     int64_t at[KT];
     for (int64_t r = 0; r < rows; r++) {
-        const float* from = a.qkv + (t.token0 + r / heads) * a.qkv_stride + (head0 + r % heads) * d;
+        const float* from = a.qkv + (token0 + r / heads) * a.qkv_stride + (kv_head * heads + r % heads) * d;
         for (int64_t i = 0; i < dp; i += 16) {
             const F v = load_n(from + i, (int)(d - i < 16 ? d - i : 16)) * set1(scale);
             if (PAIRS) store_bf16((uint16_t*)(q + r * qs) + i, v);
@@ -404,23 +443,27 @@ static void tile_as(const AttentionArgs& a, const Tile& t, Partial* part, float*
         }
         for (int64_t i = 0; i < vp; i += 16) store(mixed + r * vp + i, zero());
         running[r] = {-INFINITY, zero()};
-        if (a.sinks && !part) {  // a key without a value, seen by all
+        if (a.sinks) {  // a key without a value, seen by all
             const float once[16] = {1.0f};
-            running[r] = {a.sinks[head0 + r % heads], load(once)};
+            running[r] = {a.sinks[kv_head * heads + r % heads], load(once)};
         }
     }
-    for (int64_t key = t.begin; key < t.end; key += KT) {
-        const int64_t n = t.end - key < KT ? t.end - key : KT;
-        find_keys(a, t.seq, t.kv_head, key, n, at);
+    const int64_t length = a.seq_lens[seq], ahead = a.window ? first + token1 - 1 + a.window : length;
+    const int64_t last = a.causal ? first + token1 : ahead < length ? ahead : length;  // one beyond the last key
+    int64_t low = a.window ? first + token0 - a.window + 1 : 0;
+    low = low < 0 ? 0 : low / KT * KT;
+    for (int64_t key = low; key < last; key += KT) {
+        const int64_t n = last - key < KT ? last - key : KT;
+        find_keys(a, seq, kv_head, key, n, at);
         pack_keys<PAIRS>(a, at, n, keys);
         pack_values<PAIRS>(a, at, n, values);
-        int64_t r0 = a.causal ? (key - (first + t.token0)) * heads : 0;  // rows before this one see none of these keys
+        int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // rows before this one see none of these keys
         for (r0 = r0 < 0 ? 0 : r0; r0 < rows; r0 += ROWS) {
             const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
             float scales[ROWS];
             product<PAIRS>(q + r0 * qs, qs, keys, KT, PAIRS ? dp / 2 : dp, nullptr, scores, KT, KT, count);
             for (int64_t r = 0; r < count; r++) {
-                const int64_t token = t.token0 + (r0 + r) / heads, head = head0 + (r0 + r) % heads;
+                const int64_t token = token0 + (r0 + r) / heads, head = kv_head * heads + (r0 + r) % heads;
                 float* s = scores + r * KT;
                 scales[r] = soften(a, s, key, n, first + token, head, running + r0 + r);
                 if (PAIRS)
@@ -430,57 +473,21 @@ static void tile_as(const AttentionArgs& a, const Tile& t, Partial* part, float*
         }
     }
     for (int64_t r = 0; r < rows; r++) {
-        float* to = a.out + (t.token0 + r / heads) * a.out_stride + (head0 + r % heads) * vd;
-        float factor = a.v_scale ? a.v_scale[t.kv_head] : 1.0f;
-        const float total = sum(running[r].sum);
-        if (part) part[r] = {running[r].top, total}, to = partly + r * vd;
-        else factor /= total;
-        for (int64_t i = 0; i < vp; i += 16)
-            store_n(to + i, load(mixed + r * vp + i) * set1(factor), (int)(vd - i < 16 ? vd - i : 16));
+        float* to = a.out + (token0 + r / heads) * a.out_stride + (kv_head * heads + r % heads) * vd;
+        const F factor = set1((a.v_scale ? a.v_scale[kv_head] : 1.0f) / sum(running[r].sum));
+        for (int64_t i = 0; i < vp; i += 16) store_n(to + i, load(mixed + r * vp + i) * factor, (int)(vd - i < 16 ? vd - i : 16));
     }
 }
 
-static void tile_of(const AttentionArgs& a, const Tile& t, Partial* part, float* partly, float* scratch) {
-    const bool pairs = kHasBf16 && a.cache != CACHE_F32 && (a.head_dim <= 512 || latent(a));
-    if (pairs) tile_as<true>(a, t, part, partly, scratch);
-    else tile_as<false>(a, t, part, partly, scratch);
-}
-
 static void prefill(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
-    const int64_t first = a.seq_lens[seq] - a.query_start_loc[seq + 1];
-    const int64_t length = a.seq_lens[seq], ahead = a.window ? first + token1 - 1 + a.window : length;
-    const int64_t last = a.causal ? first + token1 : ahead < length ? ahead : length;  // one beyond the last key
-    const int64_t low = a.window ? first + token0 - a.window + 1 : 0;
-    tile_of(a, {seq, kv_head, token0, token1, low < 0 ? 0 : low / KT * KT, last}, nullptr, nullptr, scratch);
+    const bool pairs = kHasBf16 && a.cache != CACHE_F32 && (a.head_dim <= 512 || latent(a));
+    if (pairs) prefill_as<true>(a, seq, kv_head, token0, token1, scratch);
+    else prefill_as<false>(a, seq, kv_head, token0, token1, scratch);
 }
 
 static int64_t prefill_scratch(const AttentionArgs& a, int64_t tokens) {
     const int64_t rows = tokens * (a.num_heads / a.num_kv_heads), dims = round_up(a.head_dim, 16) + round_up(a.value_dim, 16);
     return rows * dims + KT * dims + 2 * ROWS * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
-}
-
-// Laid out as a tile, keys and values take their time once, then every head passes faster.
-constexpr int64_t HEADS_OF_A_TILE = 40;
-
-static inline bool as_tile(const AttentionArgs& a) {
-    return latent(a) && (a.num_heads / a.num_kv_heads >= HEADS_OF_A_TILE || a.head_dim % 16 || a.value_dim % 16);
-}
-
-// mixed [heads of this kv head, V] is a sum of values times weights, to be divided by part[h].sum. head_dim: a multiple of 16, but
-// of latents.
-static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
-                   float* scratch) {
-    const int64_t token = a.query_start_loc[range.seq];
-    if (as_tile(a)) tile_of(a, {range.seq, range.kv_head, token, token + 1, range.begin, range.end}, part, mixed, scratch);
-    else if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
-    else if (a.cache == CACHE_BF16) decode_cache<CACHE_BF16>(a, range, then, part, mixed, scratch);
-    else decode_cache<CACHE_I8>(a, range, then, part, mixed, scratch);
-}
-
-static int64_t decode_scratch(const AttentionArgs& a) {
-    if (as_tile(a)) return prefill_scratch(a, 1);
-    const int64_t heads = a.num_heads / a.num_kv_heads;
-    return heads * (2 * a.head_dim + (int64_t)sizeof(Running) / 4) + MOST_HEADS * KT + 64;
 }
 
 }  // namespace ISA

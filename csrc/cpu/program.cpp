@@ -259,7 +259,7 @@ struct Attention : WithCache {
         tasks.clear();
         const ss_step& s = p.step();
         const int64_t kv_heads = args.num_kv_heads;
-        const bool one_by_one = args.head_dim % 16 == 0 || latent(args);  // else `prefill`, which pads heads, takes decodes too
+        const bool one_by_one = args.head_dim % 16 == 0 && args.value_dim % 16 == 0;  // else `prefill`, which pads heads, takes decodes too
         const int64_t num_decodes = one_by_one ? s.num_decodes : 0;
         for (int64_t i = num_decodes; i < s.num_seqs; i++) {
             const int64_t begin = s.query_start_loc[i], end = s.query_start_loc[i + 1];
