@@ -20,14 +20,16 @@ from typing import Any
 import common
 import torch
 
+from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.native import Engine, Program, StepInputs
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import read_spec
 from slipstream.model.parameters import parameters
 from slipstream.model.spec import LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.worker.roofline import measure_ceilings
+from slipstream.worker.roofline import MULTIPLY_ROUNDS, READ_BYTES, REPEATS
 
 CONFIGS = Path(__file__).parent / "configs"
 BLOCK_SIZE = 16
@@ -41,13 +43,31 @@ def attention_alone(path: Path, num_layers: int) -> ModelSpec:
     return replace(whole, layers=(layer,) * num_layers, vocab_size=256)
 
 
-def floor_s(a: LatentAttentionSpec, hidden: int, num_seqs: int, num_new: int, length: int, rates: Any) -> dict[str, float]:
+def rates_of(engine: Engine) -> dict[str, float]:
+    """Bytes and operations in a second of processor time: the best of some runs (see `worker/roofline.py`)."""
+    found = {}
+    for name, size, rounds in (("read", READ_BYTES, 1), ("bfloat16", 2**20, MULTIPLY_ROUNDS)):
+        what, data, program = native.CEILINGS.index(name), torch.ones(size, dtype=torch.uint8).zero_(), Program(engine)
+        program.add("ceiling", what, data, size, rounds)
+        work = size if name == "read" else 2 * native.load().ss_ceiling_macs(engine.pointer, what, rounds)
+        times = []
+        for _ in range(REPEATS):
+            program.profile("processor")
+            program.run(StepInputs(num_tokens=1))
+            times += program.profile(None)
+        found[name] = 1e9 * work / min(times)
+    return found
+
+
+def floor_of(
+    a: LatentAttentionSpec, hidden: int, num_seqs: int, num_new: int, length: int, rates: dict[str, float]
+) -> dict[str, float]:
     """What a layer reads and multiplies at least."""
     products = sum(p.rows * p.inner for p in a.products(hidden)) + a.num_heads * a.kv_rank * (a.plain_dim + a.value_dim)
     seen = num_seqs * sum(range(length - num_new + 1, length + 1))
     num_bytes = 2 * (products + num_seqs * length * a.head_dim)
     operations = 2 * (num_seqs * num_new * products + seen * a.num_heads * (a.head_dim + a.kv_rank))
-    floor = max(num_bytes / rates.read, operations / rates.bfloat16)
+    floor = max(num_bytes / rates["read"], operations / rates["bfloat16"])
     return {"mb": num_bytes / 1e6, "gflop": operations / 1e9, "floor_ms": 1e3 * floor}
 
 
@@ -63,13 +83,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    spec, native = attention_alone(CONFIGS / args.model, args.layers), NativeOps(args.threads)
+    spec, ops = attention_alone(CONFIGS / args.model, args.layers), NativeOps(args.threads)
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
-    rates, results = measure_ceilings(native.engine), []
+    rates, results = rates_of(ops.engine), []
     made = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in parameters(spec).items()}
     longest = max(args.context, args.prompt)
-    ours, theirs = (Decoder(spec, dict(made), ops, max_model_len=longest) for ops in (native, CpuOps()))
+    ours, theirs = (Decoder(spec, dict(made), own, max_model_len=longest) for own in (ops, CpuOps()))
     del made
     assert ours.compiled is not None
     assert theirs.compiled is None
@@ -96,7 +116,7 @@ def main() -> None:
             of_operators[key] = of_operators.get(key, 0.0) + ns / 1e6 / args.layers / (args.rounds + 1)
         median = {name: common.median(found) for name, found in times.items()}
         row: dict[str, Any] = {"sequences": num_seqs, "new": num_new, "length": length}
-        row |= floor_s(a, spec.hidden_size, num_seqs, num_new, length, rates)
+        row |= floor_of(a, spec.hidden_size, num_seqs, num_new, length, rates)
         row |= {f"{name}_ms": 1e3 * s for name, s in median.items()} | {"operators_ms": of_operators}
         row |= {"times_torch": median["torch"] / median["compiled"]}
         row |= {"share_of_floor": row["floor_ms"] / row["compiled_ms"]}
@@ -107,7 +127,7 @@ def main() -> None:
             f"floor {row['floor_ms']:.3f} ({row['mb']:.1f} MB, {row['gflop']:.2f} GFLOP): {row['share_of_floor']:.0%}"
         )
         print("    " + ", ".join(f"{name} {ms:.3f}" for name, ms in of_operators.items() if ms > 0.01 * row["compiled_ms"]))
-    isa = native.engine.isa
+    isa = ops.engine.isa
     common.save(
         args.output, "cpu_latent", model=args.model, threads=args.threads, instruction_set=isa, ceilings=rates, results=results
     )
