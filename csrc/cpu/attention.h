@@ -178,7 +178,7 @@ static inline void decode_scores(const AttentionArgs& a, const typename How::Que
 }
 
 template <class How, int NH>
-static inline void decode_scores_of(const AttentionArgs& a, const KeyTile& t, const typename How::Query* q, float* scores) {
+__attribute__((always_inline)) static inline void decode_scores_of(const AttentionArgs& a, const KeyTile& t, const typename How::Query* q, float* scores) {
     if (a.head_dim == 64) decode_scores<How, NH, 64 / How::WIDTH>(a, q, t.at, t.n, t.keys, scores);
     else if (a.head_dim == 128) decode_scores<How, NH, 128 / How::WIDTH>(a, q, t.at, t.n, t.keys, scores);
     else decode_scores<How, NH, 0>(a, q, t.at, t.n, t.keys, scores);
@@ -226,6 +226,17 @@ static inline void decode_mix_pairs(const AttentionArgs& a, const uint16_t* weig
         for (int v = 0; v < 2 * NB; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
+// Not inlined, nor is `decode_tile` then too long to be.
+template <int NH>
+__attribute__((noinline)) static void decode_mix_latents(const AttentionArgs& a, const KeyTile& t, const float* scores,
+                                                         const float* scales, float* mixed) {
+    alignas(64) uint16_t weights[NH * KT];
+    for (int64_t i = 0; i < NH * KT; i += 16) store_bf16(weights + i, load(scores + i));
+    int64_t d = 0;
+    for (; d + 64 <= a.value_dim; d += 64) decode_mix_pairs<NH, 2>(a, weights, scales, t.at, t.n, d, mixed);
+    for (; d < a.value_dim; d += 32) decode_mix_pairs<NH, 1>(a, weights, scales, t.at, t.n, d, mixed);
+}
+
 template <int CACHE, int NH>
 static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
                                float* scores, Running* running, float* mixed) {
@@ -235,13 +246,7 @@ static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t
     float scales[NH];
     for (int h = 0; h < NH; h++) scales[h] = soften(a, scores + h * KT, t.key, t.n, t.position, head + h, running + h);
     int64_t d = 0;
-    if (CACHE == CACHE_BF16 && kHasBf16 && latent(a) && dim % 32 == 0) {
-        alignas(64) uint16_t weights[NH * KT];
-        for (int64_t i = 0; i < NH * KT; i += 16) store_bf16(weights + i, load(scores + i));
-        for (; d + 64 <= dim; d += 64) decode_mix_pairs<NH, 2>(a, weights, scales, t.at, t.n, d, mixed);
-        for (; d < dim; d += 32) decode_mix_pairs<NH, 1>(a, weights, scales, t.at, t.n, d, mixed);
-        return;
-    }
+    if (CACHE == CACHE_BF16 && kHasBf16 && latent(a) && dim % 32 == 0) return decode_mix_latents<NH>(a, t, scores, scales, mixed);
     for (; d + 64 <= dim; d += 64) decode_mix<CACHE, NH, 4>(a, scores, scales, t.at, t.n, t.values, d, mixed);
     for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, scores, scales, t.at, t.n, t.values, d, mixed);
 }
