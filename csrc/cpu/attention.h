@@ -3,6 +3,8 @@
 // softmax (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
 //
 // An 8-bit cache's scales never touch its numbers: the keys' goes into the scores' scale, the values' into the result.
+//
+// With latents a value is a part of its key, and narrower: both are read in the one row.
 #pragma once
 #include <string.h>
 
@@ -116,11 +118,42 @@ struct Ahead {
 
 // --- One token --------------------------------------------------------------------------------------------------------
 
+// What a token's heads, NH at a time, have to do with a tile of keys.
+struct KeyTile {
+    int64_t key, n, position;
+    const int64_t* at;
+    Ahead keys, values;
+};
+
+// How a head's queries and a key are multiplied: in float32, or as pairs of bfloat16, for which queries are rounded, nothing else.
+template <int CACHE>
+struct InFloats {
+    using Query = float;
+    using Lanes = F;
+    static constexpr int64_t WIDTH = 16;
+    static inline F query(const float* q) { return load(q); }
+    static inline F key(const uint8_t* row, int64_t d) { return load_kv<CACHE>(row, WIDTH * d); }
+    static inline F begin(F q, F k) { return q * k; }
+    static inline F add(F s, F q, F k) { return fma(q, k, s); }
+};
+struct InPairs {
+    using Query = uint16_t;
+    using Lanes = B;
+    static constexpr int64_t WIDTH = 32;
+    static inline B query(const uint16_t* q) { return load_b((const uint8_t*)q); }
+    static inline B key(const uint8_t* row, int64_t d) { return load_b(row + 2 * WIDTH * d); }
+    static inline F begin(B q, B k) { return dot_pairs(zero(), k, q); }
+    static inline F add(F s, B q, B k) { return dot_pairs(s, k, q); }
+};
+
 // Scores of NH heads, whose queries lie side by side, [NH][64]. ND vectors a head, or any number if 0.
-template <int CACHE, int NH, int ND>
-static inline void decode_scores(const AttentionArgs& a, const float* q, const int64_t* at, int64_t n, const Ahead& ahead,
-                                 float* scores) {
-    const int64_t nd = ND ? ND : a.head_dim / 16;
+template <class How, int NH, int ND>
+static inline void decode_scores(const AttentionArgs& a, const typename How::Query* q, const int64_t* at, int64_t n,
+                                 const Ahead& ahead, float* scores) {
+    const int64_t nd = ND ? ND : a.head_dim / How::WIDTH;
+    typename How::Lanes own[NH][ND ? ND : 1];
+    for (int h = 0; h < NH; h++)
+        for (int64_t d = 0; d < ND; d++) own[h][d] = How::query(q + (h * nd + d) * How::WIDTH);
     F part[NH][16];
     for (int64_t j0 = 0; j0 < n; j0 += 16) {
         const int64_t m = n - j0 < 16 ? n - j0 : 16;
@@ -128,11 +161,12 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, const i
             const uint8_t* key = a.k + at[j0 + j];
             ahead.fetch(j0 + j);
             F s[NH];
-            const F first = load_kv<CACHE>(key, 0);
-            for (int h = 0; h < NH; h++) s[h] = load(q + h * 16 * nd) * first;
+            const auto first = How::key(key, 0);
+            for (int h = 0; h < NH; h++) s[h] = How::begin(ND ? own[h][0] : How::query(q + h * nd * How::WIDTH), first);
             for (int64_t d = 1; d < nd; d++) {
-                const F x = load_kv<CACHE>(key, 16 * d);
-                for (int h = 0; h < NH; h++) s[h] = fma(load(q + (h * nd + d) * 16), x, s[h]);
+                const auto x = How::key(key, d);
+                for (int h = 0; h < NH; h++)
+                    s[h] = How::add(s[h], ND ? own[h][d] : How::query(q + (h * nd + d) * How::WIDTH), x);
             }
             for (int h = 0; h < NH; h++) part[h][j] = s[h];
         }
@@ -143,34 +177,11 @@ static inline void decode_scores(const AttentionArgs& a, const float* q, const i
     }
 }
 
-// The same with bfloat16 pairs: queries are rounded, nothing else. ND: vectors of 32.
-template <int NH, int ND>
-static inline void decode_scores_pairs(const AttentionArgs& a, const uint16_t* q, const int64_t* at, int64_t n, const Ahead& ahead,
-                                       float* scores) {
-    const int64_t nd = ND ? ND : a.head_dim / 32;
-    B own[NH][ND ? ND : 1];
-    for (int h = 0; h < NH; h++)
-        for (int64_t d = 0; d < ND; d++) own[h][d] = load_b((const uint8_t*)(q + (h * nd + d) * 32));
-    F part[NH][16];
-    for (int64_t j0 = 0; j0 < n; j0 += 16) {
-        const int64_t m = n - j0 < 16 ? n - j0 : 16;
-        for (int64_t j = 0; j < m; j++) {
-            const uint8_t* key = a.k + at[j0 + j];
-            ahead.fetch(j0 + j);
-            F s[NH];
-            for (int h = 0; h < NH; h++) s[h] = zero();
-            for (int64_t d = 0; d < nd; d++) {
-                const B x = load_b(key + 64 * d);
-                for (int h = 0; h < NH; h++)
-                    s[h] = dot_pairs(s[h], x, ND ? own[h][d] : load_b((const uint8_t*)(q + (h * nd + d) * 32)));
-            }
-            for (int h = 0; h < NH; h++) part[h][j] = s[h];
-        }
-        for (int h = 0; h < NH; h++) {
-            for (int64_t j = m; j < 16; j++) part[h][j] = zero();
-            store(scores + h * KT + j0, sums16(part[h]));
-        }
-    }
+template <class How, int NH>
+__attribute__((always_inline)) static inline void decode_scores_of(const AttentionArgs& a, const KeyTile& t, const typename How::Query* q, float* scores) {
+    if (a.head_dim == 64) decode_scores<How, NH, 64 / How::WIDTH>(a, q, t.at, t.n, t.keys, scores);
+    else if (a.head_dim == 128) decode_scores<How, NH, 128 / How::WIDTH>(a, q, t.at, t.n, t.keys, scores);
+    else decode_scores<How, NH, 0>(a, q, t.at, t.n, t.keys, scores);
 }
 
 template <int CACHE, int NH, int NV>
@@ -178,7 +189,7 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
                               const Ahead& ahead, int64_t d0, float* mixed) {
     F acc[NH][NV];
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.head_dim + d0 + 16 * v) * set1(scales[h]);
+        for (int v = 0; v < NV; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
     for (int64_t j = 0; j < n; j++) {
         const uint8_t* value = a.v + at[j];
         if (d0 == 0) ahead.fetch(j);
@@ -190,30 +201,52 @@ static inline void decode_mix(const AttentionArgs& a, const float* weights, cons
         }
     }
     for (int h = 0; h < NH; h++)
-        for (int v = 0; v < NV; v++) store(mixed + h * a.head_dim + d0 + 16 * v, acc[h][v]);
+        for (int v = 0; v < NV; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
 }
 
-// What a token's heads, NH at a time, have to do with a tile of keys.
-struct KeyTile {
-    int64_t key, n, position;
-    const int64_t* at;
-    Ahead keys, values;
-};
+// The same with bfloat16 pairs, of two keys each: weights are rounded as well, for latents, whose many heads wait for arithmetic and
+// not for memory. NB: vectors of 32 values.
+template <int NH, int NB>
+static inline void decode_mix_pairs(const AttentionArgs& a, const uint16_t* weights, const float* scales, const int64_t* at,
+                                    int64_t n, int64_t d0, float* mixed) {
+    F acc[NH][2 * NB];
+    for (int h = 0; h < NH; h++)
+        for (int v = 0; v < 2 * NB; v++) acc[h][v] = load(mixed + h * a.value_dim + d0 + 16 * v) * set1(scales[h]);
+    for (int64_t j = 0; j < n; j += 2) {
+        const uint8_t *even = a.v + at[j] + 2 * d0, *odd = a.v + at[j + 1 < n ? j + 1 : j] + 2 * d0;  // weights beyond n are 0
+        B x[2 * NB];
+        for (int b = 0; b < NB; b++) zip16(load_b(even + 64 * b), load_b(odd + 64 * b), x + 2 * b);
+        for (int h = 0; h < NH; h++) {
+            uint32_t pair;
+            memcpy(&pair, weights + h * KT + j, 4);
+            for (int v = 0; v < 2 * NB; v++) acc[h][v] = dot_bf16(acc[h][v], x[v], pair);
+        }
+    }
+    for (int h = 0; h < NH; h++)
+        for (int v = 0; v < 2 * NB; v++) store(mixed + h * a.value_dim + d0 + 16 * v, acc[h][v]);
+}
+
+// Not inlined, nor is `decode_tile` then too long to be.
+template <int NH>
+__attribute__((noinline)) static void decode_mix_latents(const AttentionArgs& a, const KeyTile& t, const float* scores,
+                                                         const float* scales, float* mixed) {
+    alignas(64) uint16_t weights[NH * KT];
+    for (int64_t i = 0; i < NH * KT; i += 16) store_bf16(weights + i, load(scores + i));
+    int64_t d = 0;
+    for (; d + 64 <= a.value_dim; d += 64) decode_mix_pairs<NH, 2>(a, weights, scales, t.at, t.n, d, mixed);
+    for (; d < a.value_dim; d += 32) decode_mix_pairs<NH, 1>(a, weights, scales, t.at, t.n, d, mixed);
+}
 
 template <int CACHE, int NH>
 static inline void decode_tile(const AttentionArgs& a, const KeyTile& t, int64_t head, const float* q, const uint16_t* pairs,
                                float* scores, Running* running, float* mixed) {
-    const int64_t dim = a.head_dim;
-    if (CACHE == CACHE_BF16 && kHasBf16 && pairs) {
-        if (dim == 64) decode_scores_pairs<NH, 2>(a, pairs, t.at, t.n, t.keys, scores);
-        else if (dim == 128) decode_scores_pairs<NH, 4>(a, pairs, t.at, t.n, t.keys, scores);
-        else decode_scores_pairs<NH, 0>(a, pairs, t.at, t.n, t.keys, scores);
-    } else if (dim == 64) decode_scores<CACHE, NH, 4>(a, q, t.at, t.n, t.keys, scores);
-    else if (dim == 128) decode_scores<CACHE, NH, 8>(a, q, t.at, t.n, t.keys, scores);
-    else decode_scores<CACHE, NH, 0>(a, q, t.at, t.n, t.keys, scores);
+    const int64_t dim = a.value_dim;
+    if (CACHE == CACHE_BF16 && kHasBf16 && pairs) decode_scores_of<InPairs, NH>(a, t, pairs, scores);
+    else decode_scores_of<InFloats<CACHE>, NH>(a, t, q, scores);
     float scales[NH];
     for (int h = 0; h < NH; h++) scales[h] = soften(a, scores + h * KT, t.key, t.n, t.position, head + h, running + h);
     int64_t d = 0;
+    if (CACHE == CACHE_BF16 && kHasBf16 && latent(a) && dim % 32 == 0) return decode_mix_latents<NH>(a, t, scores, scales, mixed);
     for (; d + 64 <= dim; d += 64) decode_mix<CACHE, NH, 4>(a, scores, scales, t.at, t.n, t.values, d, mixed);
     for (; d < dim; d += 16) decode_mix<CACHE, NH, 1>(a, scores, scales, t.at, t.n, t.values, d, mixed);
 }
@@ -222,7 +255,8 @@ template <int CACHE>
 static void decode_cache(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
                          float* scratch) {
     const int64_t seq = range.seq, kv_head = range.kv_head, key0 = range.begin, key1 = range.end;
-    const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, position = a.seq_lens[seq] - 1;
+    const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, vd = a.value_dim;
+    const int64_t position = a.seq_lens[seq] - 1;
     const float* q0 = a.qkv + a.query_start_loc[seq] * a.qkv_stride + kv_head * heads * d;
     const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
     float *q = scratch, *scores = q + heads * d;
@@ -233,8 +267,8 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
     for (int64_t i = 0; i < heads * d; i += 16) {
         store(q + i, load(q0 + i) * set1(scale));
         if (use_pairs) store_bf16(pairs + i, load(q + i));
-        store(mixed + i, zero());
     }
+    for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, zero());
     for (int64_t h = 0; h < heads; h++) running[h] = {-INFINITY, zero()};
     find_keys(a, seq, kv_head, key0, key1 - key0 < KT ? key1 - key0 : KT, next);
     for (int64_t key = key0; key < key1; key += KT) {
@@ -249,24 +283,25 @@ static void decode_cache(const AttentionArgs& a, const KeyRange& range, const Ke
             find_keys(a, then->seq, then->kv_head, then->begin, coming, next);
         }
         const int64_t each = (coming + n - 1) / n, bytes = d * element_bytes(CACHE);
-        KeyTile t{key, n, position, at, {a.k, next, coming, each, bytes}, {a.v, next, coming, each, bytes}};
+        KeyTile t{key, n, position, at, {a.k, next, coming, each, bytes}, {a.v, next, latent(a) ? 0 : coming, each, bytes}};
         for (int64_t h = 0; h < heads;) {
             const uint16_t* rounded = use_pairs ? pairs + h * d : nullptr;
             const int64_t left = heads - h, head = kv_head * heads + h;
-            if (left >= 4) decode_tile<CACHE, 4>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
-            else if (left == 3) decode_tile<CACHE, 3>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
-            else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
-            else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * d);
+            if (left >= 4) decode_tile<CACHE, 4>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            else if (left == 3) decode_tile<CACHE, 3>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            else if (left == 2) decode_tile<CACHE, 2>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
+            else decode_tile<CACHE, 1>(a, t, head, q + h * d, rounded, scores, running + h, mixed + h * vd);
             h += left < MOST_HEADS ? left : MOST_HEADS;
             t.keys.n = t.values.n = 0;  // asked for
         }
     }
     for (int64_t h = 0; h < heads; h++) part[h] = {running[h].top, sum(running[h].sum)};
     if (a.v_scale)
-        for (int64_t i = 0; i < heads * d; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
+        for (int64_t i = 0; i < heads * vd; i += 16) store(mixed + i, load(mixed + i) * set1(a.v_scale[kv_head]));
 }
 
-// mixed [heads of this kv head, D] is a sum of values times weights, to be divided by part[h].sum. head_dim: a multiple of 16.
+// mixed [heads of this kv head, V] is a sum of values times weights, to be divided by part[h].sum. head_dim, value_dim: multiples
+// of 16.
 static void decode(const AttentionArgs& a, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed,
                    float* scratch) {
     if (a.cache == CACHE_F32) decode_cache<CACHE_F32>(a, range, then, part, mixed, scratch);
@@ -281,11 +316,12 @@ static int64_t decode_scratch(const AttentionArgs& a) {
 
 // --- Many tokens ------------------------------------------------------------------------------------------------------
 
-// Sixteen words of a key or a value, from word `word` on: one float32 each, or with PAIRS two bfloat16. Beyond the head they are 0.
+// Sixteen words of a key or a value of d numbers, from word `word` on: one float32 each, or with PAIRS two bfloat16. Beyond the
+// head they are 0.
 template <bool PAIRS>
-static inline void words_of(const AttentionArgs& a, const uint8_t* row, int64_t word, uint32_t* to) {
+static inline void words_of(const AttentionArgs& a, int64_t d, const uint8_t* row, int64_t word, uint32_t* to) {
     constexpr int64_t count = PAIRS ? 32 : 16;
-    const int64_t first = word * count / 16, d = a.head_dim;
+    const int64_t first = word * count / 16;
     if (first + count <= d && a.cache == (PAIRS ? CACHE_BF16 : CACHE_F32)) {
         memcpy(to, row + 4 * word, 64);
         return;
@@ -301,32 +337,41 @@ static inline void words_of(const AttentionArgs& a, const uint8_t* row, int64_t 
         memcpy(to, x, 64);
 }
 
-// A tile of keys as rows of dimensions, [D][64], and of values as rows of keys, [64][D]. PAIRS: in bfloat16, two dimensions
+// A tile of keys as rows of dimensions, [D][64], and of values as rows of keys, [64][V]. PAIRS: in bfloat16, two dimensions
 // (two keys) side by side in 32 bits.
 template <bool PAIRS>
-static inline void pack_keys(const AttentionArgs& a, const int64_t* at, int64_t n, int64_t dp, float* keys, float* values) {
-    uint32_t *k = (uint32_t*)keys, *v = (uint32_t*)values;
+static inline void pack_keys(const AttentionArgs& a, const int64_t* at, int64_t n, float* keys) {
+    uint32_t* k = (uint32_t*)keys;
     alignas(64) uint32_t block[16 * 16];
-    const int64_t words = PAIRS ? dp / 2 : dp;
-    for (int64_t word = 0; word < words; word += 16) {
-        const int64_t count = words - word < 16 ? words - word : 16;
+    const int64_t dp = round_up(a.head_dim, 16), words = PAIRS ? dp / 2 : dp;
+    for (int64_t word = 0; word < words; word += 16)
         for (int64_t j0 = 0; j0 < KT; j0 += 16) {
             for (int64_t j = j0; j < j0 + 16; j++) {
-                if (j < n) words_of<PAIRS>(a, a.k + at[j], word, block + (j - j0) * 16);
+                if (j < n) words_of<PAIRS>(a, a.head_dim, a.k + at[j], word, block + (j - j0) * 16);
                 else memset(block + (j - j0) * 16, 0, 64);
             }
-            transpose16(block, k + word * KT + j0, KT, count);
+            transpose16(block, k + word * KT + j0, KT, words - word < 16 ? words - word : 16);
         }
-        for (int64_t j = 0; j < KT; j += PAIRS ? 2 : 1) {
-            for (int64_t r = 0; r < (PAIRS ? 2 : 1); r++) {
-                if (j + r < n) words_of<PAIRS>(a, a.v + at[j + r], word, block + r * 16);
+}
+
+template <bool PAIRS>
+static inline void pack_values(const AttentionArgs& a, const int64_t* at, int64_t n, float* values) {
+    constexpr int64_t ROWS_A_WORD = PAIRS ? 2 : 1;
+    uint32_t* v = (uint32_t*)values;
+    alignas(64) uint32_t block[2 * 16];
+    const int64_t vp = round_up(a.value_dim, 16), words = PAIRS ? vp / 2 : vp;
+    for (int64_t word = 0; word < words; word += 16) {
+        const int64_t count = words - word < 16 ? words - word : 16;
+        for (int64_t j = 0; j < KT; j += ROWS_A_WORD) {
+            for (int64_t r = 0; r < ROWS_A_WORD; r++) {
+                if (j + r < n) words_of<PAIRS>(a, a.value_dim, a.v + at[j + r], word, block + r * 16);
                 else memset(block + r * 16, 0, 64);
             }
             if (PAIRS) {
                 const uint16_t *even = (const uint16_t*)block, *odd = even + 32;
-                for (int64_t i = 0; i < 2 * count; i++) v[j / 2 * dp + 2 * word + i] = even[i] | (uint32_t)odd[i] << 16;
+                for (int64_t i = 0; i < 2 * count; i++) v[j / 2 * vp + 2 * word + i] = even[i] | (uint32_t)odd[i] << 16;
             } else {
-                memcpy(v + j * dp + word, block, 4 * count);
+                memcpy(v + j * vp + word, block, 4 * count);
             }
         }
     }
@@ -377,19 +422,21 @@ template <bool PAIRS>
 static inline void product(const float* x, int64_t xs, const float* m, int64_t ms, int64_t steps, const float* scales, float* out,
                            int64_t os, int64_t columns, int64_t rows) {
     if (rows == ROWS) return product_rows<PAIRS, ROWS>(x, xs, m, ms, steps, scales, out, os, columns);
-    for (int64_t r = 0; r < rows; r++)
+    int64_t r = 0;
+    if (kFullTiles && rows >= 4) product_rows<PAIRS, 4>(x, xs, m, ms, steps, scales, out, os, columns), r = 4;
+    for (; r < rows; r++)
         product_rows<PAIRS, 1>(x + r * xs, xs, m, ms, steps, scales ? scales + r : scales, out + r * os, os, columns);
 }
 
 template <bool PAIRS>
 static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
     const int64_t heads = a.num_heads / a.num_kv_heads, d = a.head_dim, dp = round_up(d, 16);
-    const int64_t rows = (token1 - token0) * heads;
+    const int64_t vd = a.value_dim, vp = round_up(vd, 16), rows = (token1 - token0) * heads;
     const int64_t first = a.seq_lens[seq] - a.query_start_loc[seq + 1];  // position of token t: first + t
     const float scale = a.scale * (a.k_scale ? a.k_scale[kv_head] : 1.0f);
     const int64_t qs = PAIRS ? dp / 2 : dp;  // floats a row
-    float *q = scratch, *mixed = q + rows * dp, *keys = mixed + rows * dp, *values = keys + KT * dp;
-    float *scores = values + KT * dp, *weights = scores + ROWS * KT;
+    float *q = scratch, *mixed = q + rows * dp, *keys = mixed + rows * vp, *values = keys + KT * dp;
+    float *scores = values + KT * vp, *weights = scores + ROWS * KT;
     Running* running = (Running*)((char*)scratch + round_up((char*)(weights + ROWS * KT) - (char*)scratch, 64));
     int64_t at[KT];
     for (int64_t r = 0; r < rows; r++) {
@@ -398,8 +445,8 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
             const F v = load_n(from + i, (int)(d - i < 16 ? d - i : 16)) * set1(scale);
             if (PAIRS) store_bf16((uint16_t*)(q + r * qs) + i, v);
             else store(q + r * qs + i, v);
-            store(mixed + r * dp + i, zero());
         }
+        for (int64_t i = 0; i < vp; i += 16) store(mixed + r * vp + i, zero());
         running[r] = {-INFINITY, zero()};
         if (a.sinks) {  // a key without a value, seen by all
             const float once[16] = {1.0f};
@@ -413,7 +460,8 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
     for (int64_t key = low; key < last; key += KT) {
         const int64_t n = last - key < KT ? last - key : KT;
         find_keys(a, seq, kv_head, key, n, at);
-        pack_keys<PAIRS>(a, at, n, dp, keys, values);
+        pack_keys<PAIRS>(a, at, n, keys);
+        pack_values<PAIRS>(a, at, n, values);
         int64_t r0 = a.causal ? (key - (first + token0)) * heads : 0;  // rows before this one see none of these keys
         for (r0 = r0 < 0 ? 0 : r0; r0 < rows; r0 += ROWS) {
             const int64_t count = rows - r0 < ROWS ? rows - r0 : ROWS;
@@ -426,24 +474,25 @@ static void prefill_as(const AttentionArgs& a, int64_t seq, int64_t kv_head, int
                 if (PAIRS)
                     for (int64_t j = 0; j < KT; j += 16) store_bf16((uint16_t*)(weights + r * KT) + j, load(s + j));
             }
-            product<PAIRS>(PAIRS ? weights : scores, KT, values, dp, PAIRS ? KT / 2 : KT, scales, mixed + r0 * dp, dp, dp, count);
+            product<PAIRS>(PAIRS ? weights : scores, KT, values, vp, PAIRS ? KT / 2 : KT, scales, mixed + r0 * vp, vp, vp, count);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
-        float* to = a.out + (token0 + r / heads) * a.out_stride + (kv_head * heads + r % heads) * d;
+        float* to = a.out + (token0 + r / heads) * a.out_stride + (kv_head * heads + r % heads) * vd;
         const F factor = set1((a.v_scale ? a.v_scale[kv_head] : 1.0f) / sum(running[r].sum));
-        for (int64_t i = 0; i < dp; i += 16) store_n(to + i, load(mixed + r * dp + i) * factor, (int)(d - i < 16 ? d - i : 16));
+        for (int64_t i = 0; i < vp; i += 16) store_n(to + i, load(mixed + r * vp + i) * factor, (int)(vd - i < 16 ? vd - i : 16));
     }
 }
 
 static void prefill(const AttentionArgs& a, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch) {
-    if (kHasBf16 && a.cache != CACHE_F32 && a.head_dim <= 512) prefill_as<true>(a, seq, kv_head, token0, token1, scratch);
+    const bool pairs = kHasBf16 && a.cache != CACHE_F32 && (a.head_dim <= 512 || latent(a));
+    if (pairs) prefill_as<true>(a, seq, kv_head, token0, token1, scratch);
     else prefill_as<false>(a, seq, kv_head, token0, token1, scratch);
 }
 
 static int64_t prefill_scratch(const AttentionArgs& a, int64_t tokens) {
-    const int64_t rows = tokens * (a.num_heads / a.num_kv_heads), dp = round_up(a.head_dim, 16);
-    return 2 * rows * dp + 2 * KT * dp + 2 * ROWS * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
+    const int64_t rows = tokens * (a.num_heads / a.num_kv_heads), dims = round_up(a.head_dim, 16) + round_up(a.value_dim, 16);
+    return rows * dims + KT * dims + 2 * ROWS * KT + rows * (int64_t)sizeof(Running) / 4 + 64;
 }
 
 }  // namespace ISA

@@ -55,9 +55,10 @@ struct ActivationArgs {
 
 struct AttentionArgs {
     int64_t num_heads, num_kv_heads, head_dim, block_size;
+    int64_t value_dim;  // head_dim, or less: values are a part of the keys' rows
     float *qkv, *out;  // out may be a row's place in a wider buffer
     int64_t qkv_stride, out_stride;
-    uint8_t *k, *v;  // [B, K, block_size, D] of `cache`
+    uint8_t *k, *v;  // [B, K, block_size, D] of `cache`; of latents v points into the first key
     const float *k_scale, *v_scale;
     int32_t cache;
     const int32_t *block_table, *query_start_loc, *seq_lens;
@@ -74,6 +75,22 @@ struct AttentionArgs {
     int64_t rotary_dim;
     bool interleaved;
     float norm_eps, norm_offset;
+};
+
+static inline bool latent(const AttentionArgs& a) { return a.value_dim < a.head_dim; }
+
+// What latent attention asks and remembers of a token: `q` holds each head's plain numbers and its rotary ones, `row` the latent
+// and the rotary key.
+struct LatentArgs {
+    const float *q, *row;
+    int64_t q_stride, row_stride;
+    int64_t plain_dim, rank;
+    const float* norm;  // [rank]
+    float* queries;     // [H, rotary + rank]: the first part of each, rotated
+    int64_t queries_stride;
+    int32_t form;
+    uint8_t* plain;  // [H · plain_dim] in `form`
+    int64_t plain_stride;
 };
 
 struct Partial {  // of one head's attention: softmax's running maximum and sum; the mixed values stand elsewhere
@@ -93,6 +110,7 @@ struct Kernels {
     void (*activation)(const ActivationArgs&, int64_t row, float* scratch);
     void (*convert)(const float* x, int64_t size, int32_t form, uint8_t* out);
     void (*rope_and_cache)(const AttentionArgs&, int64_t token, float* scratch);
+    void (*latent_row)(const AttentionArgs&, const LatentArgs&, int64_t token, float* scratch);
     void (*decode)(const AttentionArgs&, const KeyRange& range, const KeyRange* then, Partial* part, float* mixed, float* scratch);
     void (*prefill)(const AttentionArgs&, int64_t seq, int64_t kv_head, int64_t token0, int64_t token1, float* scratch);
     float (*largest)(const float* x, int64_t size);

@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill
+constexpr int64_t QUERY_ROWS = 384;   // query tokens × heads of a kv head in a tile of prefill; fewer where a head is
+constexpr int64_t QUERY_DIM = 256;    // wider than this, so that queries and results stay in a core's own cache
 constexpr int64_t NEAR_BYTES = 768 << 10;  // inputs and results of a product's tokens that stay in a core's own cache (1 MB and more)
 constexpr int64_t SPLIT_KEYS = 128;   // of a decode make a task; not fewer with few sequences: a result must not depend on others
 
@@ -105,13 +106,14 @@ int64_t in_turns(int64_t claimed, int64_t chunks, int64_t threads) {
     return claimed < each * threads ? claimed % threads * each + claimed / threads : claimed;
 }
 
-// A product: chunks of panels, and of tokens where there are few panels for many threads.
+// A product: chunks of panels, and of tokens where there are few panels for many threads. Or one for each of `heads`, whose inputs,
+// weights and results stand so far apart.
 struct Linear : Op {
     int32_t x, out;
-    int64_t column = 0;
+    int64_t column = 0, heads = 1, x_step = 0, weight_step = 0, column_step = 0;
     bool gated = false;
     GatedArgs args;
-    int64_t pairs = 0, pairs_per_chunk = 0, tokens_per_chunk = 0, pair_chunks = 0;
+    int64_t pairs_a_head = 0, pairs = 0, pairs_per_chunk = 0, tokens_per_chunk = 0, pair_chunks = 0;
 
     int chunks(Program& p) override {
         LinearArgs& a = args.linear;
@@ -119,12 +121,13 @@ struct Linear : Op {
         a.x = p.row(x, 0), a.x_stride = p.stride(x);
         if (gated) args.out = p.row(out, 0), args.out_stride = p.stride(out);
         else a.y = (float*)p.row(out, 0) + column, a.y_stride = p.stride(out) / 4;
-        pairs = ((gated ? a.rows / 2 : a.rows) + 2 * PANEL - 1) / (2 * PANEL);
+        pairs_a_head = ((gated ? a.rows / 2 : a.rows) + 2 * PANEL - 1) / (2 * PANEL);
+        pairs = heads * pairs_a_head;
         pairs_per_chunk = even_chunk(pairs, p.threads(), std::max<int64_t>(1, pairs / wanted));
         pair_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
         // So many tokens that each thread has work, and no more than the cache holds while all weights pass.
         const int64_t for_all = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
-        const int64_t a_token = a.x_stride + (gated ? args.out_stride : p.stride(out));
+        const int64_t a_token = (a.x_stride + (gated ? args.out_stride : p.stride(out))) / std::min(heads, pair_chunks);
         const int64_t near = std::min((tokens * a_token + NEAR_BYTES - 1) / NEAR_BYTES, MAX_CHUNKS / pair_chunks);
         const int64_t cuts = std::max<int64_t>(1, std::max(for_all, near));
         tokens_per_chunk = std::max<int64_t>(1, round_up((tokens + cuts - 1) / cuts, 12));
@@ -136,8 +139,14 @@ struct Linear : Op {
         const int64_t token0 = chunk / pair_chunks * tokens_per_chunk;
         const int64_t pair1 = std::min(pairs, pair0 + pairs_per_chunk);
         const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
-        if (gated) p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
-        else p.kernels().linear(args.linear, pair0, pair1, token0, token1, p.scratch(thread));
+        if (gated) return p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
+        for (int64_t pair = pair0; pair < pair1;) {
+            const int64_t head = pair / pairs_a_head, begin = head * pairs_a_head, end = std::min(pair1, begin + pairs_a_head);
+            LinearArgs own = args.linear;
+            own.x += head * x_step, own.packed += head * weight_step, own.y += head * column_step;
+            p.kernels().linear(own, pair - begin, end - begin, token0, token1, p.scratch(thread));
+            pair = end;
+        }
     }
 };
 
@@ -220,6 +229,22 @@ struct Rope : WithCache {
     void row(Program& p, int64_t t, float* scratch) override { p.kernels().rope_and_cache(args, t, scratch); }
 };
 
+struct LatentQueries : WithCache {
+    int32_t row_of, queries, plain;
+    LatentArgs latents;
+    int64_t scratch_floats(Program&) override { return padded(args.head_dim) + padded(args.num_heads * latents.plain_dim); }
+    int chunks(Program& p) override {
+        look_up(p);
+        LatentArgs& l = latents;
+        l.q = args.qkv, l.q_stride = args.qkv_stride;
+        l.row = (float*)p.row(row_of, 0), l.row_stride = p.stride(row_of) / 4;
+        l.queries = (float*)p.row(queries, 0), l.queries_stride = p.stride(queries) / 4;
+        l.plain = p.row(plain, 0), l.plain_stride = p.stride(plain);
+        return RowOp::chunks(p);
+    }
+    void row(Program& p, int64_t t, float* scratch) override { p.kernels().latent_row(args, latents, t, scratch); }
+};
+
 // A step's attention as tasks: tiles of prefill's tokens, the latest (which see most) first; then decodes, in ranges of keys. The
 // ranges of one sequence meet in the task that ends last.
 struct Attention : WithCache {
@@ -238,7 +263,9 @@ struct Attention : WithCache {
     size_t num_arrived = 0;
 
     int64_t heads() const { return args.num_heads / args.num_kv_heads; }
-    int64_t tile_tokens() const { return std::max<int64_t>(1, QUERY_ROWS / heads()); }
+    int64_t tile_tokens() const {
+        return std::max<int64_t>(1, QUERY_ROWS * QUERY_DIM / std::max(QUERY_DIM, args.head_dim) / heads());
+    }
 
     int64_t scratch_floats(Program& p) override {
         const int64_t most = std::min(tile_tokens(), p.step().num_tokens);
@@ -251,7 +278,7 @@ struct Attention : WithCache {
         tasks.clear();
         const ss_step& s = p.step();
         const int64_t kv_heads = args.num_kv_heads;
-        const bool one_by_one = args.head_dim % 16 == 0;  // else `prefill`, which pads heads, takes decodes too
+        const bool one_by_one = args.head_dim % 16 == 0 && args.value_dim % 16 == 0;  // else `prefill`, which pads heads, takes decodes too
         const int64_t num_decodes = one_by_one ? s.num_decodes : 0;
         for (int64_t i = num_decodes; i < s.num_seqs; i++) {
             const int64_t begin = s.query_start_loc[i], end = s.query_start_loc[i + 1];
@@ -272,7 +299,7 @@ struct Attention : WithCache {
             num_partials += (int32_t)(kv_heads * splits);
         }
         partials.resize(num_partials * heads());
-        mixed.resize(num_partials * heads() * args.head_dim);
+        mixed.resize(num_partials * heads() * args.value_dim);
         if (num_arrived < (size_t)num_partials) {
             num_arrived = (size_t)num_partials;
             arrived.reset(new std::atomic<int>[num_arrived]);
@@ -297,13 +324,13 @@ struct Attention : WithCache {
     void clear(const Task& t) {  // padding: any finite numbers will do
         const int64_t first = t.num_splits ? args.query_start_loc[t.seq] : t.begin, end = t.num_splits ? first + 1 : t.end;
         for (int64_t token = first; token < end; token++)
-            memset(args.out + token * args.out_stride + t.head * heads() * args.head_dim, 0, heads() * args.head_dim * 4);
+            memset(args.out + token * args.out_stride + t.head * heads() * args.value_dim, 0, heads() * args.value_dim * 4);
     }
 
     static KeyRange range(const Task& t) { return {t.seq, t.head, t.begin, t.end}; }
 
     void decode(Program& p, const Task& t, const Task* next, float* scratch) {
-        const int64_t n = heads(), d = args.head_dim;
+        const int64_t n = heads(), d = args.value_dim;
         Partial* parts = partials.data() + t.first_partial * n;
         float* sums = mixed.data() + t.first_partial * n * d;
         const KeyRange then = next ? range(*next) : KeyRange{};
@@ -416,6 +443,14 @@ void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_
     op->args.linear = linear_args(kind, rows, inner, packed, bias, accumulate);
 }
 
+void ss_add_head_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int64_t column_step, int64_t num_heads, int32_t kind,
+                        int64_t rows, int64_t inner, const void* packed, int64_t stride) {
+    auto* op = add<Linear>(p);
+    op->x = x, op->out = out, op->column = column, op->column_step = column_step, op->heads = num_heads, op->args = {};
+    op->x_step = inner * code_bits(kind) / 8, op->weight_step = stride;
+    op->args.linear = linear_args(kind, rows, inner, packed, nullptr, false);
+}
+
 void ss_add_gated_linear(ss_program* p, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
                          int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias) {
     auto* op = add<Linear>(p);
@@ -441,13 +476,25 @@ void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t nu
     a.interleaved = interleaved, a.q_norm = q_norm, a.k_norm = k_norm, a.norm_eps = eps, a.norm_offset = offset;
 }
 
+void ss_add_latent_queries(ss_program* p, int32_t q, int32_t row, int32_t queries, int32_t plain, int32_t form, int32_t layer,
+                           int64_t num_heads, int64_t plain_dim, int64_t rank, const float* norm, float eps,
+                           const float* cos_sin, int64_t rotary_dim, int32_t interleaved) {
+    auto* op = add<LatentQueries>(p);
+    op->q = q, op->row_of = row, op->queries = queries, op->plain = plain, op->layer = layer, op->args = {}, op->latents = {};
+    AttentionArgs& a = op->args;
+    a.num_heads = num_heads, a.num_kv_heads = 1, a.head_dim = rotary_dim + rank, a.value_dim = rank, a.cos_sin = cos_sin;
+    a.rotary_dim = rotary_dim, a.interleaved = interleaved, a.norm_eps = eps;
+    op->latents.plain_dim = plain_dim, op->latents.rank = rank, op->latents.norm = norm, op->latents.form = form;
+}
+
 void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                      int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes, const float* sinks,
+                      int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes, const float* sinks,
                       const float* distance_bias, int64_t bias_range, int32_t causal, int32_t cross) {
     auto* op = add<Attention>(p);
     op->q = q, op->out = out, op->layer = layer, op->args = {}, op->cross = cross;
     AttentionArgs& a = op->args;
-    a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.scale = scale, a.window = window;
+    a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.value_dim = value_dim;
+    a.scale = scale, a.window = window;
     a.softcap = softcap, a.slopes = slopes, a.sinks = sinks;
     a.distance_bias = distance_bias, a.bias_range = bias_range, a.causal = causal;
 }

@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 9  // changes with anything in this file
+#define SS_ABI 10  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -62,6 +62,10 @@ SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, in
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
                           const void* packed, const float* bias, int32_t accumulate);
 // alpha, limit: of the clamped SwiGLU.
+// num_heads products, of weights `stride` bytes apart (F32 or BF16) with inputs that stand side by side in x's row, [H · inner] in
+// the weights' form, into columns `column_step` apart.
+SS_API void ss_add_head_linear(ss_program*, int32_t x, int32_t out, int64_t column, int64_t column_step, int64_t num_heads,
+                               int32_t kind, int64_t rows, int64_t inner, const void* packed, int64_t stride);
 SS_API void ss_add_gated_linear(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
                                 int32_t kind, int64_t rows, int64_t inner, const void* packed, const float* bias);
 SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form, int32_t activation, float alpha, float limit,
@@ -83,8 +87,15 @@ SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, in
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                                   int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
+// Latent attention (`OpSet.latent_queries`), but for the product: of q, float32 [H, plain_dim + rotary_dim], and row, float32
+// [rank + rotary_dim], the cache gets [rotary_dim rotated, rank normed]; the rotated first rotary_dim of each head's rotary_dim + rank
+// go to queries (float32), the plain numbers, which a product takes to the other ones, to plain, [H · plain_dim] in `form`.
+SS_API void ss_add_latent_queries(ss_program*, int32_t q, int32_t row, int32_t queries, int32_t plain, int32_t form, int32_t layer,
+                                  int64_t num_heads, int64_t plain_dim, int64_t rank, const float* norm, float eps,
+                                  const float* cos_sin, int64_t rotary_dim, int32_t interleaved);
+// value_dim: head_dim, or less, if the values are parts of the keys' rows (`LayerKV.latent`).
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, float scale, int64_t window, float softcap, const float* slopes,
+                             int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes,
                              const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal,
                              int32_t cross);  // cross: over the keys and values of an encoder
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
@@ -96,7 +107,7 @@ SS_API void ss_add_linear_argmax(ss_program*, int32_t x, int32_t out, int32_t ki
                                  const float* bias);
 
 typedef struct {
-    void *k, *v;  // [B, K, block_size, D]
+    void *k, *v;  // [B, K, block_size, D]; of latents v points into the first key
     const float *k_scale, *v_scale;
 } ss_layer_kv;
 

@@ -165,6 +165,12 @@ static inline F dot_bf16(F s, B w, uint32_t x) {
     const __m256i v = _mm256_set1_epi32((int32_t)x);
     return dot_pairs(s, w, B{v, v});
 }
+static inline void zip16(B x, B y, B* to) {  // a register holds two quarters, whose halves stay among themselves
+    __m256i low = _mm256_unpacklo_epi16(x.a, y.a), high = _mm256_unpackhi_epi16(x.a, y.a);
+    to[0] = {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
+    low = _mm256_unpacklo_epi16(x.b, y.b), high = _mm256_unpackhi_epi16(x.b, y.b);
+    to[1] = {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
+}
 // Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
 __attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)

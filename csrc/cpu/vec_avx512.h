@@ -138,6 +138,15 @@ static inline F dot_pairs(F a, B w, B x) {
 static inline F dot_bf16(F a, B w, uint32_t x) { return dot_pairs(a, w, B{_mm512_set1_epi32((int32_t)x)}); }
 #endif
 
+// 32 halves of a and of b in turn, a first, as two registers.
+static inline void zip16(B a, B b, B* to) {
+    const __m512i turn = _mm512_set_epi32(0x002f000f, 0x002e000e, 0x002d000d, 0x002c000c, 0x002b000b, 0x002a000a, 0x00290009,
+                                          0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004, 0x00230003, 0x00220002,
+                                          0x00210001, 0x00200000);
+    to[0] = {_mm512_permutex2var_epi16(a.v, turn, b.v)};
+    to[1] = {_mm512_permutex2var_epi16(a.v, _mm512_add_epi16(turn, _mm512_set1_epi16(16)), b.v)};
+}
+
 // Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i. By pairs of rows, of pairs,
 // and so on: unpacked within each quarter of a register, then the quarters change places.
 __attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {

@@ -146,6 +146,9 @@ static inline F dot_bf16(F a, B w, uint32_t x) {
     EACH memcpy(v.v + 4 * i, &x, 4);
     return dot_pairs(a, w, v);
 }
+static inline void zip16(B a, B b, B* to) {
+    for (int i = 0; i < 64; i++) to[i / 32].v[i % 32 / 2 * 4 + i % 2] = a.v[i], to[i / 32].v[i % 32 / 2 * 4 + 2 + i % 2] = b.v[i];
+}
 // Sixteen rows of sixteen words: word i of row j goes to to[i * stride + j], for the first `count` of i.
 __attribute__((always_inline)) static inline void transpose16(const uint32_t* from, uint32_t* to, int64_t stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)

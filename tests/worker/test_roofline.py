@@ -71,3 +71,19 @@ def test_an_encoder_is_refused(tmp_path, given):
     tiny_models.build_encoder(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True) as llm, pytest.raises(ConfigError, match="encoder"):
         measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)
+
+
+def test_the_account_of_latents(tmp_path, given):
+    """A cached row is read once, as key and as value; what is multiplied head by head is read whole."""
+    tiny_models.build(tmp_path, "deepseek_v2")
+    with LLM(str(tmp_path), dtype="bfloat16", num_threads=1, max_model_len=64, skip_tokenizer_init=True) as llm:
+        (decode, _) = measure_roofline(llm.core.runner, batch_sizes=[3], prompt=16, context=32).steps
+        spec = llm.core.runner.model.spec
+    a, by_name = spec.layers[0].attention, {o.operator: o for o in decode.operators}
+    attention = by_name["attention"]
+    assert attention.num_bytes == spec.num_layers * 3 * 32 * a.head_dim * 2
+    assert attention.operations == spec.num_layers * 3 * 32 * 2 * a.num_heads * (a.head_dim + a.kv_rank)
+    heads = [o for o in decode.operators if o.operator.startswith("head_linear")]
+    each = a.num_heads * a.kv_rank * (a.plain_dim + a.value_dim)
+    assert sum(o.operations for o in heads) == spec.num_layers * 3 * 2 * each
+    assert all(o.bound is not None for o in heads)

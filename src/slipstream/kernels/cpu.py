@@ -1,5 +1,5 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws and latent attention, which are torch's.
-Mixtures of experts have a file of their own (`cpu_experts.py`).
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
+Mixtures of experts and latent attention have files of their own (`cpu_experts.py`, `cpu_latent.py`).
 
 A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
 the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
@@ -31,6 +31,7 @@ from slipstream.kernels.cpu_experts import (
     group_form,
     pack_experts,
 )
+from slipstream.kernels.cpu_latent import add_latent_attention, add_latent_queries, pack_heads
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import Arena, Engine, NativeLinear, Packed, Program, activation_of
@@ -120,6 +121,9 @@ class NativeOps(CpuOps):
         if isinstance(w, NativeExperts):
             return replace(w, bias=None if w.bias is None else w.bias.float().contiguous())
         return pack_experts(w, num_experts, self._arena)
+
+    def prepare_heads(self, weight: Tensor) -> NativeExperts:
+        return pack_heads(weight, self._arena)
 
     @property
     def layout(self) -> str:
@@ -266,24 +270,50 @@ class NativeOps(CpuOps):
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
         p = Program(self.engine)
         add_rope_and_cache(p, p.bound(rows), 0, heads)
-        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
-        p.run(inputs)
-        del kept
+        self._run_cached(p, kv, meta)
         q_size = heads.num_heads * heads.head_dim
         return rows[:, :q_size].reshape(-1, heads.num_heads, heads.head_dim).to(qkv.dtype)
 
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
-        if kv.latent:
-            return super().attention(q, kv, meta, scoring)
-        _, num_heads, head_dim = q.shape
-        out = torch.empty(len(q), num_heads * head_dim)
+        (_, num_heads, head_dim), value_dim = q.shape, kv.v.shape[3]
+        out = torch.empty(len(q), num_heads * value_dim)
         p = Program(self.engine)
-        sizes = (num_heads, kv.k.shape[1], head_dim)
+        sizes = num_heads, kv.k.shape[1], head_dim, value_dim
         add_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, sizes, scoring)
-        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
-        p.run(inputs)
-        del kept
-        return out.view(q.shape).to(q.dtype)
+        self._run_cached(p, kv, meta)
+        return out.view(-1, num_heads, value_dim).to(q.dtype)
+
+    def latent_queries(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Tensor | NativeExperts,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+    ) -> Tensor:
+        assert isinstance(keys, NativeExperts)
+        out = torch.empty(len(q), q.shape[1], cos_sin.shape[1] + keys.rows)
+        p = Program(self.engine)
+        places = p.bound(_wide(q.flatten(1))), p.bound(_wide(row)), p.bound(out.flatten(1)), 0
+        add_latent_queries(p, *places, keys, norm, eps, cos_sin, interleaved, lambda _, *sizes: p.buffer(*sizes))
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
+
+    def latent_attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor | NativeExperts, *, scale: float
+    ) -> Tensor:
+        assert isinstance(values, NativeExperts)
+        out = torch.empty(len(q), values.out_features)
+        p = Program(self.engine)
+        places, rotary = (p.bound(_wide(q.flatten(1))), p.bound(out), 0), q.shape[2] - values.inner
+        add_latent_attention(p, *places, values, rotary, scale, lambda _, *sizes: p.buffer(*sizes))
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
@@ -301,6 +331,12 @@ class NativeOps(CpuOps):
         p.bind(out, tokens)
         self._run(p, len(wide))
         return tokens[:, 0]
+
+    def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """With the cache as layer 0's."""
+        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
+        program.run(inputs)
+        del kept
 
     def _run(self, program: Program, num_tokens: int) -> None:
         program.run(native.StepInputs(num_tokens=num_tokens))
@@ -377,9 +413,9 @@ def add_rope_and_cache(program: Program, qkv: int, layer: int, h: Heads) -> None
 
 
 def add_attention(
-    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int], s: Scoring, *, cross: bool = False
+    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], s: Scoring, *, cross: bool = False
 ) -> None:
-    """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim. `cross`: over an encoder's text."""
+    """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim, values'. `cross`: of another text."""
     of_heads = [None if t is None else t.float().contiguous() for t in (s.alibi_slopes, s.sinks, s.distance_bias)]
     masks = s.window or 0, s.softcap or 0.0, *of_heads, s.reach, s.causal, cross
     program.add("attention", q, out, layer, *sizes, s.scale, *masks)

@@ -26,7 +26,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.weights import Linear
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 9
+ABI = 10
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -116,6 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_norm": (None, [_P, _I, _I, _I, _I, _I, _L, _P, _P, _F, _F]),
     "add_convert": (None, [_P, _I, _I, _I, _L, _L]),
     "add_linear": (None, [_P, _I, _I, _L, _I, _L, _L, _P, _P, _I]),
+    "add_head_linear": (None, [_P, _I, _I, _L, _L, _L, _I, _L, _L, _P, _L]),
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L, _P, _P]),
     "add_activation": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L]),
     "add_route": (None, [_P, _I, _L, _L, _I, _I, _F, _P, _L, _L, _I]),
@@ -123,7 +124,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
     "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
     "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
-    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I, _I]),
+    "add_latent_queries": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _L, _P, _F, _P, _L, _I]),
+    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
@@ -470,7 +472,7 @@ def layer_pointers(kv: Sequence[LayerKV]) -> Any:
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
         assert layer.k.is_contiguous()
-        assert layer.v.is_contiguous()
+        assert layer.latent or layer.v.is_contiguous()
         assert layer.k.dtype == layer.v.dtype
         pointers.k, pointers.v = layer.k.data_ptr(), layer.v.data_ptr()
         pointers.k_scale, pointers.v_scale = _at(layer.k_scale), _at(layer.v_scale)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -152,6 +152,11 @@ class OpSet(ABC):
         """The table that `embed` reads, or that a compiled step does. With `tied`, the output head that was made of it, that
         may be the head itself."""
         return table
+
+    def prepare_heads(self, weight: Tensor) -> Any:
+        """What latent attention multiplies head by head, [H, in, out], as this op set's `latent_queries` and `latent_attention`
+        read it."""
+        return weight.contiguous()
 
     def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
         """`adopt_linear` for the weights of all experts."""

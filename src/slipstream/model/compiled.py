@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.kernels import native
 from slipstream.kernels.cpu import LinearArgmax, NativeOps, Product, add_attention, add_linear, add_rope_and_cache
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
+from slipstream.kernels.cpu_latent import add_latent_attention, add_latent_queries
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
 from slipstream.model.spec import (
@@ -34,7 +35,7 @@ from slipstream.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.model.decoder import MLP, Attention, Decoder, Layer, MoE, Norm
+    from slipstream.model.decoder import MLP, Attention, Decoder, LatentAttention, Layer, MoE, Norm
     from slipstream.model.encoder import CrossAttention
 
 
@@ -47,7 +48,7 @@ def compile_step(decoder: Decoder) -> CompiledStep | None:
 
 
 def covers(spec: ModelSpec) -> bool:
-    """Not yet: latent attention, experts beside the attention, activations and norms of one's own, norms over whole rows of q
+    """Not yet: experts beside the attention, activations and norms of one's own, norms over whole rows of q
     and k, scaled branches, clipped q, k and v, branches without a norm before them, and of decoders embeddings with a norm or
     a width of their own."""
     if spec.embed_size is not None or (spec.embed_norm is not None and not spec.is_encoder):
@@ -62,12 +63,14 @@ def covers(spec: ModelSpec) -> bool:
 
 def _covers_layer(layer: LayerSpec, *, first: bool) -> bool:
     a, mlp, norms = layer.attention, layer.mlp, layer.norms
-    if isinstance(a, LatentAttentionSpec) or any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
+    if any(isinstance(norm.kind, OwnNorm) for norm in norms.values()):
         return False
     if has_own_activation(mlp) or layer.residual_scale != 1.0:
         return False
     if not isinstance(mlp, DenseSpec) and not isinstance(layer.block, SequentialBlock):
         return False
+    if isinstance(a, LatentAttentionSpec):
+        return isinstance(layer.block, SequentialBlock) and {"pre_attention", "pre_mlp"} <= norms.keys()
     if a.clip_qkv is not None or (a.qk_norm is not None and a.qk_norm.over != "head"):
         return False
     if isinstance(layer.block, SequentialBlock):
@@ -149,7 +152,8 @@ class CompiledEncoder:
         states: int | None = None
         for index, layer in enumerate(decoder.layers):
             assert layer.cross is not None
-            states = written.norm(decoder.encoder.final_norm, layer.cross.kv, waiting, "states") if states is None else states
+            if states is None:
+                states = written.norm(decoder.encoder.final_norm, _form(layer.cross.kv), waiting, "states")
             written.remember(layer.cross, states, index)
 
     def __call__(self, embedded: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
@@ -200,9 +204,9 @@ class _Layers:
         from slipstream.model.decoder import LatentAttention, MoE
 
         norms, attention, mlp, block = layer.norms, layer.attention, layer.mlp, layer.spec.block
-        assert not isinstance(attention, LatentAttention)
         match block:
             case PostNormBlock():
+                assert not isinstance(attention, LatentAttention)
                 assert not isinstance(mlp, MoE)
                 self._attend(attention, self._convert(self.x, "x", attention.qkv, self.hidden_size), index, self.x, True)
                 self._norm_of(norms["attention_norm"], self.x, -1, self.x, FORM_F32)
@@ -210,29 +214,35 @@ class _Layers:
                 self._norm_of(norms["mlp_norm"], self.x, -1, out, FORM_F32)
                 return False
             case ParallelBlock():
+                assert not isinstance(attention, LatentAttention)
                 assert not isinstance(mlp, MoE)
-                x = self.norm(norms["norm"], attention.qkv, waiting)
-                other = self.norm(norms["mlp_norm"], mlp.up, False, "mlp") if "mlp_norm" in norms else x
+                x = self.norm(norms["norm"], _form(attention.qkv), waiting)
+                other = self.norm(norms["mlp_norm"], _form(mlp.up), False, "mlp") if "mlp_norm" in norms else x
                 self._attend(attention, x, index, self.x, True)
                 self._feed(mlp, other, self.x, True)
                 return False
             case SequentialBlock():
                 post = norms.get("post_attention"), norms.get("post_mlp")
-                if "pre_attention" in norms:
-                    x = self.norm(norms["pre_attention"], attention.qkv, waiting)
+                if isinstance(attention, LatentAttention):
+                    form = _form(attention.q_latent or attention.q, attention.latent)
+                    x = self.norm(norms["pre_attention"], form, waiting)
+                    self._attend_latents(attention, x, form, index, *self._into(post[0]))
                 else:
-                    x = self._convert(self.x, "x", attention.qkv, self.hidden_size)
-                self._attend(attention, x, index, *self._into(post[0]))
+                    if "pre_attention" in norms:
+                        x = self.norm(norms["pre_attention"], _form(attention.qkv), waiting)
+                    else:
+                        x = self._convert(self.x, "x", attention.qkv, self.hidden_size)
+                    self._attend(attention, x, index, *self._into(post[0]))
                 waiting = self._normed(post[0])
                 if layer.cross is not None:
-                    self._cross(layer.cross, self.norm(norms["pre_cross"], layer.cross.q, waiting), index)
+                    self._cross(layer.cross, self.norm(norms["pre_cross"], _form(layer.cross.q), waiting), index)
                     waiting = False
                 if isinstance(mlp, MoE):
                     x = self._buffer("wide", FORM_F32, self.hidden_size)
                     self.add_norm(norms["pre_mlp"], x, FORM_F32, waiting)
                     self._mix(index, mlp, x, *self._into(post[1]))
                 else:
-                    self._feed(mlp, self.norm(norms["pre_mlp"], mlp.up, waiting), *self._into(post[1]))
+                    self._feed(mlp, self.norm(norms["pre_mlp"], _form(mlp.up), waiting), *self._into(post[1]))
                 return self._normed(post[1])
 
     # --- Pieces -----------------------------------------------------------------------------------------------------
@@ -259,11 +269,10 @@ class _Layers:
             (rows, inner), data = plain.shape, plain.contiguous()
         self.program.add("embed", self.x, by_position, offset, kind, rows, inner, data, scale, accumulate)
 
-    def norm(self, norm: Norm, reader: object, waiting: bool, name: str = "x") -> int:
-        """The normed residual, in the form that the product `reader` wants."""
-        assert isinstance(reader, NativeLinear)
-        out = self._buffer(name, reader.form, norm.spec.size)
-        self.add_norm(norm, out, reader.form, waiting)
+    def norm(self, norm: Norm, form: int, waiting: bool, name: str = "x") -> int:
+        """The normed residual."""
+        out = self._buffer(name, form, norm.spec.size)
+        self.add_norm(norm, out, form, waiting)
         return out
 
     def add_norm(self, norm: Norm, out: int, form: int, waiting: bool) -> None:
@@ -296,8 +305,33 @@ class _Layers:
         seen = self._buffer("seen", FORM_F32, s.q_size)
         add_linear(p, x, qkv, attention.qkv)
         add_rope_and_cache(p, qkv, layer, attention.heads)
-        add_attention(p, qkv, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim), attention.scoring)
+        add_attention(p, qkv, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim), attention.scoring)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
+
+    def _attend_latents(
+        self, attention: LatentAttention, x: int, form: int, layer: int, y: int, accumulate: bool
+    ) -> None:
+        """x, in `form`, may be float32 where its products read different forms."""
+        s, p = attention.spec, self.program
+        q, out, rows = attention.q, attention.out, x
+        assert isinstance(q, NativeLinear)
+        assert isinstance(out, NativeLinear)
+        if attention.q_latent is not None:
+            assert s.q_rank is not None
+            assert attention.q_norm is not None
+            rank, weight = self._product(attention.q_latent, x, "q latent", form), attention.q_norm.float()
+            rows, form_of_rows = self._buffer("normed q latent", q.form, s.q_rank), q.form
+            p.add("norm", rank, -1, rows, q.form, False, s.q_rank, weight, None, s.eps, 0.0)
+        else:
+            form_of_rows = form
+        asked = self._product(q, rows, "q", form_of_rows)
+        row = self._product(attention.latent, x, "latent", form)
+        queries = self._buffer("queries", FORM_F32, s.num_heads * s.head_dim)
+        seen = self._buffer("seen", FORM_F32, s.out_inner)
+        turned = attention.cos_sin, s.position.style == "interleaved"
+        add_latent_queries(p, asked, row, queries, layer, attention.keys, attention.k_norm, s.eps, *turned, self._buffer)
+        add_latent_attention(p, queries, seen, layer, attention.values, s.rotary_dim, s.scale, self._buffer)
+        add_linear(p, self._convert(seen, "seen", out, s.out_inner), y, out, accumulate=accumulate)
 
     def _cross(self, cross: CrossAttention, x: int, layer: int) -> None:
         """Queries over what `remember` left in the layer's cache, added to the residual."""
@@ -306,7 +340,8 @@ class _Layers:
         assert isinstance(cross.out, NativeLinear)
         q, seen = (self._buffer(name, FORM_F32, s.q_size) for name in ("q", "seen"))
         add_linear(p, x, q, cross.q)
-        add_attention(p, q, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim), cross.scoring, cross=True)
+        sizes = s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim
+        add_attention(p, q, seen, layer, sizes, cross.scoring, cross=True)
         add_linear(p, self._convert(seen, "seen", cross.out, s.q_size), self.x, cross.out, accumulate=True)
 
     def remember(self, cross: CrossAttention, states: int, layer: int) -> None:
@@ -352,16 +387,18 @@ class _Layers:
             self._feed(mlp.shared, self._convert(x, "x", mlp.shared.up, size), shared, False)
         p.add("combine", results, y, size, shared, weight, accumulate)
 
-    def _product(self, w: object, x: int, name: str) -> int:
+    def _product(self, w: object, x: int, name: str, form: int = FORM_F32) -> int:
         assert isinstance(w, NativeLinear)
         out = self._buffer(name, FORM_F32, w.out_features)
-        add_linear(self.program, self._convert(x, "x", w, w.weight.shape[1]), out, w)
+        add_linear(self.program, self._convert(x, "x", w, w.weight.shape[1], form), out, w)
         return out
 
-    def _convert(self, x: int, name: str, reader: object, size: int) -> int:
+    def _convert(self, x: int, name: str, reader: object, size: int, form: int = FORM_F32) -> int:
+        """x in the form that the product `reader` wants: it is that already, or float32."""
         assert isinstance(reader, NativeLinear)
-        if reader.form == FORM_F32:
+        if reader.form == form:
             return x
+        assert form == FORM_F32
         out = self._buffer(name, reader.form, size)
         self.program.add("convert", x, out, reader.form, size, 1)
         return out
@@ -372,3 +409,12 @@ class _Layers:
         if key not in self._forms:
             self._forms[key] = self.program.buffer(form, size, rows_a_token)
         return self._forms[key]
+
+
+def _form(*readers: object) -> int:
+    """In which these products read one row: float32, which is converted for each, where they want different forms."""
+    forms = set()
+    for reader in readers:
+        assert isinstance(reader, NativeLinear)
+        forms.add(reader.form)
+    return forms.pop() if len(forms) == 1 else FORM_F32

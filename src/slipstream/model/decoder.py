@@ -127,8 +127,8 @@ class LatentAttention:
     out: Linear
     q_norm: Tensor | None
     k_norm: Tensor
-    keys: Tensor  # [H, plain_dim, kv_rank]
-    values: Tensor  # [H, kv_rank, value_dim]
+    keys: Any  # [H, plain_dim, kv_rank], as this op set's `prepare_heads` holds it
+    values: Any  # [H, kv_rank, value_dim], the same
     cos_sin: Tensor
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -512,8 +512,8 @@ def build_layer(
             linear("attention.out"),
             parameters.pop(f"{name}attention.q_norm.weight", None),
             parameters.pop(f"{name}attention.k_norm.weight"),
-            keys.contiguous(),
-            values.transpose(1, 2).contiguous(),
+            ops.prepare_heads(keys),
+            ops.prepare_heads(values.transpose(1, 2)),
             tables.rope(s.position),
         )
 

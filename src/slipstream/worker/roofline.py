@@ -22,7 +22,7 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Engine, Operator, Packed, PackedExperts, Program, StepInputs
 from slipstream.model.compiled import CompiledStep
-from slipstream.model.spec import AttentionSpec
+from slipstream.model.spec import AttentionKind, LatentAttentionSpec
 from slipstream.worker.model_runner import ModelRunner
 
 READ_BYTES = 256 * 2**20
@@ -161,8 +161,7 @@ def _shares(
         step.head(step(tokens, kv, meta)[num_new - 1 :: num_new])
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-    # No program has another kind.
-    attention = [a for a in (layer.attention for layer in step.spec.layers) if isinstance(a, AttentionSpec)]
+    attention = [layer.attention for layer in step.spec.layers]
     found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}  # sparse weights of one shape differ in bytes
     at = 0
     for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):
@@ -182,26 +181,31 @@ def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, i
     if op.weights is None:
         return op.name, None, 0, 0
     w = op.weights
+    if isinstance(w, PackedExperts) and op.name == "head_linear":
+        label = f"{op.name} {w.num_experts} × {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
+        return label, _type(w), w.data.numel(), 2 * w.num_experts * w.rows * w.inner * num_tokens
     if isinstance(w, PackedExperts):  # how many of them are read, the tokens decide
         return f"{op.name} {w.num_experts} × {w.rows} × {w.inner}", None, 0, 0
     label = f"{op.name} {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
     return label, _type(w), w.data.numel(), 2 * w.rows * w.inner * num_tokens
 
 
-def _type(w: Packed) -> str:
+def _type(w: Packed | PackedExperts) -> str:
     return {native.F32: "float32", native.BF16: "bfloat16"}.get(w.kind, "int8")
 
 
 def _of_attention(
-    a: AttentionSpec, kv: LayerKV, num_seqs: int, num_new: int, length: int
+    a: AttentionKind, kv: LayerKV, num_seqs: int, num_new: int, length: int
 ) -> tuple[str, str | None, int, int]:
-    """Every new token sees those before it and itself, within the window."""
-    seen = sum(min(n, a.window or n) for n in range(length - num_new + 1, length + 1))
-    held = min(length, (a.window or length) + num_new - 1)
+    """Every new token sees those before it and itself, within the window. A latent is read once as key and value."""
+    own = None if isinstance(a, LatentAttentionSpec) else a.window
+    window = own or length
+    seen = sum(min(n, window) for n in range(length - num_new + 1, length + 1))
+    held = min(length, window + num_new - 1)
     kind = "bfloat16" if kv.k.dtype == torch.bfloat16 else "float32"
-    label = "attention" if a.window is None else f"attention, window {a.window}"
-    num_bytes = num_seqs * held * 2 * a.kv_size * kv.k.element_size()
-    return label, kind, num_bytes, num_seqs * seen * 4 * a.num_heads * a.head_dim
+    label = "attention" if own is None else f"attention, window {own}"
+    num_bytes = num_seqs * held * a.cached_size * kv.k.element_size()
+    return label, kind, num_bytes, num_seqs * seen * 2 * a.num_heads * (kv.k.shape[3] + kv.v.shape[3])
 
 
 def _share(label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings) -> OperatorShare:

@@ -1,0 +1,72 @@
+"""Latent attention in the C++ kernels (csrc/cpu): a layer's operators between the products before it and the one after it.
+
+What makes keys and values of latents is a small product for each head, `heads` below: packed like the weights of experts, in
+float32 or bfloat16, and multiplied by one operator for all heads. The cache is read in place, a token's row once for all heads
+as key and as value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from slipstream.kernels import native
+from slipstream.kernels.cpu_experts import NativeExperts, pack_experts
+from slipstream.kernels.native import Arena, Program
+from slipstream.kernels.weights import Linear
+
+NewBuffer = Callable[[str, int, int], int]
+"""(name, form, size) → a buffer of the program"""
+
+
+def pack_heads(weight: Tensor, arena: Arena) -> NativeExperts:
+    """[H, in, out], a product for each head."""
+    return pack_experts(Linear(weight=weight.transpose(1, 2).flatten(0, 1)), len(weight), arena)
+
+
+def add_latent_queries(
+    p: Program,
+    q: int,
+    row: int,
+    queries: int,
+    layer: int,
+    keys: NativeExperts,
+    norm: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    interleaved: bool,
+    new: NewBuffer,
+) -> None:
+    """`OpSet.latent_queries` of float32 rows q [H · (P + R)] and row [C + R] → queries [H · (R + C)], and `layer`'s cache."""
+    num_heads, plain_dim, rotary = _num_heads(keys), keys.inner, cos_sin.shape[1]
+    plain = new("plain", keys.form, num_heads * plain_dim)
+    sizes = num_heads, plain_dim, keys.rows
+    p.add(
+        "latent_queries", q, row, queries, plain, keys.form, layer, *sizes, norm.float(), eps, cos_sin, rotary, interleaved
+    )
+    _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
+
+
+def add_latent_attention(
+    p: Program, queries: int, out: int, layer: int, values: NativeExperts, rotary: int, scale: float, new: NewBuffer
+) -> None:
+    """`OpSet.latent_attention` of float32 rows [H · (R + C)] → [H · V], over `layer`'s cache."""
+    num_heads, rank = _num_heads(values), values.inner
+    seen = new("seen latents", native.FORM_F32, num_heads * rank)
+    sizes = num_heads, 1, rotary + rank, rank
+    p.add("attention", queries, seen, layer, *sizes, scale, 0, 0.0, None, None, None, 0, True, False)
+    if values.form != native.FORM_F32:
+        wide, seen = seen, new("seen latents", values.form, num_heads * rank)
+        p.add("convert", wide, seen, values.form, num_heads * rank, 1)
+    _add_heads(p, seen, out, 0, values.rows, values)
+
+
+def _num_heads(heads: NativeExperts) -> int:
+    return heads.parts[0].num_experts
+
+
+def _add_heads(p: Program, x: int, out: int, column: int, step: int, heads: NativeExperts) -> None:
+    (part,) = heads.parts
+    sizes = part.num_experts, part.kind, part.rows, part.inner
+    p.add("head_linear", x, out, column, step, *sizes, part.data, part.stride, weights=part)

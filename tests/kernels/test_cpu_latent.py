@@ -1,0 +1,221 @@
+"""Latent attention in the C++ kernels against the reference, on every instruction set that this machine runs.
+
+Whole models besides: tests/model/test_families.py compares them with transformers.
+
+Tolerances: those of test_cpu_ops.py. In bfloat16 the reference computes in float32 from the same rounded inputs: the kernels
+round what enters a product (2⁻⁹ relative each, averaging out over a sum), and the cache's rows, which are compared to a unit in
+the last place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.kernels import native
+from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.ops import Scoring
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.compiled import compile_step
+from slipstream.model.loader import load_model
+from slipstream.model.scheme import SCHEMES
+from tests import tiny_models
+from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, step
+from tests.model.harness import CPU, load, run
+
+torch.set_num_threads(1)
+reference = ReferenceOps()
+ISAS = native.instruction_sets()
+OPS = {isa: NativeOps(2, isa) for isa in ISAS}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=ISAS)
+def ops(request) -> NativeOps:
+    return OPS[request.param]
+
+
+def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.isfinite().all()
+    tolerance = 2e-5 if dtype == torch.float32 else 2**-6
+    size = max(1.0, float(expected.abs().max())) if len(expected) else 1.0
+    torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance * size)
+
+
+def latents(k: Tensor, rotary: int) -> LayerKV:
+    return LayerKV(k, k[..., rotary:])
+
+
+def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dtype: torch.dtype, interleaved: bool) -> None:
+    """A step's rows are written, asked for and attended to, each compared by itself: what follows starts from the same."""
+    num_tokens, heads, dim = case.q.shape
+    rank = dim - rotary
+    torch.manual_seed(num_tokens)
+    q, row = torch.randn(num_tokens, heads, plain + rotary).to(dtype), torch.randn(num_tokens, dim).to(dtype)
+    keys, values = (torch.randn(heads, *n).to(dtype) / n[0] ** 0.5 for n in ((plain, rank), (rank, width)))
+    angles = torch.rand(1024, rotary // 2) * 6
+    options: dict[str, Any] = {
+        "norm": torch.randn(rank).to(dtype),
+        "eps": 1e-5,
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=-1),
+        "interleaved": interleaved,
+    }
+    ours, theirs = latents(case.kv.k.to(dtype), rotary), latents(case.kv.k.to(dtype).float(), rotary)
+    asked = ops.latent_queries(q, row, ours, case.meta, keys=ops.prepare_heads(keys), **options)
+    expected = reference.latent_queries(q.float(), row.float(), theirs, case.meta, keys=keys.float(), **options)
+    assert (asked.dtype, asked.shape) == (dtype, (num_tokens, heads, dim))
+    assert_near(asked, expected, dtype)
+    ours.k[0] = theirs.k[0] = 0  # which of the padded rows wrote there last is open
+    close = 2e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(ours.k.float(), theirs.k, rtol=close, atol=close)
+    same = latents(ours.k.float(), rotary)
+    got = ops.latent_attention(asked, ours, case.meta, ops.prepare_heads(values), scale=0.3)
+    wanted = reference.latent_attention(asked.float(), same, case.meta, values.float(), scale=0.3)
+    assert (got.dtype, got.shape) == (dtype, (num_tokens, heads * width))
+    assert got.isfinite().all()
+    assert_near(got[case.owned], wanted[case.owned], dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_random_steps(data):
+    """Sizes that fill no vector among them."""
+    shape, rotary = data.draw(edge_shapes()), data.draw(st.sampled_from([2, 14, 16, 32]))
+    heads, rank = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 9, 16])), data.draw(st.sampled_from([3, 16, 32, 37, 80, 96]))
+    shape = dataclasses.replace(shape, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)
+    check(
+        OPS[data.draw(st.sampled_from(ISAS))],
+        step(shape),
+        plain=data.draw(st.sampled_from([1, 3, 16, 20, 33])),
+        rotary=rotary,
+        width=data.draw(st.sampled_from([1, 5, 16, 40])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        interleaved=data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sizes_of_deepseek(ops, dtype):
+    """Decodes in one range of keys and in several, prompts in several tiles of queries, with and without what came before."""
+    sequences = ((1, 300), (1, 127), (1, 128), (1, 0), (40, 30), (30, 0))
+    shape = Shape(sequences=sequences, num_heads=16, num_kv_heads=1, head_dim=576, padded=2)
+    check(ops, step(shape), plain=128, rotary=64, width=128, dtype=dtype, interleaved=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_attention_with_all_its_options(data):
+    shape, rotary = data.draw(edge_shapes()), 8
+    shape = dataclasses.replace(shape, num_kv_heads=1, head_dim=40)
+    case, dtype = step(shape), data.draw(st.sampled_from(DTYPES))
+    options = data.draw(attention_options(shape.num_heads))
+    kv, q = latents(case.kv.k.to(dtype), rotary), case.q.to(dtype)
+    got = OPS[data.draw(st.sampled_from(ISAS))].attention(q, kv, case.meta, Scoring(**{**options, "scale": 0.1}))
+    wanted = reference.attention(q.float(), latents(kv.k.float(), rotary), case.meta, Scoring(**{**options, "scale": 0.1}))
+    assert got.isfinite().all()
+    assert_near(got[case.owned], wanted[case.owned], dtype)
+
+
+def test_neither_threads_nor_neighbours_change_a_result(ops):
+    """Bit for bit: a decode alone and among others, on one thread and on three."""
+    shape = Shape(sequences=((1, 300), (1, 5), (20, 7)), num_heads=5, num_kv_heads=1, head_dim=48)
+    case = step(shape, torch.bfloat16)
+    kv, heads = latents(case.kv.k, 16), torch.randn(5, 32, 24).bfloat16()
+    alone = dataclasses.replace(
+        case.meta,
+        query_start_loc=case.meta.query_start_loc[:2],
+        seq_lens=case.meta.seq_lens[:1],
+        block_table=case.meta.block_table[:1],
+        positions=case.meta.positions[:1],
+        slot_mapping=case.meta.slot_mapping[:1],
+        num_decodes=1,
+    )
+    expected = None
+    for num_threads in (1, 3):
+        own = NativeOps(num_threads, ops.engine.isa)
+        values = own.prepare_heads(heads)
+        found = own.latent_attention(case.q, kv, case.meta, values, scale=0.1)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+        assert torch.equal(own.latent_attention(case.q[:1], kv, alone, values, scale=0.1), expected[:1])
+
+
+# --- Whole models -----------------------------------------------------------------------------------------------------
+
+TOKENS = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50, 3, 8, 120, 64, 65, 66, 67]
+YARN = {
+    **dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16),
+    **dict(beta_fast=4, beta_slow=1, mscale=0.7, mscale_all_dim=0.7),
+}
+MODELS = {
+    "v2": ("deepseek_v2", {}),
+    "v2 with latent queries, groups, biases and yarn": (
+        "deepseek_v2",
+        dict(q_lora_rank=16, topk_method="group_limited_greedy", n_group=4, topk_group=2, attention_bias=True)
+        | dict(rope_parameters=YARN),
+    ),
+    "v3": ("deepseek_v3", {}),
+    "v3 with turned halves": ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False, rope_parameters=YARN)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_one_program(name, tmp_path):
+    """In one piece, in chunks and token by token it has the numbers of the decoder's own loop over the reference, and the same
+    counts of experts."""
+    family, overrides = MODELS[name]
+    tiny_models.build(tmp_path, family, **overrides)
+    ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)
+    assert ours.decoder.compiled is not None
+    assert exact.decoder.compiled is None
+    counts = [model.decoder.count_experts() for model in (ours, exact)]
+    for chunks in ((), (3, 1, 7, 2), (1,)):
+        a, b = run(ours, TOKENS, chunks), run(exact, TOKENS, chunks)
+        assert (a - b).abs().max() / b.abs().max() < 1e-4
+    assert counts[0].keys() == counts[1].keys() != set()
+    assert all(torch.equal(counts[0][i], counts[1][i]) for i in counts[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_in_bfloat16(isa, tmp_path):
+    """Nearer to float32 over the same numbers than torch's operators, which round between products. All experts are chosen,
+    since rounding may choose another one of two that are near."""
+    tiny_models.build(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)
+    ours = load_model(tmp_path, ops=NativeOps(1, isa), device=CPU, dtype=torch.bfloat16)
+    assert ours.decoder.compiled is not None
+    a, torchs = run(ours, TOKENS, (7, 1)).float(), load(tmp_path, kernels="torch", dtype=torch.bfloat16)
+    parameters = {k: v.bfloat16().float() for k, v in load_file(tmp_path / "model.safetensors").items()}
+    save_file(parameters, tmp_path / "model.safetensors")
+    b = run(load(tmp_path), TOKENS)
+    assert 0 < (a - b).norm() < (run(torchs, TOKENS, (7, 1)).float() - b).norm()
+
+
+def test_products_of_different_forms_read_one_norm(tmp_path):
+    """A checkpoint may hold one of them rounded and another not: the loop over the same kernels has the same numbers."""
+    tiny_models.build(tmp_path, "deepseek_v2", num_experts_per_tok=8, first_k_dense_replace=2)
+    model = load_model(tmp_path, ops=NativeOps(1), device=CPU, dtype=torch.float32, scheme=SCHEMES["int8"])
+    decoder = model.decoder
+    for i, layer in enumerate(decoder.layers):
+        dense = decoder.ops.prepare_linear(torch.randn(layer.attention.latent.weight.shape) / 6, None)
+        decoder.layers[i] = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, latent=dense))
+    decoder.compiled = compile_step(decoder)
+    a = run(model, TOKENS, (7, 1))
+    decoder.compiled = None
+    b = run(model, TOKENS, (7, 1))
+    assert (a - b).norm() / b.norm() < 1e-2  # a last bit may fall on the other side of a half of an input's 8
+
+
+def test_what_latents_hold_is_counted_once(tmp_path):
+    """What makes keys and values is packed, and not held beside that."""
+    tiny_models.build(tmp_path, "deepseek_v2")
+    model = load(tmp_path, kernels="cpu")
+    a = model.decoder.layers[0].attention
+    assert [t.weight.device.type for t in (a.keys, a.values)] == ["meta"] * 2
+    assert [len(w.parts) for w in (a.keys, a.values)] == [1, 1]
