@@ -333,3 +333,17 @@ def test_pairs_of_texts(tmp_path):
         assert cut[num_first - 1] == 3
     with pytest.raises(RequestError):
         tokenizer.encode_pair("the cat", "a dog", max_length=2)
+    pairs = [("the cat", "a dog"), ("", "the " * 9), ("sing", "")]
+    for room in (None, 6):
+        assert tokenizer.encode_pairs(pairs, max_length=room) == [tokenizer.encode_pair(*p, max_length=room) for p in pairs]
+
+
+def test_many_texts_are_encoded_as_each_alone(tmp_path):
+    from tests import tiny_models
+
+    tiny_models.write_wordpiece(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    texts = ["the cat", "", "The cats sing. Is it the cat?", "[CLS] the [SEP]", "the " * 90]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer.encode_batch(["the", "\ud800"])

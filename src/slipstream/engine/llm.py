@@ -8,6 +8,8 @@ for answer in llm.generate(["The capital of France is"], SamplingParams(temperat
 from __future__ import annotations
 
 import gc
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -267,11 +269,12 @@ class LLM:
         self._check_idle()
         try:
             self.core.add_texts(request)
-            with _Progress(len(prepared.prompts), shown=progress) as advance, no_collections():
+            with _progress(len(prepared.prompts), shown=progress) as advance, no_collections():
                 while not answer.finished:
                     for output in self._core_step():
                         if output.request_id == request.request_id:
-                            advance(answer.take(output), 0)
+                            count = answer.take(output)
+                            advance(count, sum(map(len, prepared.token_ids[output.first_text :][:count])))
         finally:
             self.core.abort([request.request_id])
         return answer.vectors()
@@ -284,7 +287,7 @@ class LLM:
             for request in requests:
                 self._output.add(request)
                 self.core.add(request.engine_requests)
-            with _Progress(len(requests), shown=progress) as advance, no_collections():
+            with _progress(len(requests), shown=progress) as advance, no_collections():
                 while self._output:
                     for delta in self._step(until_done=True):
                         done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
@@ -327,40 +330,32 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-class _Progress:
-    """A progress bar on a terminal, with output tokens per second; nothing elsewhere."""
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, with tokens per second; nothing elsewhere, at the price of nothing. What it gives is
+    told how many requests are done, and of how many tokens."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda num_requests, num_tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self.total = total
-        self.shown = shown
-        self.tokens = 0
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        import time
-
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("[progress.description]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]:.0f} tok/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (self.shown and console.is_terminal),
-            transient=True,
-        )
-        self.begin = time.perf_counter()
-        self.bar.start()
-        task = self.bar.add_task("requests", total=self.total, speed=0.0)
+    bar = Progress(
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]:.0f} tok/s"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    begin, done = time.perf_counter(), 0
+    with bar:
+        task = bar.add_task("requests", total=total, speed=0.0)
 
         def advance(num_requests: int, num_tokens: int) -> None:
-            self.tokens += num_tokens
-            self.bar.update(task, advance=num_requests, speed=self.tokens / (time.perf_counter() - self.begin))
+            nonlocal done
+            done += num_tokens
+            bar.update(task, advance=num_requests, speed=done / (time.perf_counter() - begin))
 
-        return advance
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        yield advance
