@@ -293,6 +293,7 @@ def test_xlm_robertas_pieces_in_a_gguf_file(tmp_path) -> None:
     data = train(**options, unk_id=0, bos_id=1, eos_id=2, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
     theirs = spm.SentencePieceProcessor(model_proto=data)
     pieces = range(3, theirs.vocab_size())
+    ends = {"bos": 0, "eos": 2, "unknown": 3, "seperator": 2, "padding": 1, "cls": 0}
     path = tmp_path / "x.gguf"
     write_gguf(
         path,
@@ -306,8 +307,9 @@ def test_xlm_robertas_pieces_in_a_gguf_file(tmp_path) -> None:
             "add_space_prefix": True,
             "token_type_count": 1,
             "remove_extra_whitespaces": True,
-            **{"bos_token_id": 0, "eos_token_id": 2, "unknown_token_id": 3, "seperator_token_id": 2},
-            **{"padding_token_id": 1, "cls_token_id": 0, "add_bos_token": True, "add_eos_token": True},
+            **{f"{name}_token_id": i for name, i in ends.items()},
+            "add_bos_token": True,
+            "add_eos_token": True,
         },
     )
     ours = Tokenizer.from_pretrained(path)

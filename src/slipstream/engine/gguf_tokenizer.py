@@ -26,8 +26,8 @@ from slipstream.model.gguf import GGUFFile
 class Split:
     """How a byte-level model cuts text before it merges: each pattern cuts what the ones before it left.
 
-    `whole_tokens`: a piece that is a token as it stands is that token, whatever the merges say. `add_bos` and `add_eos`: whether
-    text begins and ends with the tokens for that, where the file does not say.
+    `whole_tokens`: a piece that is a token as it stands is that token, whatever the merges say. `add_bos` and `add_eos`:
+    whether text begins and ends with the tokens for that, where the file does not say.
     """
 
     patterns: tuple[str, ...]
