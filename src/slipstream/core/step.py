@@ -66,7 +66,6 @@ class Step:
             spec.sampling,
             spec.eos_token_ids,
             spec.pooled,
-            spec.num_first_tokens,
             spec.encoder_token_ids if request in self.encoding else (),
             tuple(request.encoder_block_ids),
             len(spec.encoder_token_ids),
