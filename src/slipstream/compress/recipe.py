@@ -96,6 +96,7 @@ class Quantize:
     act_order: bool = True  # GPTQ: columns of large inputs first
     true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
+    begin: Literal["nearest", "gptq"] = "gptq"  # learned rounding: from where
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
     outliers: float | None = None  # LLM.int8(): columns of inputs that reach so far keep the model's type
@@ -119,8 +120,6 @@ class Quantize:
                 f"outliers={self.outliers} must be above 0, and goes with inputs: int8 that are scaled as they come",
                 field="outliers",
             )
-        if self.rounding == "learned" and self.kind == "float":
-            raise ConfigError("rounding='learned' is for integer weights; take nearest or gptq", field="rounding")
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
         if not 0 < self.damping < 1:
