@@ -74,6 +74,7 @@ class EngineArgs:
     download_dir: str | None = None
     seed: int = 0
     load_format: str = "auto"
+    weights_cache: str = "auto"
     skip_tokenizer_init: bool = False
     scheduling_policy: str = "inflight"
     batch_window_s: float | None = None
@@ -102,6 +103,7 @@ class ModelConfig:
     quantization: str | None  # a name in model.scheme.SCHEMES
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
+    weights_cache: Literal["auto", "off"]
     seed: int
     skip_tokenizer_init: bool
 
@@ -324,6 +326,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         )
     _one_of("scheduling_policy", args.scheduling_policy, ("inflight", "dynamic", "static"))
     _one_of("load_format", args.load_format, ("auto", "safetensors", "gguf", "dummy"))
+    _one_of("weights_cache", args.weights_cache, ("auto", "off"))
     _one_of("canary", args.canary, ("off", "warn", "refuse"))
     if args.canary == "refuse" and args.load_format == "dummy":
         raise ConfigError("canary='refuse' can't hold for random weights (load_format='dummy'); leave it out", field="canary")
@@ -350,6 +353,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             quantization=quantization,
             max_model_len=max_model_len,
             load_format=args.load_format,  # type: ignore[arg-type]
+            weights_cache=args.weights_cache,  # type: ignore[arg-type]
             seed=args.seed,
             skip_tokenizer_init=args.skip_tokenizer_init,
         ),

@@ -110,6 +110,11 @@ def machine_folder() -> Path:
     return cache_folder() / "machine"
 
 
+def weights_folder(download_dir: str | None = None) -> Path:
+    """Where weights are kept that a start rounded, for the next."""
+    return cache_folder(download_dir) / "weights"
+
+
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeLinear, NativeOps, Product
+from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeOps, Product
 from slipstream.kernels.ops import BlockLinear, BlockRows, GroupedLinear, LayerKV, ScaledLinear, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
@@ -443,6 +443,6 @@ def test_threads_change_nothing(ops):
 
 
 def test_a_bound_tensor_has_rows_that_lie_together():
-    assert isinstance(OPS[ISAS[0]].prepare_linear(torch.randn(4, 4), None), NativeLinear)
+    assert isinstance(OPS[ISAS[0]].prepare_linear(torch.randn(4, 4), None), native.NativeLinear)
     with pytest.raises(AssertionError):
         native.Program(OPS[ISAS[0]].engine).bound(torch.randn(4, 4).T)

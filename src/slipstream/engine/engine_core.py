@@ -21,7 +21,7 @@ import torch
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import ConfigError, EngineError, ModelError
-from slipstream.hub import machine_folder, resolve_model, tiles_folder
+from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
@@ -207,7 +207,7 @@ def load_runner(
     found = time.perf_counter() - begin
     progress("weights")
     tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
-    runner = ModelRunner(config, description, tiles)
+    runner = ModelRunner(config, description, tiles, weights_folder=weights_folder(args.download_dir))
     runner.phases["resolve"] = found
     return description, runner, tiles
 

@@ -76,6 +76,7 @@ class LLM:
         download_dir: str | None = None,
         seed: int = 0,
         load_format: str = "auto",
+        weights_cache: str = "auto",
         skip_tokenizer_init: bool = False,
         scheduling_policy: str = "inflight",
         batch_window_s: float | None = None,

@@ -13,7 +13,9 @@ inputs are rounded to 8 bits as well: with a scale for every 32 that costs next 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from slipstream.kernels.cpu_experts import (
     pack_experts,
 )
 from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.native import Arena, Engine, Packed, Program, activation_of
+from slipstream.kernels.native import Arena, Engine, NativeLinear, Packed, Program, activation_of
 from slipstream.kernels.ops import (
     Activations,
     AttentionMetadata,
@@ -42,6 +44,7 @@ from slipstream.kernels.ops import (
     SamplingTensors,
     ScaledLinear,
 )
+from slipstream.kernels.packed_file import read_packed, write_packed
 from slipstream.kernels.quantize import round_linear
 from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 from slipstream.model.spec import Activation, MoESpec, OwnActivation
@@ -51,19 +54,6 @@ SPARSE_FROM_ELSEWHERE = 0.8
 """The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
 the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
 the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeLinear(Linear):
-    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type (on
-    the meta device). `bias` is float32."""
-
-    parts: tuple[Packed, ...]
-
-    @property
-    def form(self) -> int:
-        """What every part reads."""
-        return self.parts[0].form
 
 
 class NativeOps(CpuOps):
@@ -99,6 +89,8 @@ class NativeOps(CpuOps):
         return _native(weight, bias, (packed,))
 
     def adopt_linear(self, w: Linear) -> NativeLinear:
+        if isinstance(w, NativeLinear):
+            return _native(w.weight, w.bias, w.parts)
         if isinstance(w, BlockLinear):
             return _native(w.weight, w.bias, _pack_blocks(w, self._arena))
         if isinstance(w, GroupedLinear):
@@ -133,7 +125,20 @@ class NativeOps(CpuOps):
         return pack_experts(Linear(weight=weight, bias=bias), num_experts, self._arena, eight_bits=scheme is not None)
 
     def adopt_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
+        if isinstance(w, NativeExperts):
+            return replace(w, bias=None if w.bias is None else w.bias.float().contiguous())
         return pack_experts(w, num_experts, self._arena)
+
+    @property
+    def layout(self) -> str:
+        return f"cpu-{native.ABI}-{self.engine.isa}-{self._sparse_from}"
+
+    def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
+        made = {n: w for n, w in products.items() if isinstance(w, (NativeLinear, NativeExperts)) and w.is_rounded}
+        return write_packed(path, made)
+
+    def read_products(self, path: Path) -> dict[str, Linear]:
+        return read_packed(path, self._arena, self.engine.num_threads)
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):

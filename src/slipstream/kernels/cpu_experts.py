@@ -30,6 +30,10 @@ class NativeExperts(Linear):
     parts: tuple[PackedExperts, ...]
 
     @property
+    def is_rounded(self) -> bool:
+        return native.is_rounded(self.parts)
+
+    @property
     def form(self) -> int:
         """What every part reads."""
         return native.form_of(self.parts[0].kind)

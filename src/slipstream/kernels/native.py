@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
-from slipstream.kernels.ops import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
 ABI = 8
@@ -345,6 +345,28 @@ class PackedExperts:
     def of(self, expert: int) -> Packed:
         own = self.data[expert * self.stride : (expert + 1) * self.stride]
         return Packed(self.kind, self.rows, self.inner, own, self.engine)
+
+
+def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
+    """Whether they hold something else than numbers of the model's own type."""
+    return all(part.kind not in (F32, BF16) for part in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLinear(Linear):
+    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` only tells shape and type (on
+    the meta device). `bias` is float32."""
+
+    parts: tuple[Packed, ...]
+
+    @property
+    def is_rounded(self) -> bool:
+        return is_rounded(self.parts)
+
+    @property
+    def form(self) -> int:
+        """What every part reads."""
+        return self.parts[0].form
 
 
 def _at(tensor: Tensor | None) -> int | None:

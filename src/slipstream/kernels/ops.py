@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -346,6 +347,20 @@ class OpSet(ABC):
     rounded_experts: frozenset[str] = frozenset()
     """The same of `adopt_experts`."""
 
+    @property
+    def layout(self) -> str | None:
+        """What tells this op set's packed products from all others', if a start gains by keeping them in a file; else None."""
+        return None
+
+    def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
+        """Those of the `products`, by name, that were rounded, into a file that appears whole; its bytes, 0 if there is none.
+        OSError if there is no room. Only with a `layout`."""
+        raise NotImplementedError
+
+    def read_products(self, path: Path) -> dict[str, Linear]:
+        """What `write_products` wrote, without biases, to be adopted. CheckpointError if it is damaged."""
+        raise NotImplementedError
+
     def describe(self) -> str:
         """For a person."""
         return self.name
@@ -360,7 +375,7 @@ class OpSet(ABC):
         May return the weight as it is."""
 
     def adopt_linear(self, w: Linear) -> Linear:
-        """A weight that a checkpoint holds rounded already, for this op set's `linear`."""
+        """A weight that a checkpoint (or a file of this op set's own) holds rounded already, for this op set's `linear`."""
         return w
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import Likeliest, NativeLinear, NativeOps, Product, add_linear
+from slipstream.kernels.cpu import Likeliest, NativeOps, Product, add_linear
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
-from slipstream.kernels.native import FORM_F32, Program, activation_of
+from slipstream.kernels.native import FORM_F32, NativeLinear, Program, activation_of
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import (
     DenseSpec,

@@ -212,7 +212,7 @@ class RoundedWeights:
                 raise CheckpointError(f"{name} holds {given.numel()} scales for {rows} rows", field=name)
             into[at] = given
 
-    def missing(self, names: dict[str, Placement]) -> list[str]:
+    def missing(self, names: Mapping[str, Placement]) -> list[str]:
         """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
         def parts(target: str) -> tuple[str, ...]:
             if self.method in ("compressed-tensors", "fp8"):

@@ -286,9 +286,9 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 class Decoder:
     """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them, the layers' products
-    rounded by `scheme`, and then not needed. `rounded` are weights that a checkpoint holds rounded already, by the same
-    names, without their biases. `layers`, if given, stand for those that `parameters` would make (training and
-    calibration run layers one at a time, and give none)."""
+    rounded by `scheme`, and then not needed. `products` are weights that are held rounded already, by the same names, without
+    their biases; afterwards all of the decoder's are in it, as they were laid out. `layers`, if given, stand for those that
+    `parameters` would make (training and calibration run layers one at a time, and give none)."""
 
     def __init__(
         self,
@@ -298,30 +298,30 @@ class Decoder:
         *,
         max_model_len: int,
         scheme: Scheme | None = None,
-        rounded: Mapping[str, Linear] | None = None,
+        products: dict[str, Linear] | None = None,
         layers: Sequence[Layer] | None = None,
     ) -> None:
-        rounded = rounded or {}
+        products = {} if products is None else products
         of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
         self.spec = spec
         self.ops = ops
-        held = rounded.get("embed.weight")
+        held = products.get("embed.weight")
         table: Tensor | Linear = parameters.pop("embed.weight") if held is None else held
         self.positions = parameters.pop("positions.weight", None)
         self.token_types = parameters.pop("token_types.weight", None)
         self.embed_in, self.embed_out = (
-            None if spec.embed_size is None else _linear(name, parameters, ops, None, rounded)
+            None if spec.embed_size is None else _linear(name, parameters, ops, None, products)
             for name in ("embed_in", "embed_out")
         )
         self.embed_norm = None if spec.embed_norm is None else _norm(spec.embed_norm, "embed_norm", parameters)
         self.final_norm = None if spec.final_norm is None else _norm(spec.final_norm, "final_norm", parameters)
         if spec.tied_embeddings and isinstance(table, Linear):
-            rounded = {**rounded, "head.weight": table}
+            products["head.weight"] = table
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = None
         if spec.writes:
-            self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, rounded)
+            self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, products)
         self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
         self.device = device = torch.device("cpu") if isinstance(table, Linear) else table.device
@@ -332,13 +332,13 @@ class Decoder:
         def stack(own: Sequence[LayerSpec], name: str) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
             named = ((s, f"{name}layers.{i}.") for i, s in enumerate(own))
-            return [build_layer(s, parameters, ops, tables, name=n, scheme=of_experts, rounded=rounded) for s, n in named]
+            return [build_layer(s, parameters, ops, tables, name=n, scheme=of_experts, products=products) for s, n in named]
 
         if (e := spec.encoder) is not None:
             self.encoder = Encoder(stack(e.layers, "encoder."), _norm(e.final_norm, "encoder.final_norm", parameters))
         if (c := spec.classifier) is not None:
-            out = _linear("classifier.out", parameters, ops, None, rounded)
-            dense = None if c.activation is None else _linear("classifier.dense", parameters, ops, None, rounded)
+            out = _linear("classifier.out", parameters, ops, None, products)
+            dense = None if c.activation is None else _linear("classifier.dense", parameters, ops, None, products)
             norm = None if c.norm is None else _norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
         self.layers = list(layers) if layers is not None else stack(spec.layers, "")
@@ -474,21 +474,21 @@ def build_layer(
     *,
     name: str = "",
     scheme: Scheme | None = None,
-    rounded: Mapping[str, Linear] | None = None,
+    products: dict[str, Linear] | None = None,
 ) -> Layer:
     """The layer of those `parameters` whose names begin with `name` (they are taken out), as `Decoder` would hold it."""
-    rounded = rounded or {}
+    products = {} if products is None else products
     of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
 
     def linear(stem: str, by: Scheme | None = scheme) -> Linear:
-        return _linear(f"{name}{stem}", parameters, ops, by, rounded)
+        return _linear(f"{name}{stem}", parameters, ops, by, products)
 
     def dense(s: DenseSpec, stem: str) -> MLP:
         return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
 
     def mixture(s: MoESpec) -> MoE:
         up, down = (
-            _experts(f"{name}experts.{part}", parameters, ops, of_experts, rounded, s.num_experts) for part in ("up", "down")
+            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_experts) for part in ("up", "down")
         )
         return MoE(
             s,
@@ -538,20 +538,28 @@ def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
 
 
 def _linear(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear]
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
 ) -> Linear:
-    bias = parameters.pop(f"{name}.bias", None)
-    held = rounded.get(f"{name}.weight")
+    bias, dense = parameters.pop(f"{name}.bias", None), parameters.pop(f"{name}.weight", None)
+    held = products.get(f"{name}.weight")
     if held is not None:
-        return ops.adopt_linear(dataclasses.replace(held, bias=bias))
-    return ops.prepare_linear(parameters.pop(f"{name}.weight"), bias, scheme)
+        made = ops.adopt_linear(dataclasses.replace(held, bias=bias))
+    else:
+        assert dense is not None, name
+        made = ops.prepare_linear(dense, bias, scheme)
+    products[f"{name}.weight"] = made
+    return made
 
 
 def _experts(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, rounded: Mapping[str, Linear], num_experts: int
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear], num_experts: int
 ) -> Linear:
-    bias = parameters.pop(f"{name}.bias", None)
-    held = rounded.get(f"{name}.weight")
+    bias, dense = parameters.pop(f"{name}.bias", None), parameters.pop(f"{name}.weight", None)
+    held = products.get(f"{name}.weight")
     if held is not None:
-        return ops.adopt_experts(dataclasses.replace(held, bias=bias), num_experts=num_experts)
-    return ops.prepare_experts(parameters.pop(f"{name}.weight"), scheme, bias, num_experts=num_experts)
+        made = ops.adopt_experts(dataclasses.replace(held, bias=bias), num_experts=num_experts)
+    else:
+        assert dense is not None, name
+        made = ops.prepare_experts(dense, scheme, bias, num_experts=num_experts)
+    products[f"{name}.weight"] = made
+    return made

@@ -14,14 +14,14 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import BlockLinear, BlockRows, Linear
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.held import PRODUCTS as LAYER_PRODUCTS
+from slipstream.model.held import is_product, rounds
 from slipstream.model.parameters import Placement, Shape, Unpermute
-
-PRODUCTS = (*LAYER_PRODUCTS, "head.weight", "embed.weight")
+from slipstream.model.scheme import Scheme
 
 
 class BlockWeights:
-    """Takes what `load_parameters` would dequantise. `names` is the family's table for the file's tensors."""
+    """Takes what `load_parameters` would dequantise, but for what `scheme` is to round. `names` is the family's table for the
+    file's tensors."""
 
     def __init__(
         self,
@@ -30,12 +30,18 @@ class BlockWeights:
         shapes: Mapping[str, Shape],
         types: frozenset[str],
         dtype: torch.dtype,
+        scheme: Scheme | None = None,
     ) -> None:
+        held = {target for target in shapes if is_product(target) or target == "embed.weight"}
+        if scheme is not None:
+            held = {target for target in held if not rounds(scheme, target)}
+            if scheme.head:
+                held.discard("embed.weight")  # of which the head may be made
         found: dict[str, list[BlockRows]] = {}
         self._names: dict[str, str] = {}
         for name, place in names.items():
             tensor = file.tensors.get(name)
-            if tensor is None or tensor.type not in types or not place.target.endswith(PRODUCTS):
+            if tensor is None or tensor.type not in types or place.target not in held:
                 continue
             if not isinstance(place.transform, Unpermute | None):
                 continue

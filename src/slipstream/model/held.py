@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import StoredFormats
-from slipstream.model.scheme import BLOCK, WeightFormat
+from slipstream.model.scheme import BLOCK, Scheme, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 
@@ -15,6 +15,13 @@ PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weig
 def is_product(target: str) -> bool:
     """Whether it is a weight that may be rounded: of a layer's product, or the output head's."""
     return target == "head.weight" or target.endswith(PRODUCTS)
+
+
+def rounds(scheme: Scheme, target: str) -> bool:
+    """Whether `scheme`, rounding at load, is for the weight `target`."""
+    if target == "head.weight":
+        return scheme.head
+    return target.endswith(PRODUCTS) and (".experts." in target or not scheme.experts_only)
 
 
 def is_expandable(target: str) -> bool:

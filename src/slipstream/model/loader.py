@@ -15,12 +15,14 @@ from slipstream.model.compressed import RoundedWeights, scheme_formats
 from slipstream.model.decoder import Decoder
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.held import rounds
+from slipstream.model.kept import KeptFile, KeptWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import parameters
 from slipstream.model.quantization_config import StoredQuantization
 from slipstream.model.scheme import SCHEMES, Scheme, WeightForm
 from slipstream.model.spec import AttentionSpec, ModelSpec
-from slipstream.model.weights import dummy_parameters, load_parameters
+from slipstream.model.weights import HeldWeights, dummy_parameters, load_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,15 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     scheme: Scheme | None = None,
+    weights_folder: Path | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, given by its path or by what was read of it (or make random weights, `load_format="dummy"`) straight
     onto `device` in `dtype`; the layers' products are then rounded by `scheme`, one after the other, unless the checkpoint
-    holds them rounded. A GGUF file's blocks are used as they are where `ops` can; else, and with a scheme, they are
-    dequantised first; weights that compressed-tensors rounded are expanded where `ops` has no product with them."""
+    holds them rounded. A GGUF file's blocks are used as they are where `ops` can; else, and where a scheme rounds them anew,
+    they are dequantised first; weights that compressed-tensors rounded are expanded where `ops` has no product with them. In
+    `weights_folder`, if given, products that a load rounds or repacks are kept for the next one, where `ops` gains by it."""
     description = read_spec(source) if isinstance(source, Path) else source
-    stored, shapes = description.quantization, parameters(description.spec)
+    stored = description.quantization
     if stored is not None and stored.formats is not None:
         # Each weight is held as it is, or expanded; random ones are rounded as a checkpoint's would be.
         scheme = _dummy_scheme(stored, ops) if load_format == "dummy" else None
@@ -68,39 +72,69 @@ def load_model(
         )
     if scheme is not None:
         check_scheme(description.spec, scheme)
+    held: HeldWeights | None = None
+    cache_scales = file = kept = None
     with torch.inference_mode():
         try:
-            rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None
-            cache_scales = None
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                if stored is not None and stored.method == "mxfp4":
-                    rounded = Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
-                elif stored is not None and (stored.scheme is not None or stored.formats is not None):
-                    if stored.formats is not None:
-                        held = description.held_formats(ops.rounded, ops.rounded_experts)
-                    else:
-                        held = scheme_formats(shapes, stored.scheme or "")
-                    columns = description.split_columns()
-                    rounded = RoundedWeights(shapes, held, stored.method, dtype=dtype, device=device, columns=columns)
-                    scheme = None  # what is not held rounded is expanded, and stays so
-                elif description.family.gguf is not None and description.gguf is not None and scheme is None:
-                    names = description.family.gguf.names(description.spec)
-                    rounded = BlockWeights(description.gguf, names, shapes, ops.block_types, dtype)
+                repacks = scheme is not None if stored is None else _is_rounded(stored)
+                if weights_folder is not None and ops.layout is not None and repacks:
+                    file = KeptFile(weights_folder, description, scheme, dtype, ops)
+                    kept = file.read()
+                held = _held_weights(description, ops, dtype, device, scheme, kept)
                 if stored is not None and stored.kv_cache is not None:
                     cache_scales = CacheScales(description.spec, description.family.names(description.spec), device=device)
-                values = load_parameters(
-                    description, dtype=dtype, device=device, rounded=rounded, cache_scales=cache_scales
-                )
+                values = load_parameters(description, dtype=dtype, device=device, held=held, cache_scales=cache_scales)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
-        linears = rounded.linears() if rounded is not None else {}
-        decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, rounded=linears)
+        products = held.linears() if held is not None else {}
+        repacked = set(products)
+        if _is_rounded(stored) and load_format != "dummy":
+            scheme = None  # what is not held rounded is expanded, and stays so
+        decoder = Decoder(description.spec, values, ops, max_model_len=context, scheme=scheme, products=products)
     if description.gguf is not None:
         description.gguf.let_go()
-    return LoadedModel(description, decoder, _bytes(decoder), _forms(decoder), cache_scales)
+    num_bytes = _bytes(decoder)
+    if file is not None and kept is None:
+        ours = {n: w for n, w in products.items() if (n in repacked if scheme is None else rounds(scheme, n))}
+        file.write(ours, num_bytes)
+    return LoadedModel(description, decoder, num_bytes, _forms(decoder), cache_scales)
+
+
+def _is_rounded(stored: StoredQuantization | None) -> bool:
+    """Whether a checkpoint holds products rounded in a way that may be packed as it is."""
+    return stored is not None and stored.method != "mxfp4" and (stored.scheme is not None or stored.formats is not None)
+
+
+def _held_weights(
+    description: ModelDescription,
+    ops: OpSet,
+    dtype: torch.dtype,
+    device: torch.device,
+    scheme: Scheme | None,
+    kept: dict[str, Linear] | None,
+) -> HeldWeights | None:
+    """What takes a checkpoint's rounded weights as they are, or in whose stead those of an earlier start are `kept`."""
+    stored, shapes = description.quantization, parameters(description.spec)
+    gguf = description.family.gguf
+    if gguf is not None and description.gguf is not None:
+        names = gguf.names(description.spec)
+        blocks = BlockWeights(description.gguf, names, shapes, ops.block_types, dtype, scheme)
+        return blocks if kept is None else KeptWeights(kept, blocks)
+    if kept is not None:
+        return KeptWeights(kept, None)
+    if stored is not None and stored.method == "mxfp4":
+        return Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
+    if stored is None or not _is_rounded(stored):
+        return None
+    if stored.formats is not None:
+        formats = description.held_formats(ops.rounded, ops.rounded_experts)
+    else:
+        formats = scheme_formats(shapes, stored.scheme or "")
+    return RoundedWeights(shapes, formats, stored.method, dtype=dtype, device=device, columns=description.split_columns())
 
 
 def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:

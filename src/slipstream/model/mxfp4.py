@@ -9,7 +9,7 @@ and everything else is in the model's type.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Mxfp4Weights:
         self._filled.add((placement.target, part))
         return True
 
-    def missing(self, names: dict[str, Placement]) -> list[str]:
+    def missing(self, names: Mapping[str, Placement]) -> list[str]:
         """The checkpoint's tensors that were not there; `names` are the places of unrounded ones."""
         held = ((name, place.target) for name, place in names.items() if place.target in self._weights)
         return [f"{name}_{part}" for name, target in held for part in PARTS if (target, part) not in self._filled]

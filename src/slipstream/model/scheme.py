@@ -74,6 +74,7 @@ SCHEMES: dict[str, Scheme] = {
     "fp8-head": Scheme("fp8", 8, "fp8", head=True),
     "fp8-block": Scheme("fp8-block", 8, "fp8-block", group_size=BLOCK, block_rows=BLOCK),
     "int8": Scheme("int8", 8, "int8"),
+    "int8-head": Scheme("int8", 8, "int8", head=True),
     "int4": Scheme("int4", 4, None, group_size=128),
     "int4-g32": Scheme("int4", 4, None, group_size=32),
     "mxfp4": Scheme("mxfp4", 4, None, group_size=32, experts_only=True),
@@ -149,6 +150,7 @@ FORMATS: dict[str, WeightFormat] = {
     "fp8-head": WeightFormat(kind="float", inputs="fp8"),
     "fp8-block": WeightFormat(kind="float", group_size=BLOCK, block_rows=BLOCK, inputs="fp8-block"),
     "int8": WeightFormat(inputs="int8"),
+    "int8-head": WeightFormat(inputs="int8"),
     "int4": WeightFormat(bits=4, group_size=128),
     "int4-g32": WeightFormat(bits=4, group_size=32),
 }

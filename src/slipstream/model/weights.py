@@ -10,19 +10,19 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.kernels.ops import Linear
 from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
-from slipstream.model.compressed import RoundedWeights, expanded
+from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD
-from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.held import is_expandable
-from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.parameters import (
     MinusOne,
     Placement,
@@ -37,18 +37,34 @@ from slipstream.model.parameters import (
 )
 
 
+class HeldWeights(Protocol):
+    """Weights that are not filled as parameters: they take a checkpoint's tensors as these are, or in their stead."""
+
+    def __contains__(self, target: str) -> bool:
+        """Whether the weight of that name (ours) is held."""
+
+    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+        """Whether the tensor `name` (the checkpoint's) belongs to one of them; `find` gives a tensor's place."""
+
+    def missing(self, names: Mapping[str, Placement]) -> list[str]:
+        """The checkpoint's names of what has not come."""
+
+    def linears(self) -> dict[str, Linear]:
+        """The weights by our names, when all was taken."""
+
+
 def load_parameters(
     description: ModelDescription,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rounded: RoundedWeights | Mxfp4Weights | BlockWeights | None = None,
+    held: HeldWeights | None = None,
     cache_scales: CacheScales | None = None,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All parameters of the description's model that are `wanted`, by our names, but those that `rounded` and `cache_scales`
+    """All parameters of the description's model that are `wanted`, by our names, but those that `held` and `cache_scales`
     take. CheckpointError names the tensor at fault."""
-    shapes = {n: s for n, s in parameters(description.spec).items() if (rounded is None or n not in rounded) and wanted(n)}
+    shapes = {n: s for n, s in parameters(description.spec).items() if (held is None or n not in held) and wanted(n)}
     values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
@@ -73,7 +89,7 @@ def load_parameters(
     for name, shape, read in stored if formats is None else expanded(stored, formats, is_expanded):
         if cache_scales is not None and cache_scales.take(name, read, find):
             continue
-        if rounded is not None and rounded.take(name, read, find):
+        if held is not None and held.take(name, read, find):
             continue
         key = _canonical(name, prefixes, names)
         if key is None:
@@ -96,8 +112,8 @@ def load_parameters(
         into.copy_(transform(read().view(expected), placement.transform))
         filled.add(key)
     missing = [n for n, place in names.items() if n not in filled and place.target in values]
-    if rounded is not None:
-        missing += rounded.missing(names)
+    if held is not None:
+        missing += held.missing(names)
     if missing:
         some = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])
@@ -179,7 +195,7 @@ def _safetensors(path: Path) -> Iterator[Stored]:
     """The tensors of a folder, file by file, mapped rather than read."""
     from safetensors import SafetensorError, safe_open
 
-    for file in _safetensors_files(path):
+    for file in safetensors_files(path):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dict)
@@ -188,7 +204,8 @@ def _safetensors(path: Path) -> Iterator[Stored]:
             raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
 
 
-def _safetensors_files(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
+    """The files of a folder that hold its tensors. CheckpointError if there are none, or one of its index is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -101,9 +102,11 @@ class InFlightStep:
 
 
 class ModelRunner:
-    """Loads the model at once; `allocate` must come before `launch`."""
+    """Loads the model at once; `allocate` must come before `launch`. `weights_folder`: where rounded weights are kept."""
 
-    def __init__(self, config: EngineConfig, description: ModelDescription, tiles: TileTable = NO_TILES) -> None:
+    def __init__(
+        self, config: EngineConfig, description: ModelDescription, tiles: TileTable = NO_TILES, *, weights_folder: Path
+    ) -> None:
         self.config = config
         self.device = torch.device(config.device.facts.device)
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -136,6 +139,7 @@ class ModelRunner:
                 load_format=config.model.load_format,
                 seed=config.model.seed,
                 scheme=SCHEMES[config.model.quantization] if config.model.quantization else None,
+                weights_folder=None if config.model.weights_cache == "off" else weights_folder,
             )
             self._synchronize()
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None

@@ -1,0 +1,111 @@
+"""Packed products in a file: what a load rounded and packed, for the next start to read back.
+
+The file is a safetensors file of bytes, whose metadata tells each part's kind and shape; it appears under its name when it is
+whole. It is read, not mapped, into an `Arena`: products read large pages faster than a file's small ones, and a mapping beside
+them would count as the process's memory twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.kernels.cpu_experts import NativeExperts
+from slipstream.kernels.native import Arena, NativeLinear, Packed, PackedExperts
+from slipstream.kernels.ops import Linear
+
+CHUNK = 16 * 2**20
+"""Bytes that a thread reads at a time."""
+
+
+def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts]) -> int:
+    """Its bytes; 0 without products: then nothing is written."""
+    if not products:
+        return 0
+    header: dict[str, Any] = {"__metadata__": {"products": json.dumps({name: _described(w) for name, w in products.items()})}}
+    parts: list[tuple[str, Tensor]] = []
+    for name, w in products.items():
+        own: Sequence[Packed | PackedExperts] = w.parts
+        parts += [(f"{name}:{i}", part.data) for i, part in enumerate(own)]
+    end = 0
+    for name, data in parts:
+        header[name] = {"dtype": "U8", "shape": [data.numel()], "data_offsets": [end, end + data.numel()]}
+        end += data.numel()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for _, data in parts:
+                file.write(data.numpy().data)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return 8 + len(text) + end
+
+
+def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]:
+    """`write_packed`'s products, in `arena`, without biases. CheckpointError if the file is not as it was written."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = path.stat().st_size
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, size)))
+            described = json.loads(header["__metadata__"]["products"])
+            spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+            if size != 8 + length + max(end for _, end in spans.values()):
+                raise ValueError("it is cut off")
+            data = {name: arena.take(end - start) for name, (start, end) in spans.items()}
+            linears = {name: _linear(name, d, data, arena) for name, d in described.items()}
+            chunks = [
+                (8 + length + spans[name][0] + at, tensor[at : at + CHUNK])
+                for name, tensor in data.items()
+                for at in range(0, tensor.numel(), CHUNK)
+            ]
+            with ThreadPoolExecutor(num_threads) as pool:
+                list(pool.map(lambda chunk: _read(file.fileno(), *chunk), chunks))
+    except (OSError, ValueError, KeyError, TypeError, struct.error, AssertionError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
+    return linears
+
+
+def _read(fd: int, offset: int, into: Tensor) -> None:
+    rest = into.numpy().data
+    while rest:
+        count = os.preadv(fd, [rest], offset)
+        if count == 0:
+            raise OSError("it ends early")
+        rest, offset = rest[count:], offset + count
+
+
+def _described(w: NativeLinear | NativeExperts) -> dict[str, Any]:
+    return {
+        "dtype": str(w.weight.dtype).removeprefix("torch."),
+        "rows": w.weight.shape[0],
+        "num_experts": w.parts[0].num_experts if isinstance(w, NativeExperts) else None,
+        "parts": [[part.kind, part.rows, part.inner] for part in w.parts],
+    }
+
+
+def _linear(name: str, described: Mapping[str, Any], data: Mapping[str, Tensor], arena: Arena) -> Linear:
+    num_experts: int | None = described["num_experts"]
+    parts = [(kind, rows, inner, data[f"{name}:{i}"]) for i, (kind, rows, inner) in enumerate(described["parts"])]
+    weight = torch.empty(described["rows"], parts[0][2], dtype=getattr(torch, described["dtype"]), device="meta")
+    if num_experts is None:
+        plain = tuple(Packed(*part, arena.engine) for part in parts)
+        return NativeLinear(weight=weight, bias=None, parts=plain)
+    experts = tuple(PackedExperts(kind, rows, inner, num_experts, own, arena.engine) for kind, rows, inner, own in parts)
+    return NativeExperts(weight=weight, bias=None, parts=experts)
