@@ -245,6 +245,7 @@ STEPS: dict[str, type[Step]] = {
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
+    "fp8-gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
     "fp8-static": [
         {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
     ],
@@ -252,6 +253,7 @@ PRESETS: dict[str, list[Any]] = {
     "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
     "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
+    "int4-awq-gptq": [{"quantize": {"bits": 4, "scaling": "awq", "rounding": "gptq", "symmetric": False}}],
     "2:4": [{"sparsify": {"pattern": "2:4"}}],
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],

@@ -388,8 +388,9 @@ class _Job:
         assert fmt is not None
         if stats is None or settings.begin == "nearest":
             return Offsets.fitted(weight, fmt, self.written, clip=settings.clip)
-        at = {"damping": settings.damping, "act_order": settings.act_order, "clip": settings.clip}
-        made, met = solved(weight, fmt, self.written, stats, **at)
+        made, met = solved(
+            weight, fmt, self.written, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip
+        )
         return Offsets.of(met, made.grid)
 
     def learn(

@@ -104,11 +104,11 @@ def learn(
     states: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> dict[str, Rounded]:
-    """The products in `learned` (by name in the layer) of layer `index`, which has `values` but for them. The output to
-    come near to is that of `exact`, the layer before rounding, on `states` or what the layer reads; `inputs` of products are
+    """The products in `learned` (by name in the layer) of layer `index`, which has `values` but for them. The output to come
+    near to is that of `exact`, the layer before rounding, on `states` or on what the layer reads; `inputs` of products are
     rounded in what is learned. Tokens count by their error's share of their output, which is what the norm that follows makes
-    of it: a few tokens are hundreds of times larger than the others. Each step takes `step_tokens`, whole windows of them, drawn at random. A result that is no better than where it began is not
-    taken."""
+    of it: a few tokens are hundreds of times larger than the others. Each step takes `step_tokens`, whole windows of them,
+    drawn at random. A result that is no better than where it began is not taken."""
     targets = _windows(stream, stream.run(index, exact, ObservingOps(), states))
     texts = _windows(stream, stream.states)
     start = {name: own.rounded() for name, own in learned.items()}
