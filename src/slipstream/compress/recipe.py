@@ -96,7 +96,7 @@ class Quantize:
     act_order: bool = True  # GPTQ: columns of large inputs first
     true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
-    begin: Literal["nearest", "gptq"] = "gptq"  # learned rounding: from where
+    begin: Literal["nearest", "gptq"] = "nearest"  # learned rounding: from where
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
     outliers: float | None = None  # LLM.int8(): columns of inputs that reach so far keep the model's type

@@ -106,9 +106,9 @@ def learn(
 ) -> dict[str, Rounded]:
     """The products in `learned` (by name in the layer) of layer `index`, which has `values` but for them. The output to come
     near to is that of `exact`, the layer before rounding, on `states` or on what the layer reads; `inputs` of products are
-    rounded in what is learned. Tokens count by their error's share of their output, which is what the norm that follows makes
-    of it: a few tokens are hundreds of times larger than the others. Each step takes `step_tokens`, whole windows of them,
-    drawn at random. A result that is no better than where it began is not taken."""
+    rounded in what is learned. The plain squared error: tokens that are far larger than the others are those that all others
+    look at, and count accordingly. Each step takes `step_tokens`, whole windows of them, drawn at random. A result that is no
+    better than where it began is not taken."""
     targets = _windows(stream, stream.run(index, exact, ObservingOps(), states))
     texts = _windows(stream, stream.states)
     start = {name: own.rounded() for name, own in learned.items()}
@@ -128,7 +128,8 @@ def learn(
             x = torch.cat([texts[i] for i in chosen]).to(stream.device)
             pending, residual = run_layer(layer, ops, x, None, batch)
             out = pending if residual is None else pending + residual
-            _relative(out, torch.cat([targets[i] for i in chosen]).to(stream.device)).mean().backward()
+            loss = (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float()).square().mean()
+            loss.backward()
             for own in learned.values():
                 own.step((1 - step / num_steps) / num_steps)
     found = {name: own.rounded() for name, own in learned.items()}
@@ -147,13 +148,7 @@ def _error(
     """Of the layer's output over all of the text."""
     weights = {f"{name}.weight": rounded.numbers() for name, rounded in made.items()}
     found = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps(inputs=inputs)))
-    return sum(float(_relative(a, b).sum()) for a, b in zip(found, targets, strict=True))
-
-
-def _relative(found: Tensor, wanted: Tensor) -> Tensor:
-    """The squared error of each row over its square, [T]."""
-    wanted = wanted.float()
-    return (found.float() - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)
+    return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(found, targets, strict=True))
 
 
 def _windows(stream: Stream, states: list[Tensor]) -> list[Tensor]:
