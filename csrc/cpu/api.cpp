@@ -122,10 +122,13 @@ void ss_bind(ss_program* program, int32_t buffer, void* data, int64_t row_bytes)
     ((Program*)program)->bind(buffer, data, row_bytes);
 }
 void ss_run(ss_program* program, ss_program* then, const ss_step* step) {
-    if (step->num_tokens <= 0) return;
-    ((Program*)program)->run_step(*step);
-    if (then) ((Program*)then)->run_step(*step);
+    ss_begin(program, then, step);
+    ss_wait(program);
 }
+void ss_begin(ss_program* program, ss_program* then, const ss_step* step) {
+    if (step->num_tokens > 0) ((Program*)program)->begin_step(*step, (Program*)then);
+}
+void ss_wait(ss_program* program) { ((Program*)program)->wait(); }
 int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity) {
     return ((Program*)program)->profile(clock, ns, capacity);
 }

@@ -17,6 +17,7 @@ Pool::Pool(int num_threads) {
 }
 
 Pool::~Pool() {
+    wait();
     stop_ = true;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -51,7 +52,8 @@ bool Pool::claim_one(int thread) {
     return true;
 }
 
-void Pool::run(Job& job) {
+void Pool::begin(Job& job) {
+    wait();
     if (job.num_ops() == 0) return;
     job_.store(&job, std::memory_order_relaxed);
     running_.store(true, std::memory_order_seq_cst);
@@ -62,6 +64,9 @@ void Pool::run(Job& job) {
         }
         wake_.notify_all();
     }
+}
+
+void Pool::wait() {
     int idle = 0;
     while (running_.load(std::memory_order_acquire)) {
         if (claim_one(0)) idle = 0;

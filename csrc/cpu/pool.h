@@ -5,7 +5,8 @@
 //  - an operator ends when its chunks are done, not when all threads have met: a thread that lost its core to a neighbour holds
 //    back the one chunk it claimed, and nothing if it had none;
 //  - a thread that comes back late finds the word as it is now and joins there;
-//  - the caller is one of the threads and never waits for another to wake.
+//  - the caller is one of the threads and never waits for another to wake. It may also begin a job and come back for it: until then
+//    the others work alone.
 // Threads that find nothing spin for some ten µs, then give their core away between looks, then sleep until the next job.
 #pragma once
 #include <atomic>
@@ -30,7 +31,11 @@ public:
     ~Pool();
     Pool(const Pool&) = delete;
     int num_threads() const { return (int)workers_.size() + 1; }
-    void run(Job& job);  // by one caller at a time
+    // By one caller at a time. A job that was begun, and all that it reads and writes, must live until it was waited for; one that is
+    // begun while another runs waits for that first.
+    void begin(Job& job);
+    void wait();
+    void run(Job& job) { begin(job), wait(); }
 
 private:
     // bits 32 …: a number that changes with every operator; 16 … 31: its chunks; 0 … 15: the next to claim

@@ -88,6 +88,23 @@ struct CeilingOp : Op {  // every thread does the same work, on a share of the d
     }
 };
 
+// The size of chunks, at most `most`, with which threads of one speed end their shares of `count` together.
+int64_t even_chunk(int64_t count, int64_t threads, int64_t most) {
+    int64_t best = most, least = count;
+    for (int64_t size = most; size >= 1; size--) {
+        const int64_t chunks = (count + size - 1) / size, longest = (chunks + threads - 1) / threads * size;
+        if (longest < least) best = size, least = longest;
+    }
+    return best;
+}
+
+// Chunks are claimed in turns, and a chunk ends by asking for the weights that come next in memory: so that they are the same thread's,
+// chunk after chunk, each thread has a stretch of its own.
+int64_t in_turns(int64_t claimed, int64_t chunks, int64_t threads) {
+    const int64_t each = chunks / threads;
+    return claimed < each * threads ? claimed % threads * each + claimed / threads : claimed;
+}
+
 // A product: chunks of panels, and of tokens where there are few panels for many threads.
 struct Linear : Op {
     int32_t x, out;
@@ -103,7 +120,7 @@ struct Linear : Op {
         if (gated) args.out = p.row(out, 0), args.out_stride = p.stride(out);
         else a.y = (float*)p.row(out, 0) + column, a.y_stride = p.stride(out) / 4;
         pairs = ((gated ? a.rows / 2 : a.rows) + 2 * PANEL - 1) / (2 * PANEL);
-        pairs_per_chunk = std::max<int64_t>(1, pairs / wanted);
+        pairs_per_chunk = even_chunk(pairs, p.threads(), std::max<int64_t>(1, pairs / wanted));
         pair_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
         // So many tokens that each thread has work, and no more than the cache holds while all weights pass.
         const int64_t for_all = std::min((wanted + pair_chunks - 1) / pair_chunks, (tokens + 23) / 24);
@@ -115,7 +132,8 @@ struct Linear : Op {
     }
     int64_t scratch_floats(Program&) override { return linear_scratch(args.linear); }
     void run(Program& p, int chunk, int thread) override {
-        const int64_t pair0 = chunk % pair_chunks * pairs_per_chunk, token0 = chunk / pair_chunks * tokens_per_chunk;
+        const int64_t pair0 = in_turns(chunk % pair_chunks, pair_chunks, p.threads()) * pairs_per_chunk;
+        const int64_t token0 = chunk / pair_chunks * tokens_per_chunk;
         const int64_t pair1 = std::min(pairs, pair0 + pairs_per_chunk);
         const int64_t token1 = std::min(p.step().num_tokens, token0 + tokens_per_chunk);
         if (gated) p.kernels().gated(args, pair0, pair1, token0, token1, p.scratch(thread));
@@ -140,7 +158,7 @@ struct LinearArgmax : Op {
     int chunks(Program& p) override {
         args.x = p.row(x, 0), args.x_stride = p.stride(x), args.y_stride = COLUMNS;
         pairs = (args.rows + 2 * PANEL - 1) / (2 * PANEL);
-        pairs_per_chunk = std::max<int64_t>(1, pairs / ((int64_t)p.threads() * CHUNKS_PER_THREAD));
+        pairs_per_chunk = even_chunk(pairs, p.threads(), std::max<int64_t>(1, pairs / ((int64_t)p.threads() * CHUNKS_PER_THREAD)));
         num_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
         found.assign(num_chunks * p.step().num_tokens, {-INFINITY, 0});
         left.store(num_chunks, std::memory_order_relaxed);
@@ -148,7 +166,8 @@ struct LinearArgmax : Op {
     }
     int64_t scratch_floats(Program&) override { return TOKENS * COLUMNS + linear_scratch(args); }
 
-    void run(Program& p, int chunk, int thread) override {
+    void run(Program& p, int claimed, int thread) override {
+        const int64_t chunk = in_turns(claimed, num_chunks, p.threads());
         const int64_t tokens = p.step().num_tokens, pair1 = std::min(pairs, (chunk + 1) * pairs_per_chunk);
         float *results = p.scratch(thread), *rest = results + TOKENS * COLUMNS;
         Found* best = found.data() + chunk * tokens;
@@ -318,13 +337,24 @@ int32_t Program::add_buffer(int64_t row_bytes, int64_t rows_a_token) {
 }
 
 void Program::bind(int32_t buffer, void* data, int64_t row_bytes) {
+    wait();  // a step that was begun may still read the buffer
     buffers_[buffer].data = (uint8_t*)data;
     buffers_[buffer].stride = row_bytes;
     buffers_[buffer].bound = true;
 }
 
-void Program::run_step(const ss_step& step) {
+void Program::begin_step(const ss_step& step, Program* then) {
+    wait();
+    prepare(step);
+    if (then) then->prepare(step);
+    then_ = then;
+    started_ = profile_ ? now_ns(profile_) : 0;
+    engine_.pool.begin(*this);
+}
+
+void Program::prepare(const ss_step& step) {
     step_ = step;
+    then_ = nullptr;
     if (step.num_tokens > capacity_) {
         capacity_ = step.num_tokens;
         for (Buffer& b : buffers_) {
@@ -340,11 +370,11 @@ void Program::run_step(const ss_step& step) {
         for (auto& s : scratch_) s.reset((uint8_t*)std::aligned_alloc(64, round_up(floats * 4, 64)));
     }
     ns_.resize(ops.size());
-    started_ = profile_ ? now_ns(profile_) : 0;
-    engine_.pool.run(*this);
 }
 
 void Program::ended(int op) {
+    if (!own(op)) return then_->ended(op - (int)ops.size());
+    if (then_ && then_->profile_ && op + 1 == (int)ops.size()) then_->started_ = now_ns(then_->profile_);
     if (!profile_) return;
     const int64_t now = now_ns(profile_);
     ns_[op] += now - started_;
@@ -352,6 +382,7 @@ void Program::ended(int op) {
 }
 
 int32_t Program::profile(int32_t clock, int64_t* ns, int32_t capacity) {
+    wait();
     for (int32_t i = 0; i < capacity && i < (int32_t)ns_.size(); i++) ns[i] = ns_[i];
     std::fill(ns_.begin(), ns_.end(), 0);
     profile_ = clock;

@@ -39,7 +39,9 @@ public:
     explicit Program(Engine& engine);
     int32_t add_buffer(int64_t row_bytes, int64_t rows_a_token);
     void bind(int32_t buffer, void* data, int64_t row_bytes);
-    void run_step(const ss_step& step);
+    ~Program() override { engine_.pool.wait(); }
+    void begin_step(const ss_step& step, Program* then);  // returns at once; `then` follows over the same tokens
+    void wait() { engine_.pool.wait(); }
     int32_t profile(int32_t clock, int64_t* ns, int32_t capacity);
 
     const ss_step& step() const { return step_; }
@@ -49,9 +51,12 @@ public:
     int64_t stride(int32_t buffer) const { return buffers_[buffer].stride; }
     float* scratch(int thread) { return (float*)scratch_[thread].get(); }
 
-    int num_ops() const override { return (int)ops.size(); }
-    int begin(int op) override { return ops[op]->chunks(*this); }
-    void run(int op, int chunk, int thread) override { ops[op]->run(*this, chunk, thread); }
+    // As a job: its operators, and those of the program that follows.
+    int num_ops() const override { return (int)ops.size() + (then_ ? (int)then_->ops.size() : 0); }
+    int begin(int op) override { return own(op) ? ops[op]->chunks(*this) : then_->begin(op - (int)ops.size()); }
+    void run(int op, int chunk, int thread) override {
+        own(op) ? ops[op]->run(*this, chunk, thread) : then_->run(op - (int)ops.size(), chunk, thread);
+    }
     void ended(int op) override;
 
     std::vector<std::unique_ptr<Op>> ops;
@@ -67,7 +72,11 @@ private:
         bool bound = false;
         std::unique_ptr<uint8_t, Free> own;
     };
+    bool own(int op) const { return op < (int)ops.size(); }
+    void prepare(const ss_step& step);
+
     Engine& engine_;
+    Program* then_ = nullptr;  // in the step at hand
     ss_step step_{};
     std::vector<Buffer> buffers_;
     int64_t capacity_ = 0;  // tokens that the program's own buffers have room for

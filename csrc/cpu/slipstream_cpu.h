@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 8  // changes with anything in this file
+#define SS_ABI 9  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -112,6 +112,10 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/ops.p
 } ss_step;
 
 SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then`: another over the same tokens, or null
+// The same, in two calls: between them the engine's other threads compute. Whatever is called of the engine meanwhile waits first.
+// `step` is copied; what it and the programs point to must live until `ss_wait`.
+SS_API void ss_begin(ss_program* program, ss_program* then, const ss_step* step);
+SS_API void ss_wait(ss_program* program);
 // Nanoseconds that each operator took in all runs since the last call, which started a clock: 1 the wall's, 2 the processor time of
 // all threads (which a busy neighbour leaves alone), 0 none. Returns how many operators there are.
 SS_API int32_t ss_profile(ss_program* program, int32_t clock, int64_t* ns, int32_t capacity);

@@ -14,6 +14,7 @@ from slipstream.config import DeviceFacts, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from slipstream.plan.memory import kv_budget
+from slipstream.worker import model_runner
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -176,6 +177,40 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
             mixed = llm.generate(PROMPTS, [more] + [GREEDY] * (len(PROMPTS) - 1))
             assert found
             assert [a.outputs[0].token_ids for a in mixed[1:]] == [a.outputs[0].token_ids for a in alone[1:]]
+
+
+@pytest.mark.parametrize("most", [0, 2, 64])
+def test_steps_that_are_under_way_change_no_answer(path, monkeypatch, most):
+    """A few greedy decodes are computed while the host looks at the step before: with ends that nobody foresaw, requests that
+    come, go and fail meanwhile."""
+    monkeypatch.setattr(model_runner, "RUN_AHEAD", most)
+    with make(path, num_threads=2, max_num_seqs=3) as llm:
+        if llm.core.runner.model.decoder.compiled is None:
+            pytest.skip("needs the C++ kernels")
+        whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+        ahead, launch = [], llm.core.runner.launch
+        monkeypatch.setattr(llm.core.runner, "launch", lambda plan: ahead.append(launch(plan)) or ahead[-1])
+        stops = [SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokens[5]]) for tokens in whole]
+        short = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, stops)]
+        assert short == [tokens[: tokens.index(tokens[5]) + 1] for tokens in whole]
+        assert any(step.done is not None for step in ahead) == (most > 0)
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        assert [*next(stream).outputs[0].token_ids, *next(stream).outputs[0].token_ids] == whole[0][:2]
+        stream.close()
+        assert not llm.core.has_work or llm.core.scheduler.stats().num_running == 0
+
+        def failing(plan):
+            raise RuntimeError("broken")
+
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.core.runner, "launch", failing)
+            with pytest.raises(RuntimeError, match="broken"):
+                list(stream)
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)] == whole
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
 def test_scaled_and_capped_logits_are_made(path, monkeypatch):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeOps, Product
+from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, Likeliest, NativeOps, Product, add_linear
 from slipstream.kernels.ops import BlockLinear, BlockRows, GroupedLinear, LayerKV, ScaledLinear, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
@@ -446,3 +446,51 @@ def test_a_bound_tensor_has_rows_that_lie_together():
     assert isinstance(OPS[ISAS[0]].prepare_linear(torch.randn(4, 4), None), native.NativeLinear)
     with pytest.raises(AssertionError):
         native.Program(OPS[ISAS[0]].engine).bound(torch.randn(4, 4).T)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_step_that_was_begun(threads):
+    """It is done when it was waited for, by whomever: its owner, what else is asked of the engine, or whoever drops it."""
+    ops, x = NativeOps(threads), torch.randn(30, 512)
+    w = ops.prepare_linear(torch.randn(640, 512), None)
+    y, found, expected = torch.empty(30, 640), torch.empty(30, 1, dtype=torch.int64), ops.linear(x, w)
+    first, then = native.Program(ops.engine), native.Program(ops.engine)
+    inputs, rows = first.bound(x), first.bound(y)
+    add_linear(first, inputs, rows, w)
+    then.add("argmax", then.bound(y), then.bound(found), 640)
+
+    def end(running):
+        running.synchronize()
+        running.synchronize()  # there is nothing left to wait for
+
+    def drop(running):
+        del running
+
+    ends = (
+        end,
+        drop,
+        lambda running: ops.linear(x, w),
+        lambda running: first.bind(inputs, x),
+        lambda running: then.profile(None),
+        lambda running: first.begin(native.StepInputs(num_tokens=30), then, None).synchronize(),
+    )
+    for number in range(60):
+        y.zero_()
+        found.zero_()
+        running = [first.begin(native.StepInputs(num_tokens=30), then, (x, y, found))]
+        if number % 3 == 0:
+            sum(range(2000))  # the caller does something else
+        ends[number % len(ends)](running.pop())
+        assert torch.equal(y, expected)
+        assert torch.equal(found[:, 0], expected.argmax(-1))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_panel_is_multiplied_once(threads):
+    """Whatever their number: threads have stretches of their own, and the rest is dealt out."""
+    ops, x = NativeOps(threads), torch.randn(1, 64)
+    for rows in (16, 48, 80, 32 * 7, 32 * 18, 32 * 30 + 16, 32 * 61):
+        weight = torch.randn(rows, 64)
+        w = ops.prepare_linear(weight, None)
+        assert_near(ops.linear(x, w), x @ weight.T)
+        assert torch.equal(Likeliest(ops.engine, w)(x), ops.linear(x, w).argmax(-1))

@@ -60,7 +60,7 @@ class EngineCore:
                 cache_salt=f"{description.path}:{self.config.model.dtype}",
             )
         )
-        self.depth = 2 if self.config.device.facts.is_cuda else 1
+        self.depth = 2
         self._in_flight: deque[InFlightStep] = deque()
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
         self._started = self._last_step = time.monotonic()
@@ -147,8 +147,9 @@ class EngineCore:
         self._stalled = plan is None
         if plan is not None:
             self._in_flight.append(self.runner.launch(plan))
-        if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
-            step = self._in_flight.popleft()
+        waits = plan is None or len(self._in_flight) >= self.depth
+        while self._in_flight and (waits or self._in_flight[0].done is None):
+            step, waits = self._in_flight.popleft(), False
             new = self.scheduler.update(step.plan, step.result())
             self._num_steps += 1
             self._last_step = time.monotonic()

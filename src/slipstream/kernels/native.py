@@ -25,7 +25,7 @@ from slipstream.kernels.build import remedy
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, Linear
 from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 8
+ABI = 9
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -128,6 +128,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
     "ceiling_macs": (_L, [_P, _I, _L]),
     "run": (None, [_P, _P, ctypes.POINTER(StepInputs)]),
+    "begin": (None, [_P, _P, ctypes.POINTER(StepInputs)]),
+    "wait": (None, [_P]),
     "profile": (_I, [_P, _I, _P, _I]),
 }
 
@@ -426,12 +428,40 @@ class Program:
         """`then`: another program over the same tokens, without a return to Python in between."""
         self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
+    def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
+        """`run` without waiting: the engine's other threads work while the caller does something else. `kept`: what the step
+        reads and writes."""
+        self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
+        return Running(self, then, kept)
+
+    def wait(self) -> None:
+        """Until what was begun last on the engine is done, as one of its threads."""
+        self._library.ss_wait(self._pointer)
+
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
         """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all
         threads, which a busy neighbour leaves alone."""
         ns = (c_int64 * len(self.operators))()
         self._library.ss_profile(self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators))
         return list(ns)
+
+
+class Running:
+    """A step that was begun, and what must live until it is done. Whoever drops it waits."""
+
+    def __init__(self, *kept: object) -> None:
+        self._kept = kept
+
+    def synchronize(self) -> None:
+        """Help, and return when it is done."""
+        if self._kept:
+            program = self._kept[0]
+            assert isinstance(program, Program)
+            program.wait()
+            self._kept = ()
+
+    def __del__(self) -> None:
+        self.synchronize()
 
 
 def layer_pointers(kv: Sequence[LayerKV]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.kernels import native
 from slipstream.kernels.cpu import Likeliest, NativeOps, Product, add_linear
 from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
-from slipstream.kernels.native import FORM_F32, NativeLinear, Program, activation_of
+from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
 from slipstream.kernels.ops import AttentionMetadata, LayerKV
 from slipstream.model.spec import (
     DenseSpec,
@@ -116,14 +116,14 @@ class CompiledStep:
         self._layers.run(kv, meta, token_ids, embedded)
         return hidden
 
-    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """The whole of a decoder's step in one call: `likeliest` of each of its tokens' hidden states."""
+    def begin_greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Running]:
+        """The whole of a decoder's step: `likeliest` of each of its tokens' hidden states, once it is done."""
         assert self.likeliest is not None
         hidden = torch.empty(len(token_ids), self.hidden_size)
         self.program.bind(self.out, hidden)
         found = self.likeliest.of(hidden)
-        self._layers.run(kv, meta, token_ids, None, self.likeliest.program)
-        return found
+        inputs, kept = self._layers.inputs(kv, meta, token_ids)
+        return found, self.program.begin(inputs, self.likeliest.program, (kept, hidden, found, kv))
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
@@ -176,21 +176,23 @@ class _Layers:
         self._pointers: object = None
 
     def run(
-        self,
-        kv: Sequence[LayerKV],
-        meta: AttentionMetadata,
-        token_ids: Tensor | None,
-        embedded: Tensor | None,
-        then: Program | None = None,
+        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None, embedded: Tensor | None
     ) -> None:
-        if self._kv is not kv:
-            self._kv, self._pointers = kv, native.layer_pointers(kv)
         if embedded is not None:
             embedded = embedded.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # added to in place
             self.program.bind(self.x, embedded)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
-        self.program.run(inputs, then)
+        inputs, kept = self.inputs(kv, meta, token_ids)
+        self.program.run(inputs)
         del kept, embedded
+
+    def inputs(
+        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None
+    ) -> tuple[native.StepInputs, object]:
+        """The step as the library reads it, and what must live while it runs."""
+        if self._kv is not kv:
+            self._kv, self._pointers = kv, native.layer_pointers(kv)
+        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
+        return inputs, (kept, self._pointers)
 
     def layer(self, layer: Layer, index: int, waiting: bool, out: int) -> bool:
         """With the cache of layer `index`. `waiting`: whether `pending` is still to be added to the residual, before and (the

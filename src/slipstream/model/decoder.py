@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.native import Running
 from slipstream.kernels.ops import Activations, AttentionMetadata, ExpertLoad, LayerKV, Linear, OpSet
 from slipstream.model.compiled import CompiledStep, compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
@@ -419,10 +420,12 @@ class Decoder:
         step = self._greedy
         return None if step is None or step.likeliest is None else step.likeliest(hidden)
 
-    def greedy(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor | None:
-        """`likeliest(forward(...))` of a decoder, in one; None if the kernels can't."""
+    def begin_greedy(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Tensor, Running] | None:
+        """`likeliest(forward(...))` of a decoder, in one, and the step that is then under way; None if the kernels can't."""
         step = self._greedy
-        return None if step is None else step.greedy(token_ids, kv, meta)
+        return None if step is None else step.begin_greedy(token_ids, kv, meta)
 
     @property
     def _greedy(self) -> CompiledStep | None:

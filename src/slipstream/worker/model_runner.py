@@ -25,6 +25,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.build import remedy
+from slipstream.kernels.native import Running
 from slipstream.kernels.ops import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors, select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.description import ModelDescription
@@ -67,6 +68,12 @@ CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an 8-bit cache."""
 
 
+RUN_AHEAD = 8
+"""Most sequences of a step on a CPU that is left under way while the host looks at the one before and plans the next. The
+host's work, a tenth of a step of one sequence, is hidden so, but a request that comes waits a step longer; steps of 16 and more
+gained nothing (benchmarks/CPU_NOTES.md)."""
+
+
 @dataclasses.dataclass(slots=True)
 class InFlightStep:
     """A step that was launched. `result()` waits for the device and may be called once."""
@@ -74,7 +81,7 @@ class InFlightStep:
     plan: StepPlan
     request_ids: tuple[str, ...]
     tokens: Tensor  # int64 [N], on the host once `done`
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | Running | None  # None: it is
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
     prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
@@ -154,6 +161,7 @@ class ModelRunner:
         self._expert_load: ExpertTokens = ()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
+        self._under_way: tuple[Tensor, Running, SampledRows] | None = None  # on a CPU: its tokens, and whose they are
         self.graphs: DecodeGraphs | None = None
 
     # --- Start --------------------------------------------------------------------------------------------------------
@@ -227,9 +235,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Queue one step. On a CPU it is done when this returns."""
+        """Queue one step. On a CPU a step of a few greedy decodes is under way when this returns, if the kernels can; any other
+        is done, and so is what was under way before."""
         rows = self.rows
         assert rows is not None, "allocate() comes first"
+        self._take_tokens()
         rows.apply(plan)
         if plan.block_copies:
             pairs = upload(np.array(plan.block_copies, dtype=np.int64), self.device)
@@ -242,9 +252,13 @@ class ModelRunner:
         batch = gather(rows, plan)
         greedy = all(rows.rows[s.request_id].takes_likeliest for s in batch.sampled.sequences)
         if greedy and batch.sample_index is None:
-            tokens = self.model.decoder.greedy(batch.token_ids, self.kv, batch.meta)
-            if tokens is not None:
-                return self._sampled(plan, batch.sampled, tokens)
+            begun = self.model.decoder.begin_greedy(batch.token_ids, self.kv, batch.meta)
+            if begun is not None:
+                self._under_way = (*begun, batch.sampled)
+                if len(plan.scheduled) > RUN_AHEAD:
+                    self._take_tokens()
+                    return InFlightStep(plan, tuple([s.request_id for s in batch.sampled.sequences]), begun[0], None)
+                return InFlightStep(plan, tuple([s.request_id for s in batch.sampled.sequences]), *begun)
         hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
         prompt = self._prompt_logprobs(plan, hidden)
         pooled = self._pool(plan, hidden, batch.meta)
@@ -268,8 +282,18 @@ class ModelRunner:
         ids = tuple([s.request_id for s in sampled.sequences])
         return InFlightStep(plan, ids, self._to_host(tokens), self._event(), None, prompt or {}, pooled)
 
+    def _take_tokens(self) -> None:
+        """What the step under way on a CPU has sampled goes where the next step reads it."""
+        if self._under_way is not None:
+            assert self.rows is not None
+            tokens, running, sampled = self._under_way
+            running.synchronize()
+            self.rows.write(sampled.rows, sampled.positions, tokens)
+            self._under_way = None
+
     def forget_rows(self) -> None:
         """Every sequence is gone, after a step failed. What the device still computes changes nothing that is read again."""
+        self._under_way = None
         if self.rows is not None:
             self.rows.forget()
 
