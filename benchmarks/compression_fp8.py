@@ -95,7 +95,8 @@ class Study:
         return self._stats
 
     def rounded(self, how: str) -> list[dict[str, Tensor]]:
-        """All layers' weights: "plain" to nearest, "searched" on scales that the inputs weigh, "gptq"."""
+        """All layers' weights: "plain" to nearest, "searched" on scales that the inputs weigh, "searched without text",
+        "gptq"."""
         if how not in self._made:
             fmt, dtype = FORMATS["fp8"], torch.bfloat16
             self._made[how] = []
@@ -103,7 +104,7 @@ class Study:
                 layer = dict(own)
                 for name in PRODUCTS:
                     weight = own[f"{name}.weight"]
-                    stats = None if how == "plain" else self.stats[i][name]
+                    stats = None if how in ("plain", "searched without text") else self.stats[i][name]
                     make = gptq(weight, fmt, dtype, stats) if how == "gptq" and stats is not None else None
                     made = make or nearest(weight, fmt, dtype, clip=how != "plain", stats=stats)
                     layer[f"{name}.weight"] = made.numbers()
@@ -171,6 +172,7 @@ def rows(study: Study) -> dict[str, tuple[Weights, Inputs]]:
         "both, plain": (study.weights("plain"), token),
         "both, searched": (study.weights("searched"), token),
         "both, gptq": (study.weights("gptq"), token),
+        "both, searched without text": (study.weights("searched without text"), token),
         "weights, plain": (study.weights("plain"), {}),
         "weights, searched": (study.weights("searched"), {}),
         "weights, gptq": (study.weights("gptq"), {}),
