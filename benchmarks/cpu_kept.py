@@ -3,8 +3,8 @@
     python benchmarks/cpu_kept.py [--config benchmarks/configs/phi-2] [--schemes int8 int4] [--rounds 3]
 
 The checkpoint is written with random bfloat16 weights, and lies in the page cache; so does the file of kept weights at the next
-start. Each load in a process of its own: seconds (wall, processor time) from the files to a model that runs, and the most memory
-that the process ever held. `off`: neither kept nor read; `first`: rounded, and the file written; `next`: read. Medians.
+start. Each load in a process of its own: seconds (wall, processor time) from the files to a model that runs, and the most
+memory that the process ever held. `off`: neither kept nor read; `first`: rounded, and the file written; `next`: read. Medians.
 """
 
 from __future__ import annotations

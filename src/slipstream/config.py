@@ -270,7 +270,8 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
     many = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
     seqs = choose("max_num_seqs", many, "device", "default for this kind of device")
     _positive("max_num_seqs", seqs)
-    tokens_auto = max(8192, seqs) if device.is_cuda else max(512, seqs)
+    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192 tokens of a small model.
+    tokens_auto = max(16384 if spec.is_encoder else 8192, seqs) if device.is_cuda else max(512, seqs)
     if not chunked:
         tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
     whole = max_model_len + seqs if spec.encoder is not None else 0  # a whole prompt beside the others' tokens

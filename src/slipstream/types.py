@@ -151,8 +151,21 @@ class EngineRequest:
     fork_of: str | None = None
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     pooled: bool = False  # wanted is an embedding, or scores, and no token: max_tokens is 0
-    num_first_tokens: int | None = None  # of a pair of texts: how many tokens are the first's
     encoder_token_ids: tuple[int, ...] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextsRequest:
+    """The texts of one call, of each of which a vector or scores are wanted: one request, however many they are. What is said
+    of each token or text are int32 in the machine's order, since Python's own integers cost more than an encoder's products.
+    """
+
+    request_id: str
+    token_ids: bytes  # [T], one text behind the other
+    lengths: bytes  # [N], none of them 0
+    num_first: bytes = b""  # [N]: how many tokens are the first's, where texts are pairs and the model tells the two apart
+    arrival: float = 0.0
+    priority: int = 0
 
 
 # --- A step ---------------------------------------------------------------------------------------------------------
@@ -171,7 +184,6 @@ class NewSequence:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     pooled: bool = False
-    num_first_tokens: int | None = None
     encoder_token_ids: tuple[int, ...] = ()
     encoder_block_ids: tuple[int, ...] = ()
     num_encoder_tokens: int = 0
@@ -214,6 +226,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TextsPlan:
+    """A step of an encoder: whole texts, of which nothing is kept. int32 as in `TextsRequest`."""
+
+    step_id: int
+    token_ids: bytes  # [T]
+    lengths: bytes  # [S]
+    num_first: bytes = b""  # [S], or empty: no text is a pair
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+Plan: TypeAlias = StepPlan | TextsPlan
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position: of the token that stands there (rank 1 is the most likely), and of the best."""
 
@@ -235,6 +264,8 @@ class StepResult:
     """For sequences in prefill that asked: one entry a position computed in this step, for the token that *follows* it."""
     embeddings: dict[str, bytes] = field(default_factory=dict)
     """Of pooled sequences that are complete: float32 in the machine's order."""
+    vectors: bytes = b""
+    """Of a TextsPlan, float32 [S, E]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +281,9 @@ class EngineOutput:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     num_preemptions: int = 0
     error: str | None = None
-    embedding: bytes | None = None  # of a pooled sequence, or its scores: float32
+    embedding: bytes | None = None  # of a pooled sequence, or its scores: float32; of a TextsRequest, of some of its texts
+    first_text: int = 0  # of these, and how many they are
+    num_texts: int = 0
     prompt_logprobs_start: int = 0  # position of the first of `prompt_logprobs`; a prompt computed again begins anew
 
 
@@ -309,7 +342,15 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
-    embedding: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vectors:
+    """What a model says of the texts of one call, in their order. `data`: float32 [N, E] in the machine's order."""
+
+    prompts: list[str | None]
+    prompt_token_ids: list[list[int]]
+    data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,45 +5,81 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.compress.calibrate import ObservingOps, Stream, load_layer
+from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, load_layer
 from slipstream.compress.quantize.learned import Offsets, learn
-from slipstream.compress.quantize.rounding import nearest
+from slipstream.compress.quantize.rounding import gptq, nearest, solved
 from slipstream.model.description import read_spec
 from slipstream.model.scheme import WeightFormat
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
+from tests.compress.test_rounding import inputs, weights
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_what_is_learned_is_what_is_written(symmetric):
+FP8 = WeightFormat(kind="float", inputs="fp8")
+FORMATS = {
+    "symmetric": WeightFormat(bits=3, group_size=32),
+    "zeros": WeightFormat(bits=3, group_size=32, symmetric=False),
+    "fp8": FP8,
+}
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
+def test_what_is_learned_is_what_is_written(fmt):
     rng = torch.Generator().manual_seed(0)
-    weight, fmt = torch.randn(6, 64, generator=rng), WeightFormat(bits=3, group_size=32, symmetric=symmetric)
-    own = Offsets.of(weight, fmt, torch.bfloat16, clip=True)
-    torch.testing.assert_close(own.rounded().numbers(), nearest(weight, fmt, torch.bfloat16, clip=True).numbers())
+    weight = torch.randn(6, 64, generator=rng)
+    weight[:, :8] *= 1e-5  # of floats, between the smallest codes
+    own, plain = (f(weight, fmt, torch.bfloat16, clip=True) for f in (Offsets.fitted, nearest))
+    torch.testing.assert_close(own.rounded().numbers(), plain.numbers())
     for _ in range(20):
         (own.numbers() - weight.roll(1, 0)).square().sum().backward()
         own.step(0.03)
     torch.testing.assert_close(own.numbers(), own.rounded().numbers())
     assert float(own.offset.detach().abs().max()) == 0.5
-    assert not torch.equal(own.rounded().codes, nearest(weight, fmt, torch.bfloat16, clip=True).codes)
+    assert not torch.equal(own.rounded().numbers(), plain.numbers())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_it_is_better_than_to_nearest(tmp_path, family):
+def test_an_offset_of_half_is_half_a_step_of_floats():
+    """Codes 16, 17 … 31 of a row whose scale is 1 lie 2 apart from 16 on, 1 below; subnormals 2⁻⁹."""
+    weight = torch.tensor([[448.0, 17.0, 9.4, 2**-9 * 1.4]])
+    own = Offsets.fitted(weight, FP8, torch.float32, clip=False)
+    with torch.no_grad():
+        own.offset += 0.49
+    assert own.rounded().numbers().tolist() == [[448.0, 18.0, 10.0, 2**-9 * 2]]
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
+@pytest.mark.parametrize("act_order", [True, False])
+def test_learning_begins_at_gptqs_result(fmt, act_order):
+    weight, stats = weights(6, 128), inputs(300, 128)
+    made, met = solved(weight, fmt, torch.bfloat16, stats, damping=0.01, act_order=act_order, clip=True)
+    whole = gptq(weight, fmt, torch.bfloat16, stats, act_order=act_order)
+    begun = Offsets.of(met, made.grid).rounded()
+    assert torch.equal(made.numbers(), whole.numbers())
+    assert float((begun.numbers() != made.numbers()).float().mean()) < 0.005  # a last bit of what it met, at a tie
+    assert not torch.equal(nearest(weight, fmt, torch.bfloat16, clip=True, stats=stats).codes, made.codes)
+
+
+@pytest.mark.parametrize(
+    ("family", "fmt"), [("llama", FORMATS["symmetric"]), ("qwen3_moe", FORMATS["symmetric"]), ("llama", FP8)]
+)
+def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
+    """Of what the layer gives; with inputs in 8 bits, when they are rounded."""
     tiny_models.build(tmp_path, family, **SIZES)
     source = read_spec(tmp_path)
     stream, values = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), load_layer(source, 0, CPU)
     ends = tuple(f".{part}.weight" for part in ("qkv", "out", "up", "down"))
     products = [n.removesuffix(".weight") for n in values if n.endswith(ends)]
-    formats = {name: WeightFormat(bits=3, group_size=32) for name in products}
     exact = torch.cat(stream.run(0, values, ObservingOps()))
+    fake = {name: FakeInputs("fp8") for name in products} if fmt.inputs else {}
 
     def error(made):
         changed = {**values, **{f"{name}.weight": r.numbers() for name, r in made.items()}}
-        return float((torch.cat(stream.run(0, changed, ObservingOps())) - exact).square().sum())
+        found = torch.cat(stream.run(0, changed, ObservingOps(inputs=fake)))
+        return float((found - exact).square().sum())
 
-    plain = {name: nearest(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name, fmt in formats.items()}
-    learned = learn(stream, 0, values, formats, dtype=torch.float32, clip=True, num_steps=40, step_tokens=1024)
-    assert error(learned) < 0.8 * error(plain)
+    plain = {name: nearest(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products}
+    begun = {name: Offsets.fitted(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products}
+    learned = learn(stream, 0, values, values, begun, inputs=fake, num_steps=40, step_tokens=1024)
+    assert error(learned) < (0.9 if fake else 0.8) * error(plain)

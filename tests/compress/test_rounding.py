@@ -11,7 +11,7 @@ from slipstream.compress.quantize.rounding import Grid, fit, gptq, nearest
 from slipstream.model.packing import pack_words, unpack_words
 from slipstream.model.scheme import WeightFormat
 
-F32 = torch.float32
+F32, CPU = torch.float32, torch.device("cpu")
 
 
 def inputs(num_rows, inner, seed=0):
@@ -55,6 +55,16 @@ def test_clipping_lowers_the_error(bits, symmetric):
     step = plain.unflatten(1, (-1, 32)).sub(weight.unflatten(1, (-1, 32))).abs().amax() if bits == 8 else None
     assert (clipped - weight).square().sum() < (plain - weight).square().sum() * (1.0 if bits == 8 else 0.99)
     assert step is None or step < weight.abs().max() / 100
+
+
+def test_a_float_scale_puts_what_weighs_most_on_a_code():
+    """The error of a float depends on where in its binade it lies: with one large input, that decides a row's scale."""
+    weight, fmt = weights(32, 64), WeightFormat(kind="float", inputs="fp8")
+    stats = InputStats.empty(64, CPU)
+    stats.add(torch.ones(8, 64).index_fill(1, torch.tensor([5]), 100.0), 1.0)
+    plain, searched = (nearest(weight, fmt, torch.bfloat16, clip=clip, stats=stats).numbers() for clip in (False, True))
+    assert (searched - weight)[:, 5].square().sum() < 0.05 * (plain - weight)[:, 5].square().sum()
+    assert (searched - weight).square().sum() < 1.5 * (plain - weight).square().sum()
 
 
 def test_scales_are_the_ones_that_are_written():

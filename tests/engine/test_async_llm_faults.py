@@ -15,8 +15,19 @@ from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine import async_llm
 from slipstream.engine.async_llm import MAX_FAST_DEATHS, collect
-from slipstream.engine.core_process import Abort, Add, Failed, GetStats, Outputs, Ready, Rejected, Start, Stats
-from slipstream.errors import EngineDeadError, EngineOverloadedError
+from slipstream.engine.core_process import (
+    Abort,
+    Add,
+    AddTexts,
+    Failed,
+    GetStats,
+    Outputs,
+    Ready,
+    Rejected,
+    Start,
+    Stats,
+)
+from slipstream.errors import EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineOutput, EngineStats, FinishReason
@@ -398,3 +409,57 @@ async def test_a_rejection_reaches_its_request(world):
     world.children[0].say(Rejected([key], "EngineOverloadedError", "the queue is full", None))
     with pytest.raises(EngineOverloadedError):
         await task
+
+
+# --- Texts --------------------------------------------------------------------------------------------------------------
+
+
+async def embedding(world, count=3):
+    """A call for embeddings that the child has been told of, and its request."""
+    child, before = world.children[-1], len(world.children[-1].sent)
+    task = asyncio.create_task(world.engine.embed([PROMPT] * count))
+    await world.until(lambda: len(child.sent) > before or task.done())
+    message = child.sent[-1]
+    assert isinstance(message, AddTexts)
+    return task, message.request.request_id
+
+
+def some(key, first, count, finish=None, **more):
+    vectors = b"".join(bytes([i]) * 8 for i in range(first, first + count))
+    return EngineOutput(key, embedding=vectors, first_text=first, num_texts=count, finish_reason=finish, **more)
+
+
+async def test_vectors_of_several_steps_are_one_answer(world):
+    engine = await world.start([world.ready])
+    task, key = await embedding(world)
+    other, _ = await embedding(world)
+    assert engine.num_requests == 2
+    world.children[0].say(Outputs([some("nobody's", 0, 1), some(key, 2, 1)]), Outputs([some(key, 0, 2, FinishReason.STOP)]))
+    found = await task
+    assert (found.data, found.prompt_token_ids) == (bytes([0] * 8 + [1] * 8 + [2] * 8), [[5, 9, 31]] * 3)
+    assert engine.num_requests == 1
+    assert not any(isinstance(m, Abort) for m in world.children[0].sent)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    assert world.children[0].sent[-1] == Abort([str(int(key) + 1)])
+    assert engine.num_requests == 0
+    assert (await engine.embed([])).prompts == []
+
+
+async def test_texts_are_told_of_rejections_ends_and_deaths(world):
+    await world.start([world.ready], [world.ready])
+    child = world.children[0]
+    task, key = await embedding(world)
+    child.say(Rejected([key], "EngineOverloadedError", "the queue is full", None))
+    with pytest.raises(EngineOverloadedError, match="full"):
+        await task
+    for reason, match in ((FinishReason.ERROR, "so it is"), (FinishReason.ABORT, "abort")):
+        task, key = await embedding(world)
+        child.say(Outputs([EngineOutput(key, finish_reason=reason, error="so it is" if reason == "error" else None)]))
+        with pytest.raises(EngineError, match=match):
+            await task
+    task, key = await embedding(world)
+    child.say(DEAD)
+    with pytest.raises(EngineDeadError):
+        await task
+    assert world.engine.num_requests == 0

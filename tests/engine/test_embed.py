@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +69,61 @@ def test_long_texts_are_refused_or_cut(llm):
     (cut,) = llm.embed(text, truncate=True)
     assert len(cut.prompt_token_ids) == 120
     assert cut.prompt_token_ids[-1] == 3
+
+
+def test_texts_and_tokens_mix_and_what_is_wrong_is_named(llm):
+    together = llm.embed(TEXTS)
+    ids = [output.prompt_token_ids for output in together]
+    mixed = [{"prompt_token_ids": ids[0]}, TEXTS[1], TEXTS[2], {"prompt_token_ids": ids[3]}]
+    for output, expected in zip(llm.embed(mixed), together, strict=False):
+        assert output.prompt_token_ids == expected.prompt_token_ids
+        torch.testing.assert_close(torch.tensor(output.embedding), torch.tensor(expected.embedding))
+    assert llm.embed([]) == []
+    assert [len(o.prompt_token_ids) for o in llm.embed([{"prompt_token_ids": [5] * 200}], truncate=True)] == [120]
+    for wrong, index in (
+        ([{"prompt_token_ids": [5]}, {"prompt_token_ids": [7, True]}], 1),
+        (["the", {"prompt_token_ids": [7, -1]}], 1),
+        ([{"prompt_token_ids": [2**70]}], 0),
+        ([{"prompt_token_ids": [5]}, "the", {"prompt_token_ids": []}], 2),
+        (["the", {"prompt": "cat"}], 1),
+        (["the", 5], 1),
+        (["the", "the " * 200], 1),
+    ):
+        with pytest.raises(RequestError) as caught:
+            llm.embed(wrong)
+        assert caught.value.__notes__ == [f"in text {index}"]
+    with pytest.raises(RequestError, match="Unicode"):
+        llm.embed(["the", "\ud800"])
+    assert llm.stats().num_waiting == 0
+
+
+def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(llm, monkeypatch):
+    """On a GPU; here the order of events alone is seen."""
+    events, launch = [], llm.core.runner.launch
+
+    def seen(plan):
+        step = launch(plan)
+        events.append(("launch", plan.step_id))
+        done = SimpleNamespace(synchronize=lambda: events.append(("wait", plan.step_id)))
+        return dataclasses.replace(step, done=done)
+
+    monkeypatch.setattr(llm.core.runner, "launch", seen)
+    monkeypatch.setattr(llm.core, "depth", 2)
+    assert [o.embedding for o in llm.embed(TEXTS * 2)] == [o.embedding for o in llm.embed(TEXTS * 2)]
+    first = events[0][1]
+    assert events[:5] == [("launch", first), ("launch", first + 1), ("wait", first), ("launch", first + 2), ("wait", first + 1)]
+
+
+def test_a_failed_step_ends_the_call_and_no_other(llm, monkeypatch):
+    def fail(plan):
+        raise RuntimeError("so it is")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.core.runner, "launch", fail)
+        with pytest.raises(RuntimeError, match="so it is"):
+            llm.embed(TEXTS)
+    assert not llm.core.has_work
+    assert len(llm.embed(TEXTS)) == len(TEXTS)
 
 
 def test_the_files_limit_holds_unless_the_user_says_otherwise(encoder):

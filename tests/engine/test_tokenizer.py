@@ -46,8 +46,18 @@ def test_every_pre_tokenizer_gives_llama_cpps_ids(pre, tmp_path):
     assert summary(tokenizer)[:checked] == GOLDEN["pre"][pre][:checked]
 
 
+@pytest.mark.parametrize("said", [{}, {"add_bos_token": True, "add_eos_token": True}], ids=["silent", "said"])
+def test_robertas_words_are_gpt_2s_between_its_own_ends(said, tmp_path):
+    """llama.cpp splits both in the same way; the golden ids were made before it knew the name."""
+    fields = GOLDEN["byte_level"] | {"pre": "roberta-bpe", "bos_token_id": 0, "eos_token_id": 1, **said}
+    tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "x.gguf", fields))
+    ids = [tokenizer.encode(chunk, add_special_tokens=False) for chunk in chunks(TEXT)]
+    assert [[len(i), digest(i)] for i in ids] == GOLDEN["pre"]["gpt-2"]
+    assert tokenizer.encode("hello") == [0, *tokenizer.encode("hello", add_special_tokens=False), 1]
+
+
 def test_every_name_of_the_table_is_checked():
-    assert set(SPLITS) == set(PRE)
+    assert set(SPLITS) == {*PRE, "roberta-bpe"}
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -333,3 +343,17 @@ def test_pairs_of_texts(tmp_path):
         assert cut[num_first - 1] == 3
     with pytest.raises(RequestError):
         tokenizer.encode_pair("the cat", "a dog", max_length=2)
+    pairs = [("the cat", "a dog"), ("", "the " * 9), ("sing", "")]
+    for room in (None, 6):
+        assert tokenizer.encode_pairs(pairs, max_length=room) == [tokenizer.encode_pair(*p, max_length=room) for p in pairs]
+
+
+def test_many_texts_are_encoded_as_each_alone(tmp_path):
+    from tests import tiny_models
+
+    tiny_models.write_wordpiece(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    texts = ["the cat", "", "The cats sing. Is it the cat?", "[CLS] the [SEP]", "the " * 90]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer.encode_batch(["the", "\ud800"])

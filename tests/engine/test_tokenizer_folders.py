@@ -286,6 +286,41 @@ def test_t5s_pieces_in_a_gguf_file(tmp_path, said) -> None:
             assert ours.decode(expected) == theirs.decode(expected)
 
 
+def test_xlm_robertas_pieces_in_a_gguf_file(tmp_path) -> None:
+    """bge-m3 and its like: a SentencePiece model whose pieces the converter moves one up, to XLM-R's order (<s>, <pad>, </s>,
+    <unk>), with padding at the end."""
+    options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
+    data = train(**options, unk_id=0, bos_id=1, eos_id=2, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
+    theirs = spm.SentencePieceProcessor(model_proto=data)
+    pieces = range(3, theirs.vocab_size())
+    ends = {"bos": 0, "eos": 2, "unknown": 3, "seperator": 2, "padding": 1, "cls": 0}
+    path = tmp_path / "x.gguf"
+    write_gguf(
+        path,
+        {
+            "model": "t5",
+            "pre": "default",
+            "tokens": ["<s>", "<pad>", "</s>", "<unk>", *(theirs.id_to_piece(i) for i in pieces), "[PAD701]"],
+            "scores": [0.0, 0.0, 0.0, 0.0, *(float(theirs.get_score(i)) for i in pieces), -1000.0],
+            "token_type": [3, 3, 3, 2, *([1] * len(pieces)), 5],
+            "precompiled_charsmap": list(dict(_fields(dict(_fields(data))[3]))[2]),
+            "add_space_prefix": True,
+            "token_type_count": 1,
+            "remove_extra_whitespaces": True,
+            **{f"{name}_token_id": i for name, i in ends.items()},
+            "add_bos_token": True,
+            "add_eos_token": True,
+        },
+    )
+    ours = Tokenizer.from_pretrained(path)
+    assert ours.vocab_size == theirs.vocab_size() + 2
+    for line in [line for line in LINES[:400] if line.strip() and "<" not in line]:
+        pieces = theirs.encode(line)
+        assert ours.encode(line) == [0, *(3 if i == 0 else i + 1 for i in pieces), 2]
+        if 0 not in pieces:
+            assert ours.decode(ours.encode(line)) == theirs.decode(pieces)
+
+
 def test_berts_words_in_a_gguf_file(tmp_path) -> None:
     tiny_models.write_wordpiece(tmp_path / "json")
     vocab = json.loads((tmp_path / "json" / "tokenizer.json").read_text())["model"]["vocab"]

@@ -15,6 +15,7 @@ from slipstream.types import (
     PositionLogprobs,
     RequestOutput,
     RequestTimes,
+    Vectors,
 )
 
 
@@ -118,7 +119,7 @@ class FakeEngine:
     async def embed(self, prompts, *, priority=0, truncate_to=None):
         if self.dead:
             raise EngineDeadError("the engine process is down")
-        found = []
+        found, token_ids = [], []
         for prompt in prompts:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
             if not ids:
@@ -128,9 +129,9 @@ class FakeEngine:
             if len(ids) > self.config.model.max_model_len and truncate_to is None:
                 raise ContextLengthError("too long for the context", field="prompt")
             await asyncio.sleep(self.delay_s)
-            data = array.array("f", [len(ids), 0, 0, 0]).tobytes()
-            found.append(RequestOutput("r", None, list(ids), [], True, embedding=data))
-        return found
+            found.append(array.array("f", [len(ids), 0, 0, 0]).tobytes())
+            token_ids.append(list(ids))
+        return Vectors(prompts=[None] * len(found), prompt_token_ids=token_ids, data=b"".join(found))
 
     def _delta(self, index, token, sampling, last):
         logprobs = None if sampling.logprobs is None else [self._logprobs(token, sampling.logprobs)]

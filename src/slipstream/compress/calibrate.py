@@ -97,6 +97,16 @@ class FakeInputs:
         return (y * self.scale).to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Through:
+    """Inputs rounded, with the gradients of inputs that are not."""
+
+    fake: FakeInputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + (self.fake(x.detach()) - x.detach())
+
+
 class Enough(Exception):  # noqa: N818 (it is no error)
     """What was to be seen has been seen; the rest of a layer need not run."""
 

@@ -96,6 +96,7 @@ class Quantize:
     act_order: bool = True  # GPTQ: columns of large inputs first
     true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
+    begin: Literal["nearest", "gptq"] = "nearest"  # learned rounding: from where
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
     outliers: float | None = None  # LLM.int8(): columns of inputs that reach so far keep the model's type
@@ -119,8 +120,6 @@ class Quantize:
                 f"outliers={self.outliers} must be above 0, and goes with inputs: int8 that are scaled as they come",
                 field="outliers",
             )
-        if self.rounding == "learned" and self.kind == "float":
-            raise ConfigError("rounding='learned' is for integer weights; take nearest or gptq", field="rounding")
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
         if not 0 < self.damping < 1:
@@ -246,6 +245,7 @@ STEPS: dict[str, type[Step]] = {
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
+    "fp8-gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
     "fp8-static": [
         {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
     ],
@@ -253,6 +253,7 @@ PRESETS: dict[str, list[Any]] = {
     "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
     "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
+    "int4-awq-gptq": [{"quantize": {"bits": 4, "scaling": "awq", "rounding": "gptq", "symmetric": False}}],
     "2:4": [{"sparsify": {"pattern": "2:4"}}],
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],

@@ -30,10 +30,10 @@ from slipstream.compress.checkpoint import (
     stored_formats,
 )
 from slipstream.compress.quantize import rotate
-from slipstream.compress.quantize.learned import learn
+from slipstream.compress.quantize.learned import Offsets, learn
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
-from slipstream.compress.quantize.rounding import Grid, Rounded, caught_up, fit, gptq, nearest
+from slipstream.compress.quantize.rounding import Grid, Rounded, caught_up, fit, gptq, nearest, solved
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
 from slipstream.compress.recipe import QAT, Budget, Calibrate, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import check_inner, layer_ratios, outlier_share, sparsegpt, sparsify_weight
@@ -345,8 +345,9 @@ class _Job:
         groups = [[name] for name in ORDER if name in todo]
         if self.quantize is not None and not self.quantize.true_sequential:
             groups = [[name for group in groups for name in group]] if groups else []
-        learned = self.learn(index, values, {name: p for name, p in todo.items() if p.fmt is not None})
-        original = (dict(values), self.exact) if self.catch_up else None
+        exact = dict(values)
+        original = (exact, self.exact) if self.catch_up else None
+        begun: dict[str, Offsets] = {}  # of the products whose rounding is learned, together, when all are begun
         done: dict[str, FakeInputs] = {}
         for group in groups:
             stats: Mapping[str, InputStats] = {}
@@ -355,7 +356,11 @@ class _Job:
             for name in group:
                 product = todo[name]
                 before = values[f"{name}.weight"]
-                made = learned.get(name) or self.make_product(index, name, product, before, stats)
+                if product.settings is not None and product.settings.rounding == "learned":
+                    begun[name] = self.begin(product, before, stats.get(name))
+                    made: Rounded | Tensor = begun[name].rounded()
+                else:
+                    made = self.make_product(index, name, product, before, stats)
                 if isinstance(made, Rounded):
                     rounded[f"{prefix}{name}.weight"] = made
                     values[f"{name}.weight"] = made.numbers()
@@ -371,26 +376,46 @@ class _Job:
                     done[name] = FakeInputs(product.fmt.inputs, columns=tuple(note["columns"].get(name, ())))
                 if product.fmt is not None and product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
+        for name, found in self.learn(index, exact, values, begun, done).items():
+            rounded[f"{prefix}{name}.weight"] = found
+            values[f"{name}.weight"] = found.numbers()
         return rounded, note
 
-    def learn(self, index: int, values: Mapping[str, Tensor], todo: Mapping[str, PlannedProduct]) -> dict[str, Rounded]:
-        """Those of the layer's products whose rounding is learned, together."""
-        wanted = {name: p for name, p in todo.items() if p.settings is not None and p.settings.rounding == "learned"}
-        if not wanted:
+    def begin(self, product: PlannedProduct, weight: Tensor, stats: InputStats | None) -> Offsets:
+        """Where learning begins: at GPTQ's result, or, as experts do, to nearest."""
+        settings, fmt = product.settings, product.fmt
+        assert settings is not None
+        assert fmt is not None
+        if stats is None or settings.begin == "nearest":
+            return Offsets.fitted(weight, fmt, self.written, clip=settings.clip)
+        made, met = solved(
+            weight, fmt, self.written, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip
+        )
+        return Offsets.of(met, made.grid)
+
+    def learn(
+        self,
+        index: int,
+        exact: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        begun: Mapping[str, Offsets],
+        inputs: Mapping[str, FakeInputs],
+    ) -> dict[str, Rounded]:
+        """What was begun, learned; `exact` is the layer before rounding, `values` what it has now."""
+        if not begun:
             return {}
         assert self.stream is not None
         assert self.quantize is not None
-        formats = {name: p.fmt for name, p in wanted.items() if p.fmt is not None}
         q, states = self.quantize, None
         if self.catch_up:
             states = [torch.lerp(now, was, self.catch_up) for now, was in zip(self.stream.states, self.exact, strict=True)]
         return learn(
             self.stream,
             index,
+            exact,
             values,
-            formats,
-            dtype=self.written,
-            clip=q.clip,
+            begun,
+            inputs=inputs,
             num_steps=q.num_steps,
             step_tokens=q.step_tokens,
             states=states,

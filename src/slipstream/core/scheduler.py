@@ -328,7 +328,6 @@ class Scheduler:
                     spec.sampling,
                     spec.eos_token_ids,
                     spec.pooled,
-                    spec.num_first_tokens,
                     spec.encoder_token_ids if request in step.encoding else (),
                     tuple(request.encoder_block_ids),
                     len(spec.encoder_token_ids),

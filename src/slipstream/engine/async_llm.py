@@ -33,6 +33,7 @@ from slipstream.config import EngineArgs, EngineConfig, resolve
 from slipstream.engine.core_process import (
     Abort,
     Add,
+    AddTexts,
     Failed,
     GetStats,
     Outputs,
@@ -45,10 +46,12 @@ from slipstream.engine.core_process import (
     ToChild,
     ToParent,
 )
+from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
     InputProcessor,
     OutputProcessor,
     PreparedRequest,
+    PreparedTexts,
     load_tokenizer,
     log_canary,
     merge,
@@ -59,7 +62,7 @@ from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelEr
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams
+from slipstream.types import CanaryResult, EngineOutput, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -110,6 +113,22 @@ class _Stream:
         raise self._error
 
 
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A request of texts and who waits for its answer, which may be gone already when it ends."""
+
+    answer: TextsAnswer
+    done: asyncio.Future[None]
+
+    def end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
 class AsyncLLM:
     """Made by `start`. All methods belong to the event loop that started it."""
 
@@ -127,6 +146,7 @@ class AsyncLLM:
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
         self._streams: dict[str, _Stream] = {}
+        self._texts: dict[str, _Texts] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._child: _Child | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -182,31 +202,36 @@ class AsyncLLM:
 
     async def embed(
         self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
-    ) -> list[RequestOutput]:
-        """Each text's vector, or a classifier's scores of it or of a pair, in `.embedding`; `engine.pooled` says what they
-        mean. `truncate_to`: cut at that many tokens, −1 at the context. An error of one is the error of all, before anything is
-        queued if it is a RequestError. Cancelling the caller cancels the requests."""
+    ) -> Vectors:
+        """Each text's vector, or a classifier's scores of it or of a pair; `engine.pooled` says what they mean. `truncate_to`:
+        cut at that many tokens, −1 at the context. The texts are one request: RequestError comes before it is queued, an error
+        of one is the error of all, and cancelling the caller cancels it."""
 
-        def prepare() -> list[PreparedRequest]:
-            return [self._input.prepare_pooled(p, priority=priority, truncate_to=truncate_to) for p in prompts]
+        def prepare() -> PreparedTexts:
+            return self._input.prepare_texts(prompts, priority=priority, truncate_to=truncate_to)
 
         many = sum(len(part) for p in prompts if not isinstance(p, dict) for part in (p if isinstance(p, tuple) else (p,)))
-        requests = await asyncio.to_thread(prepare) if many > INLINE_CHARS else prepare()
-        tasks = [asyncio.create_task(collect(self._answers(request))) for request in requests]
+        prepared = await asyncio.to_thread(prepare) if many > INLINE_CHARS else prepare()
+        waiting = _Texts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
+        if not prepared.prompts:
+            return waiting.answer.vectors()
+        child = self._running_child()
+        request_id = prepared.request.request_id
+        self._texts[request_id] = waiting
         try:
-            return await asyncio.gather(*tasks)
+            child.send(AddTexts(prepared.request))
+            await waiting.done
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._texts.pop(request_id, None) is not None:
+                self._abort([request_id])
+        return waiting.answer.vectors()
 
     async def _answers(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        if self._child is None or self._stopping:
-            raise EngineDeadError(self._down_reason or "the engine is shutting down")
+        child = self._running_child()
         self._output.add(request)
         stream = self._streams[request.request_id] = _Stream()
         try:
-            self._child.send(Add(list(request.engine_requests)))
+            child.send(Add(list(request.engine_requests)))
             finished = False
             while not finished:
                 delta = raise_on_error(await stream.get())
@@ -222,6 +247,11 @@ class AsyncLLM:
         step. Unknown ids are nothing to do."""
         self._abort(self._output.unfinished(request_id))
 
+    def _running_child(self) -> _Child:
+        if self._child is None or self._stopping:
+            raise EngineDeadError(self._down_reason or "the engine is shutting down")
+        return self._child
+
     def _abort(self, keys: list[str]) -> None:
         if keys and self._child is not None:
             self._child.send(Abort(keys))
@@ -236,7 +266,7 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Requests not yet finished."""
-        return len(self._streams)
+        return len(self._streams) + len(self._texts)
 
     def health(self) -> Health:
         if not self.is_alive:
@@ -267,7 +297,7 @@ class AsyncLLM:
         self._stopping, self._down_reason = True, "the engine is shutting down"
         until = time.monotonic() + drain_s
         try:
-            while self._streams and self.is_alive and time.monotonic() < until:
+            while self.num_requests and self.is_alive and time.monotonic() < until:
                 await asyncio.sleep(0.02)
         finally:
             if self._reader is not None:
@@ -345,6 +375,8 @@ class AsyncLLM:
     def _on_message(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
+            if self._texts:
+                self._take_texts(message.outputs)
             deltas, aborts = self._output.process(message.outputs)
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
@@ -354,10 +386,13 @@ class AsyncLLM:
                     self._streams.pop(delta.request_id, None)
             self._abort(aborts)
         elif isinstance(message, Rejected):
+            error = _error(message.error, message.message, message.field)
             request_id = self._output.owner(message.request_ids[0])
             if request_id is not None:  # else cancelled meanwhile
                 self._output.discard(request_id)
-                self._streams.pop(request_id).fail(_error(message.error, message.message, message.field))
+                self._streams.pop(request_id).fail(error)
+            elif (texts := self._texts.pop(message.request_ids[0], None)) is not None:
+                texts.fail(error)
         elif isinstance(message, Stats):
             self._note_progress(message.stats)
             if message.asked:
@@ -368,9 +403,22 @@ class AsyncLLM:
         elif isinstance(message, Failed):
             raise EngineDeadError(f"the engine failed: {message.message}")
 
+    def _take_texts(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            texts = self._texts.get(output.request_id)
+            if texts is None:
+                continue
+            try:
+                texts.answer.take(output)
+            except EngineError as error:
+                texts.fail(error)
+            if texts.answer.finished:
+                del self._texts[output.request_id]
+                texts.end()
+
     def _note_progress(self, stats: EngineStats) -> None:
         """Only steps are progress: a scheduler that is stuck still answers, and still sends heartbeats."""
-        idle = not self._streams and stats.num_running == stats.num_waiting == 0
+        idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
         if idle or stats.num_steps != self._num_steps:
             self._last_progress = self._last_heard
         self._num_steps = stats.num_steps
@@ -381,6 +429,9 @@ class AsyncLLM:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
+        texts, self._texts = self._texts, {}
+        for waiting in texts.values():
+            waiting.fail(error)
         waiters, self._stats_waiters = self._stats_waiters, []
         for waiter in waiters:
             if not waiter.done():

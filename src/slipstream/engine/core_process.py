@@ -4,7 +4,7 @@ Why a process: HTTP, tokenising and detokenising never hold up a step, and a cra
 to say so. Messages are msgpack over a ZeroMQ pair on a Unix socket in a folder that only this user can enter. The child
 ends when its standard input closes, so it never outlives its parent, however that died.
 
-Parent to child: Start, Add, Abort, GetStats, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Failed.
+Parent to child: Start, Add, AddTexts, Abort, GetStats, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from slipstream.config import DeviceFacts, EngineArgs
 from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats
+from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, TextsRequest
 
 HEARTBEAT_S = 1.0
 """The child reports this often (between steps), also when it has no work: silence means that it hangs."""
@@ -34,6 +34,10 @@ class Start(msgspec.Struct, tag=True):
 
 class Add(msgspec.Struct, tag=True):
     requests: list[EngineRequest]
+
+
+class AddTexts(msgspec.Struct, tag=True):
+    request: TextsRequest
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -48,7 +52,7 @@ class Stop(msgspec.Struct, tag=True):
     pass
 
 
-ToChild: TypeAlias = Start | Add | Abort | GetStats | Stop
+ToChild: TypeAlias = Start | Add | AddTexts | Abort | GetStats | Stop
 
 
 class Phase(msgspec.Struct, tag=True):
@@ -172,11 +176,15 @@ class CoreProcess:
 
     def _handle(self, message: ToChild) -> None:
         core = self._core
-        if isinstance(message, Add):
+        if isinstance(message, Add | AddTexts):
             try:
-                core.add(message.requests)
+                if isinstance(message, Add):
+                    core.add(message.requests)
+                else:
+                    core.add_texts(message.request)
             except Exception as error:
-                ids = [r.request_id for r in message.requests]
+                added = message.requests if isinstance(message, Add) else [message.request]
+                ids = [r.request_id for r in added]
                 core.abort(ids)
                 self._send(Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)))
         elif isinstance(message, Abort):

@@ -2,6 +2,8 @@
 
     add / abort ──> Scheduler ── StepPlan ──> ModelRunner ──> tokens ──> Scheduler ──> EngineOutput
 
+An encoder has a `TextScheduler`, TextsPlans and vectors in their places.
+
 On a GPU two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input tokens never leave
 the device. The scheduler knows how many tokens step N will add, if not which; a sequence that turns out to have ended in
 step N is dropped from N + 1's results. On a CPU a step is done when it is launched, and one is in flight.
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
+from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import ConfigError, EngineError, ModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
@@ -26,7 +29,7 @@ from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
-from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason
+from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason, TextsRequest
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
@@ -44,22 +47,22 @@ class EngineCore:
         self.tiles = tiles
         activation_bytes = runner.profile()
         self.config, self.ledger = _fit(config, description, runner, activation_bytes)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=self.config.scheduling.max_num_seqs,
-                max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
-                max_num_mixed_tokens=self.config.scheduling.max_num_mixed_tokens,
-                max_model_len=self.config.model.max_model_len,
-                block_size=self.config.cache.block_size,
-                num_blocks=self.ledger.num_blocks,
-                enable_prefix_caching=self.config.cache.enable_prefix_caching,
-                enable_chunked_prefill=self.config.scheduling.enable_chunked_prefill,
-                policy=self.config.scheduling.policy,
-                batch_window_s=self.config.scheduling.batch_window_s,
-                max_queue=self.config.scheduling.max_queue,
-                cache_salt=f"{description.path}:{self.config.model.dtype}",
-            )
+        scheduling = SchedulerConfig(
+            max_num_seqs=self.config.scheduling.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
+            max_num_mixed_tokens=self.config.scheduling.max_num_mixed_tokens,
+            max_model_len=self.config.model.max_model_len,
+            block_size=self.config.cache.block_size,
+            num_blocks=self.ledger.num_blocks,
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            enable_chunked_prefill=self.config.scheduling.enable_chunked_prefill,
+            policy=self.config.scheduling.policy,
+            batch_window_s=self.config.scheduling.batch_window_s,
+            max_queue=self.config.scheduling.max_queue,
+            cache_salt=f"{description.path}:{self.config.model.dtype}",
         )
+        self.scheduler: Steps = TextScheduler(scheduling) if description.spec.is_encoder else Scheduler(scheduling)
+        self._texts = TextSequences()  # of a decoder
         self.depth = 2
         self._in_flight: deque[InFlightStep] = deque()
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
@@ -116,14 +119,24 @@ class EngineCore:
         """Queue requests. ContextLengthError or EngineOverloadedError name the first that can't be taken."""
         self._stalled = False
         requests = list(requests)
+        assert isinstance(self.scheduler, Scheduler), "an encoder takes texts"
         for request in requests:
             self.scheduler.add(request)
         # A prompt that several choices share is one prompt.
         self._prompt_tokens += sum(len(r.encoder_token_ids or r.prompt_token_ids) for r in requests if r.fork_of is None)
 
+    def add_texts(self, request: TextsRequest) -> None:
+        """Queue texts whose vectors or scores are wanted. Errors as of `add`; the caller aborts the request then."""
+        if not isinstance(self.scheduler, TextScheduler):
+            self.add(self._texts.split(request))
+            return
+        self._stalled = False
+        self.scheduler.add(request)
+        self._prompt_tokens += len(request.token_ids) // 4
+
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         self._stalled = False
-        return self.scheduler.abort(list(request_ids), reason)
+        return self.scheduler.abort(self._texts.forget(request_ids), reason)
 
     @property
     def has_work(self) -> bool:
@@ -138,6 +151,7 @@ class EngineCore:
         except BaseException as error:
             self._in_flight.clear()
             self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            self._texts.clear()
             self.runner.forget_rows()
             raise
 
@@ -155,7 +169,7 @@ class EngineCore:
             self._last_step = time.monotonic()
             self._generated_tokens += sum(len(o.token_ids) for o in new)
             outputs += new
-        return outputs
+        return self._texts.joined(outputs)
 
     @property
     def can_step(self) -> bool:

@@ -26,13 +26,14 @@ from slipstream.model.gguf import GGUFFile
 class Split:
     """How a byte-level model cuts text before it merges: each pattern cuts what the ones before it left.
 
-    `whole_tokens`: a piece that is a token as it stands is that token, whatever the merges say. `add_bos`: whether text
-    begins with the beginning-of-sequence token, where the file does not say.
+    `whole_tokens`: a piece that is a token as it stands is that token, whatever the merges say. `add_bos` and `add_eos`:
+    whether text begins and ends with the tokens for that, where the file does not say.
     """
 
     patterns: tuple[str, ...]
     whole_tokens: bool = False
     add_bos: bool = False
+    add_eos: bool = False
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -54,6 +55,7 @@ _DEEPSEEK3 = (
 
 _SPLITS: dict[tuple[str, ...], Split] = {
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion"): Split((_GPT2,)),
+    ("roberta-bpe",): Split((_GPT2,), add_bos=True, add_eos=True),  # old files are silent; the models always have <s> … </s>
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split((r"\p{N}", _GPT2)),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"): Split(
         (_LLAMA3,), whole_tokens=True, add_bos=True
@@ -106,7 +108,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
                 field="tokenizer.ggml.pre",
             )
         bos = eos = None
-        add_bos = SPLITS[pre].add_bos
+        add_bos, add_eos = SPLITS[pre].add_bos, SPLITS[pre].add_eos
         backend = _byte_level(fields, tokens, kinds, SPLITS[pre])
     elif kind == "llama":
         bos, eos, add_bos = 1, 2, True  # SentencePiece's own, where the file is silent

@@ -8,6 +8,8 @@ for answer in llm.generate(["The capital of France is"], SamplingParams(temperat
 from __future__ import annotations
 
 import gc
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,7 +17,7 @@ from typing import Any, Self
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.engine_core import EngineCore, check_alive
-from slipstream.engine.pooled import as_embedding, check_dimensions, rank, refuse_classifier, rerank_texts
+from slipstream.engine.pooled import TextsAnswer, as_embeddings, check_dimensions, rank, refuse_classifier, rerank_texts
 from slipstream.engine.processor import (
     InputProcessor,
     OutputProcessor,
@@ -32,11 +34,13 @@ from slipstream.plan.memory import MemoryLedger
 from slipstream.types import (
     CanaryResult,
     EmbeddingOutput,
+    EngineOutput,
     EngineStats,
     Prompt,
     RequestOutput,
     RerankResult,
     SamplingParams,
+    Vectors,
 )
 
 Message = dict[str, Any]
@@ -178,8 +182,7 @@ class LLM:
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
-        requests = [self._pooled(i, p, truncate) for i, p in enumerate(prompts)]
-        return [as_embedding(output, dimensions) for output in self._finish_all(requests, progress=progress)]
+        return as_embeddings(self._vectors(prompts, truncate, progress=progress), dimensions)
 
     def rerank(
         self,
@@ -193,8 +196,7 @@ class LLM:
         """The documents that answer the query best, best first: by a cross-encoder's scores of (query, document), or by the
         cosine of their embeddings, from −1 to 1, if the model gives embeddings."""
         texts = rerank_texts(self.core.description, query, documents)
-        requests = [self._pooled(i, text, truncate) for i, text in enumerate(texts)]
-        return rank(self.core.description, documents, self._finish_all(requests, progress=progress), top_n)
+        return rank(self.core.description, documents, self._vectors(texts, truncate, progress=progress), top_n)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
@@ -259,12 +261,24 @@ class LLM:
                 raise
         return self._finish_all(requests, progress=progress)
 
-    def _pooled(self, index: int, prompt: Prompt | tuple[str, str], truncate: bool) -> PreparedRequest:
+    def _vectors(self, texts: Sequence[Prompt | tuple[str, str]], truncate: bool, *, progress: bool) -> Vectors:
+        """What the model says of each of the texts, in order."""
+        prepared = self._input.prepare_texts(texts, truncate_to=-1 if truncate else None)
+        answer, request = TextsAnswer(prepared), prepared.request
+        if not prepared.prompts:
+            return answer.vectors()
+        self._check_idle()
         try:
-            return self._input.prepare_pooled(prompt, truncate_to=-1 if truncate else None)
-        except RequestError as error:
-            error.add_note(f"in text {index}")
-            raise
+            self.core.add_texts(request)
+            with _progress(len(prepared.prompts), shown=progress) as advance, no_collections():
+                while not answer.finished:
+                    for output in self._core_step():
+                        if output.request_id == request.request_id:
+                            count = answer.take(output)
+                            advance(count, sum(map(len, prepared.token_ids[output.first_text :][:count])))
+        finally:
+            self.core.abort([request.request_id])
+        return answer.vectors()
 
     def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
         """Their complete answers, in order."""
@@ -274,12 +288,12 @@ class LLM:
             for request in requests:
                 self._output.add(request)
                 self.core.add(request.engine_requests)
-            with _Progress(len(requests), shown=progress) as advance, no_collections():
+            with _progress(len(requests), shown=progress) as advance, no_collections():
                 while self._output:
                     for delta in self._step(until_done=True):
                         done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
                         if delta.finished:
-                            advance(done[delta.request_id])
+                            advance(1, sum(len(c.token_ids) for c in done[delta.request_id].outputs))
         finally:  # an error or an interrupt leaves nothing behind
             self.core.abort([key for r in requests for key in self._output.discard(r.request_id)])
         return [done[r.request_id] for r in requests]
@@ -290,15 +304,18 @@ class LLM:
             raise RequestError("this LLM is in the middle of a stream: finish or close that first, or use AsyncLLM")
 
     def _step(self, *, until_done: bool = False) -> list[RequestOutput]:
+        deltas, aborts = self._output.process(self._core_step(), until_done=until_done)
+        if aborts:
+            self.core.abort(aborts)
+        return deltas
+
+    def _core_step(self) -> list[EngineOutput]:
         core = self.core
         outputs = core.step()
         if not outputs and not core.can_step:
             check_alive(core)
             core.wait()
-        deltas, aborts = self._output.process(outputs, until_done=until_done)
-        if aborts:
-            core.abort(aborts)
-        return deltas
+        return outputs
 
 
 @contextmanager
@@ -314,40 +331,32 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-class _Progress:
-    """A progress bar on a terminal, with output tokens per second; nothing elsewhere."""
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, with tokens per second; nothing elsewhere, at the price of nothing. What it gives is
+    told how many requests are done, and of how many tokens."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda num_requests, num_tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self.total = total
-        self.shown = shown
-        self.tokens = 0
+    bar = Progress(
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]:.0f} tok/s"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    begin, done = time.perf_counter(), 0
+    with bar:
+        task = bar.add_task("requests", total=total, speed=0.0)
 
-    def __enter__(self) -> Callable[[RequestOutput], None]:
-        import time
+        def advance(num_requests: int, num_tokens: int) -> None:
+            nonlocal done
+            done += num_tokens
+            bar.update(task, advance=num_requests, speed=done / (time.perf_counter() - begin))
 
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("[progress.description]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]:.0f} tok/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (self.shown and console.is_terminal),
-            transient=True,
-        )
-        self.begin = time.perf_counter()
-        self.bar.start()
-        task = self.bar.add_task("requests", total=self.total, speed=0.0)
-
-        def advance(output: RequestOutput) -> None:
-            self.tokens += sum(len(c.token_ids) for c in output.outputs)
-            self.bar.update(task, advance=1, speed=self.tokens / (time.perf_counter() - self.begin))
-
-        return advance
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        yield advance

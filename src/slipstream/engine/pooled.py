@@ -1,4 +1,5 @@
-"""What comes of pooled requests: embeddings, their shorter forms, and the order of documents for a query. No torch.
+"""What comes of texts whose vectors or scores are wanted: embeddings, their shorter forms, and the order of documents for a
+query. A call's texts are one request and one array, to the end. No torch.
 
 A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each pair
 of query and document; its score passes the logistic function unless its config says otherwise. A model of embeddings ranks by
@@ -7,15 +8,15 @@ the cosine of query and document.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.errors import RequestError
+from slipstream.engine.processor import PreparedTexts
+from slipstream.errors import EngineError, RequestError
 from slipstream.model.description import ModelDescription
-from slipstream.types import EmbeddingOutput, Prompt, RequestOutput, RerankResult
+from slipstream.types import EmbeddingOutput, EngineOutput, FinishReason, Prompt, RerankResult, Vectors
 
 
 def scores_pairs(model: ModelDescription) -> bool:
@@ -40,13 +41,48 @@ def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
         raise RequestError(f"dimensions must be {choice}, got {dimensions}", field="dimensions")
 
 
-def as_embedding(output: RequestOutput, dimensions: int | None = None) -> EmbeddingOutput:
-    """The answer to a request for an embedding; cut to `dimensions`, it has the length 1."""
-    data = output.embedding or b""
-    if dimensions is not None and dimensions * 4 < len(data):
-        vector = np.frombuffer(data, dtype=np.float32)[:dimensions]
-        data = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32).tobytes()
-    return EmbeddingOutput(prompt=output.prompt, prompt_token_ids=output.prompt_token_ids, data=data)
+class TextsAnswer:
+    """The answer to a request of texts, put together as it comes."""
+
+    def __init__(self, prepared: PreparedTexts) -> None:
+        self._prepared = prepared
+        self._parts: list[tuple[int, bytes]] = []
+        self.finished = False
+
+    def take(self, output: EngineOutput) -> int:
+        """How many texts' vectors it brings. EngineError if the engine failed, or ended the request before its time."""
+        if output.embedding is not None:
+            self._parts.append((output.first_text, output.embedding))
+        if output.finish_reason is not None:
+            self.finished = True
+            if output.finish_reason is not FinishReason.STOP:
+                raise EngineError(output.error or f"the engine ended the request: {output.finish_reason}")
+        return output.num_texts
+
+    def vectors(self) -> Vectors:
+        data = b"".join([part for _, part in sorted(self._parts)])
+        return Vectors(prompts=self._prepared.prompts, prompt_token_ids=self._prepared.token_ids, data=data)
+
+
+def rows(vectors: Vectors, dimensions: int | None = None) -> npt.NDArray[np.float32]:
+    """float32 [N, E]; cut to `dimensions`, each has the length 1."""
+    found = np.frombuffer(vectors.data, np.float32).reshape(len(vectors.prompts), -1)
+    if dimensions is None or dimensions >= found.shape[1]:
+        return found
+    cut = found[:, :dimensions]
+    return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+
+
+def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[EmbeddingOutput]:
+    """An object for each text."""
+    if not vectors.prompts:
+        return []
+    found = rows(vectors, dimensions)
+    data, width = found.tobytes(), 4 * found.shape[1]
+    return [
+        EmbeddingOutput(prompt=prompt, prompt_token_ids=ids, data=data[width * i : width * (i + 1)])
+        for i, (prompt, ids) in enumerate(zip(vectors.prompts, vectors.prompt_token_ids, strict=True))
+    ]
 
 
 def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) -> list[Prompt | tuple[str, str]]:
@@ -62,29 +98,21 @@ def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) 
 
 
 def rank(
-    model: ModelDescription, documents: Sequence[str], outputs: Sequence[RequestOutput], top_n: int | None = None
+    model: ModelDescription, documents: Sequence[str], vectors: Vectors, top_n: int | None = None
 ) -> list[RerankResult]:
-    """Of the answers to `rerank_texts`: documents, best first, equals in their order; the best `top_n` if given."""
+    """Of the answer to `rerank_texts`: documents, best first, equals in their order; the best `top_n` if given."""
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
-    found = [np.frombuffer(output.embedding or b"", dtype=np.float32) for output in outputs]
+    found, counts = rows(vectors), [len(ids) for ids in vectors.prompt_token_ids]
     if not scores_pairs(model):
-        (query, *others), counted = found, outputs[1:]
-        scores = [_cosine(query, other) for other in others]
+        norms = np.linalg.norm(found[1:], axis=1) * np.linalg.norm(found[0])
+        scores = np.where(norms > 0, (found[1:] @ found[0]) / np.maximum(norms, 1e-38), 0.0)
+        counts[:2] = [counts[0] + counts[1]]  # the query's own tokens count once
     else:
-        scores, counted = [float(value[0]) for value in found], outputs
+        scores = found[:, 0].astype(np.float64)
         if model.pooling.probabilities:
-            scores = [float(np.exp(-np.logaddexp(0.0, -score))) for score in scores]  # the logistic function
-    results = [
-        RerankResult(index=i, document=document, relevance_score=score, num_tokens=len(output.prompt_token_ids))
-        for i, (document, score, output) in enumerate(zip(documents, scores, counted, strict=True))
+            scores = np.exp(-np.logaddexp(0.0, -scores))  # the logistic function
+    return [
+        RerankResult(index=i, document=documents[i], relevance_score=float(scores[i]), num_tokens=counts[i])
+        for i in np.argsort(-scores, kind="stable")[:top_n].tolist()
     ]
-    if not scores_pairs(model):  # the query's own tokens count once
-        first = results[0]
-        results[0] = dataclasses.replace(first, num_tokens=first.num_tokens + len(outputs[0].prompt_token_ids))
-    return sorted(results, key=lambda result: -result.relevance_score)[:top_n]
-
-
-def _cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    norms = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-    return float(a @ b) / norms if norms else 0.0

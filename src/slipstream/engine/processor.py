@@ -11,8 +11,13 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.detokenizer import IncrementalDetokenizer
@@ -35,14 +40,11 @@ from slipstream.types import (
     RequestOutput,
     RequestTimes,
     SamplingParams,
+    TextsRequest,
     TokenLogprobs,
 )
 
 _logger = logging.getLogger("slipstream.engine")
-
-
-UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of requests whose answer is a vector or a score: checked once, not for each of thousands of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,15 @@ class PreparedRequest:
     def prompt_token_ids(self) -> tuple[int, ...]:
         first = self.engine_requests[0]
         return first.encoder_token_ids or first.prompt_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTexts:
+    """The texts of one call, checked and tokenised."""
+
+    request: TextsRequest
+    prompts: list[str | None]
+    token_ids: list[list[int]]
 
 
 def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
@@ -182,53 +193,93 @@ class InputProcessor:
         others = (self._fork(first, i) for i in range(1, sampling.n))
         return PreparedRequest(request_id or f"request-{number}", text, sampling, (first, *others))
 
-    def prepare_pooled(
-        self,
-        prompt: Prompt | tuple[str, str],
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        truncate_to: int | None = None,
-    ) -> PreparedRequest:
-        """A request for a text's embedding, or for a classifier's scores of a text or pair. The model's own prompt stands
+    def prepare_texts(
+        self, texts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
+    ) -> PreparedTexts:
+        """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
         before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
-        its end with the latter given; of a pair, the second text is cut."""
-        spec, how = self._pooled_spec(pair=isinstance(prompt, tuple))
+        its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault."""
+        spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
         limit = self.max_model_len
         if truncate_to is not None and (truncate_to == 0 or truncate_to < -1 or truncate_to > limit):
             raise RequestError(f"it must be −1 or from 1 to {limit}, got {truncate_to}", field="truncate_prompt_tokens")
         room = limit if truncate_to == -1 else truncate_to
-        text: str | None
-        num_first = None
-        if isinstance(prompt, tuple):
-            if self.tokenizer is None:
-                raise RequestError("pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt")
-            text = prompt[1]
-            if how.score_tokens is not None:
-                tokens = _judged(self.tokenizer, *prompt, how.prompt, room)
+        prompts: list[str | None] = []
+        token_ids: list[list[int]] = []
+        num_first: list[int] = []  # of pairs of a model that tells the two parts apart
+        for kind, run in itertools.groupby(texts, _kind):  # a call's texts are of one kind, as a rule
+            given: list[Any] = list(run)
+            if kind is tuple:
+                found, firsts = self._pairs(given, how, room)
+                prompts += [pair[1] for pair in given]
+                num_first += [0] * (len(token_ids) - len(num_first)) + firsts if spec.num_token_types > 1 else []
+            elif kind is str:
+                given = [how.prompt + text for text in given] if how.prompt else given
+                found = self._texts(given, room, first=len(token_ids))
+                prompts += given
             else:
-                pair, num_first = self.tokenizer.encode_pair(*prompt, max_length=room)
-                tokens = tuple(pair)
-        else:
-            prompt = how.prompt + prompt if isinstance(prompt, str) else prompt
-            text, tokens = self._tokens(prompt, True, any_length=room is not None)
-            if room is not None and len(tokens) > room:
-                end = self.tokenizer.suffix if isinstance(prompt, str) and self.tokenizer is not None else ()
-                tokens = (*tokens[: room - len(end)], *end) if room > len(end) else tokens[:room]
-        if len(tokens) > limit:
-            raise self._too_long(len(tokens))
-        number = next(self._ids)
-        request = EngineRequest(
-            request_id=str(number),
-            prompt_token_ids=tokens,
-            sampling=UNSAMPLED,
-            max_tokens=0,
+                found = self._tokenised(given, room, first=len(token_ids))
+                prompts += [None] * len(given)
+            token_ids += found
+        lengths = array("i", map(len, token_ids))
+        if max(lengths, default=0) > limit:
+            index = next(i for i, n in enumerate(lengths) if n > limit)
+            raise _in_text(self._too_long(lengths[index]), index)
+        if num_first:  # a text that is no pair is all of the first part
+            num_first += [0] * (len(token_ids) - len(num_first))
+            num_first = [first or n for first, n in zip(num_first, lengths, strict=True)]
+        request = TextsRequest(
+            request_id=str(next(self._ids)),
+            token_ids=array("i", itertools.chain.from_iterable(token_ids)).tobytes(),
+            lengths=lengths.tobytes(),
+            num_first=array("i", num_first).tobytes(),
             arrival=time.monotonic(),
             priority=priority,
-            pooled=True,
-            num_first_tokens=num_first if spec.num_token_types > 1 else None,
         )
-        return PreparedRequest(request_id or f"request-{number}", text, request.sampling, (request,))
+        return PreparedTexts(request, prompts, token_ids)
+
+    def _pairs(
+        self, pairs: list[tuple[str, str]], how: PoolingSpec, room: int | None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Their tokens, and how many of each are the first text's."""
+        if self.tokenizer is None:
+            raise RequestError("pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt")
+        if how.score_tokens is not None:
+            judged = [list(_judged(self.tokenizer, *pair, how.prompt, room)) for pair in pairs]
+            return judged, [len(tokens) for tokens in judged]
+        found = self.tokenizer.encode_pairs(pairs, max_length=room)
+        return [ids for ids, _ in found], [first for _, first in found]
+
+    def _texts(self, texts: list[str], room: int | None, *, first: int) -> list[list[int]]:
+        for index, text in enumerate(texts, first):
+            with _named(index):
+                self._check_text(text, any_length=room is not None)
+        assert self.tokenizer is not None
+        found = self.tokenizer.encode_batch(texts)
+        end = list(self.tokenizer.suffix)
+        for i, ids in enumerate(found):
+            if not ids:
+                raise _in_text(RequestError("the prompt is empty; give at least one token", field="prompt"), first + i)
+            if room is not None and len(ids) > room:
+                found[i] = ids[: room - len(end)] + end if room > len(end) else ids[:room]
+        return found
+
+    def _tokenised(self, prompts: list[Any], room: int | None, *, first: int) -> list[list[int]]:
+        """Prompts that are tokens already. All tokens are looked at together; one by one only to name what is wrong."""
+        try:
+            found = [list(prompt["prompt_token_ids"]) for prompt in prompts if len(prompt) == 1]
+            tokens = list(itertools.chain.from_iterable(found))
+            good = len(found) == len(prompts) and all(found) and set(map(type, tokens)) == {int}
+            ids = np.frombuffer(array("q", tokens), np.int64)
+            good = good and ids.min() >= 0 and ids.max() < self.vocab_size
+        except (TypeError, KeyError, ValueError, OverflowError):
+            good = False
+        if not good:
+            found = []
+            for index, prompt in enumerate(prompts, first):
+                with _named(index):
+                    found.append(list(self._tokens(prompt, True)[1]))
+        return found if room is None else [ids[:room] for ids in found]
 
     def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
         """The model, if it can do it."""
@@ -260,22 +311,10 @@ class InputProcessor:
             sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
         )
 
-    def _tokens(
-        self, prompt: Prompt, add_special_tokens: bool, *, any_length: bool = False
-    ) -> tuple[str | None, tuple[int, ...]]:
+    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
-                    field="prompt",
-                )
-            # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
-            if len(prompt) > self.max_model_len * 128 and not any_length:
-                raise ContextLengthError(
-                    f"the prompt has {len(prompt)} characters, far more than the context of {self.max_model_len} tokens; "
-                    "shorten it",
-                    field="prompt",
-                )
+            self._check_text(prompt)
+            assert self.tokenizer is not None
             text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
             text, tokens = None, tuple(prompt["prompt_token_ids"])
@@ -287,6 +326,18 @@ class InputProcessor:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         return text, tokens
+
+    def _check_text(self, text: str, *, any_length: bool = False) -> None:
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids", field="prompt"
+            )
+        # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
+        if len(text) > self.max_model_len * 128 and not any_length:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters, far more than the context of {self.max_model_len} tokens; shorten it",
+                field="prompt",
+            )
 
     def _check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
         for token in ids:
@@ -318,7 +369,6 @@ class _State:
     num_cached_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
-    embedding: bytes | None = None
 
 
 class OutputProcessor:
@@ -391,7 +441,6 @@ class OutputProcessor:
             if output.token_ids:
                 state.first_token = state.first_token or now
                 state.last_token = now
-            state.embedding = output.embedding or state.embedding
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if output.prompt_logprobs:
                 found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
@@ -467,7 +516,6 @@ class OutputProcessor:
             outputs=[],
             finished=False,
             num_cached_tokens=state.num_cached_tokens,
-            embedding=state.embedding,
         )
         # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
         if request.sampling.prompt_logprobs is not None and not state.sent_prompt_logprobs and state.first_token:
@@ -513,10 +561,27 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
         known.finish_reason, known.stop_reason = new.finish_reason, new.stop_reason
     whole.outputs = [by_index[i] for i in sorted(by_index)]
     whole.finished, whole.times = delta.finished, delta.times
-    whole.embedding = delta.embedding or whole.embedding
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     return whole
+
+
+def _kind(text: object) -> type:
+    return tuple if isinstance(text, tuple) else str if isinstance(text, str) else dict
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """A RequestError inside is text `index`'s."""
+    try:
+        yield
+    except RequestError as error:
+        raise _in_text(error, index) from error.__cause__
+
+
+def _in_text(error: RequestError, index: int) -> RequestError:
+    error.add_note(f"in text {index}")
+    return error
 
 
 def _judged(tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None) -> tuple[int, ...]:

@@ -97,34 +97,42 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # no str, or one that UTF-8 can't write
-            raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
-        if add_special_tokens:
-            if (prefix := list(self._special.prefix)) and ids[: len(prefix)] != prefix:
-                ids = prefix + ids
-            if (suffix := list(self._special.suffix)) and ids[-len(suffix) :] != suffix:
-                ids = ids + suffix
+            raise _not_unicode() from error
+        return self._surrounded(ids) if add_special_tokens else ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each with special tokens, on all cores where the library may use them."""
+        if len(texts) == 1:
+            return [self.encode(texts[0])]
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError as error:
+            raise _not_unicode() from error
+        return [self._surrounded(encoding.ids) for encoding in found]
+
+    def _surrounded(self, ids: list[int]) -> list[int]:
+        prefix, suffix = self._special.prefix, self._special.suffix
+        if prefix and tuple(ids[: len(prefix)]) != prefix:
+            ids = [*prefix, *ids]
+        if suffix and tuple(ids[-len(suffix) :]) != suffix:
+            ids = [*ids, *suffix]
         return ids
 
     def encode_pair(self, first: str, second: str, *, max_length: int | None = None) -> tuple[list[int], int]:
         """Two texts as the model's files join them, and how many tokens are of the first part. With `max_length` the second is
         cut at its end, and the first too if nothing else helps."""
+        return self.encode_pairs([(first, second)], max_length=max_length)[0]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
+        """`encode_pair` of each, on all cores where the library may use them."""
         try:
-            encoding = self._backend.encode(first, second, add_special_tokens=True)
+            if len(pairs) == 1:
+                found = [self._backend.encode(*pairs[0], add_special_tokens=True)]
+            else:
+                found = self._backend.encode_batch_fast(list(pairs), add_special_tokens=True)
         except TypeError as error:
-            raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
-        if max_length is not None and len(encoding.ids) > max_length:
-            count = {part: encoding.sequence_ids.count(part) for part in (0, 1)}
-            spare = len(encoding.ids) - max_length
-            cut = {1: min(spare, count[1]), 0: max(0, spare - count[1])}
-            if cut[0] > count[0]:
-                raise RequestError(f"max_length={max_length} leaves no room for a pair", field="truncate_prompt_tokens")
-            ends = {part: [i for i, s in enumerate(encoding.sequence_ids) if s == part] for part in (0, 1)}
-            gone = {i for part in (0, 1) for i in ends[part][count[part] - cut[part] :]}
-        else:
-            gone = set()
-        kept = [i for i in range(len(encoding.ids)) if i not in gone]
-        ids, kinds = encoding.ids, encoding.type_ids
-        return [ids[i] for i in kept], sum(kinds[i] == 0 for i in kept)
+            raise _not_unicode() from error
+        return [_cut_pair(encoding, max_length) for encoding in found]
 
     @property
     def suffix(self) -> tuple[int, ...]:
@@ -426,3 +434,23 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         named = [(t.get("name"), t.get("template")) for t in found if isinstance(t, Mapping)]
         return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
     return {"default": found} if isinstance(found, str) else {}
+
+
+def _not_unicode() -> RequestError:
+    return RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt")
+
+
+def _cut_pair(encoding: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
+    """Its tokens, at most `max_length`, and how many are of the first part."""
+    ids, kinds = encoding.ids, encoding.type_ids
+    if max_length is None or len(ids) <= max_length:
+        return ids, kinds.count(0)
+    parts = encoding.sequence_ids
+    spare = len(ids) - max_length
+    cut = {1: min(spare, parts.count(1)), 0: max(0, spare - parts.count(1))}
+    if cut[0] > parts.count(0):
+        raise RequestError(f"max_length={max_length} leaves no room for a pair", field="truncate_prompt_tokens")
+    ends = {part: [i for i, s in enumerate(parts) if s == part] for part in (0, 1)}
+    gone = {i for part in (0, 1) for i in ends[part][len(ends[part]) - cut[part] :]}
+    kept = [i for i in range(len(ids)) if i not in gone]
+    return [ids[i] for i in kept], sum(kinds[i] == 0 for i in kept)

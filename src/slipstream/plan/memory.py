@@ -77,9 +77,9 @@ def plan_kv(*, budget_bytes: int, spec: ModelSpec, block_size: int, dtype_bytes:
 
 
 def scratch_blocks(config: EngineConfig) -> int:
-    """Blocks that an encoder uses, the null block included: those of two steps in flight, which are free again after each."""
+    """Blocks that an encoder uses, the null block included: those of one step, since steps run one after another."""
     size, scheduling = config.cache.block_size, config.scheduling
-    return 2 * (-(-scheduling.max_num_batched_tokens // size) + scheduling.max_num_seqs) + 1
+    return -(-scheduling.max_num_batched_tokens // size) + scheduling.max_num_seqs + 1
 
 
 MAX_HOST_CACHE_BYTES = 4 * 2**30

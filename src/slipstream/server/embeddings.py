@@ -1,7 +1,7 @@
 """POST /v1/embeddings, as OpenAI's client uses it, and POST /rerank, in the shape of Jina's and Cohere's.
 
-The texts of a request are requests of their own to the engine, which batches them by tokens with everyone else's. The answer is
-whole or an error: there is nothing to stream.
+The texts of a request are one request to the engine, which batches them by tokens with everyone else's. The answer is whole or
+an error: there is nothing to stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from slipstream.engine.pooled import as_embedding, check_dimensions, rank, refuse_classifier, rerank_texts
+from slipstream.engine.pooled import check_dimensions, rank, refuse_classifier, rerank_texts, rows
 from slipstream.errors import RequestError
 from slipstream.server.errors import bad_request, shutting_down
 from slipstream.server.generation import encode, send_json
@@ -22,7 +22,7 @@ from slipstream.server.models import require_model
 from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.types import Prompt, RequestOutput, TokensPrompt
+from slipstream.types import FinishReason, Prompt, TokensPrompt, Vectors
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
@@ -58,14 +58,13 @@ async def embeddings(state: ServerState, body: EmbeddingRequest, record: Request
         p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
     ]
     try:
-        outputs = await _embed(state, prompts, body, "input")
+        answer = await _embed(state, prompts, body, "input")
     except RequestError as error:
         error.field = "input" if error.field in ("prompt", "prompt_token_ids") else error.field
         raise
-    found = [as_embedding(output, body.dimensions) for output in outputs]
-    record.num_prompt_tokens = tokens = sum(len(e.prompt_token_ids) for e in found)
-    as_text = body.encoding_format == "base64"
-    vectors = [base64.b64encode(e.data).decode() if as_text else e.embedding for e in found]
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    found = rows(answer, body.dimensions)
+    vectors = [base64.b64encode(row).decode() for row in found] if body.encoding_format == "base64" else found.tolist()
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)],
@@ -79,13 +78,13 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     texts = rerank_texts(engine.description, body.query, documents)
     try:
-        outputs = await _embed(state, texts, body, "documents")
+        answer = await _embed(state, texts, body, "documents")
     except RequestError as error:
         error.field = "documents" if error.field == "prompt" else error.field
         raise
-    record.num_prompt_tokens = tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     results: list[dict[str, Any]] = []
-    for result in rank(engine.description, documents, outputs, body.top_n):
+    for result in rank(engine.description, documents, answer, body.top_n):
         one = {"index": result.index, "relevance_score": result.relevance_score}
         results.append({**one, "document": {"text": result.document}} if body.return_documents else one)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -94,11 +93,10 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
 
 async def _embed(
     state: ServerState, texts: Sequence[Prompt | tuple[str, str]], body: Pooled, field: str
-) -> list[RequestOutput]:
-    """The engine's answers, counted as choices are. A request for too many is refused, and `field` named."""
+) -> Vectors:
+    """The engine's answer, its texts counted as choices are. A request for too many is refused, and `field` named."""
     if len(texts) > (limit := state.settings.max_choices_per_request):
         raise bad_request(f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}", field)
-    outputs = await state.engine.embed(texts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
-    for output in outputs:
-        state.metrics.finished.update(choice.finish_reason for choice in output.outputs if choice.finish_reason is not None)
-    return outputs
+    answer = await state.engine.embed(texts, priority=body.priority or 0, truncate_to=body.truncate_prompt_tokens)
+    state.metrics.finished[FinishReason.STOP] += len(texts)
+    return answer

@@ -1,4 +1,4 @@
-"""The worker's permanent rows, and the inputs of one step gathered from them.
+"""The worker's permanent rows, and the inputs of one step gathered from them; whole texts, for encoders, need no rows.
 
 Each sequence has a row for as long as it runs. A row's tokens and block table live on the device; a step only says which
 rows compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.ops import AttentionMetadata
-from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan, TextsPlan
 
 LongArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -44,8 +45,8 @@ class Row:
 
 
 class RowTable:
-    """Rows for up to `capacity` sequences of up to `max_model_len` tokens. `pairs`: texts have two parts. `encoded`: sequences
-    look at what an encoder read, in blocks of its own."""
+    """Rows for up to `capacity` sequences of up to `max_model_len` tokens. `encoded`: sequences look at what an encoder read,
+    in blocks of its own."""
 
     def __init__(
         self,
@@ -55,7 +56,6 @@ class RowTable:
         device: torch.device,
         seed: int,
         *,
-        pairs: bool = False,
         encoded: bool = False,
     ) -> None:
         self.capacity = capacity
@@ -65,7 +65,6 @@ class RowTable:
         # One column more than the context: the last sampled token has a place though it is never computed.
         self.tokens = torch.zeros(capacity + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(capacity + 1, max_blocks, dtype=torch.int32, device=device)
-        self.num_first = torch.zeros(capacity + 1, dtype=torch.int32, device=device) if pairs else None
         self.encoder_table = torch.zeros_like(self.block_table) if encoded else None
         self.encoder_lens = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         self.rows: dict[str, Row] = {}
@@ -107,10 +106,6 @@ class RowTable:
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
         self.tokens.view(-1).index_copy_(0, self._upload(np.concatenate(where)), self._upload(tokens))
         indices = [self.rows[s.request_id].index for s in new]
-        if self.num_first is not None:
-            firsts = [s.num_first_tokens or len(s.token_ids) for s in new]
-            pairs = self._upload(np.array((indices, firsts), dtype=np.int64))
-            self.num_first[pairs[0]] = pairs[1].int()
         if self.encoder_table is not None:
             table = np.zeros((len(new), 2 + self.encoder_table.shape[1]), dtype=np.int32)
             table[:, 0], table[:, 1] = indices, [s.num_encoder_tokens for s in new]
@@ -275,8 +270,8 @@ def _look_up_on_host(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
-    if table.num_first is not None or table.encoder_table is not None:
-        meta = _beside(table, meta, torch.from_numpy(token_rows), torch.from_numpy(rows), max_encoder_len)
+    if table.encoder_table is not None:
+        meta = _beside(table, meta, torch.from_numpy(rows), max_encoder_len)
     return torch.from_numpy(tokens[token_rows, positions]), meta, [torch.from_numpy(a) for a in more]
 
 
@@ -308,15 +303,11 @@ def look_up(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
-    return table.tokens[token_rows, positions], _beside(table, meta, token_rows, rows, max_encoder_len)
+    return table.tokens[token_rows, positions], _beside(table, meta, rows, max_encoder_len)
 
 
-def _beside(
-    table: RowTable, meta: AttentionMetadata, token_rows: Tensor, rows: Tensor, max_encoder_len: int
-) -> AttentionMetadata:
-    """`meta` with what only some models have: token types, and the encoder's keys and values (`max_encoder_len` 0: any)."""
-    if table.num_first is not None:
-        meta = dataclasses.replace(meta, token_types=(meta.positions >= table.num_first[token_rows]).long())
+def _beside(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> AttentionMetadata:
+    """`meta` with what only some models have: the encoder's keys and values (`max_encoder_len` 0: any)."""
     if table.encoder_table is None:
         return meta
     cross = dataclasses.replace(
@@ -335,18 +326,39 @@ def encoder_batch(plan: StepPlan, block_size: int, device: torch.device) -> tupl
     if not new:
         return None
     lengths = np.fromiter((len(s.encoder_token_ids) for s in new), np.int32, len(new))
-    starts = np.zeros(len(new) + 1, np.int32)
-    np.cumsum(lengths, out=starts[1:])
     tables = np.zeros((len(new), max(len(s.encoder_block_ids) for s in new)), np.int32)
     for line, s in zip(tables, new, strict=True):
         line[: len(s.encoder_block_ids)] = s.encoder_block_ids
-    text = np.repeat(np.arange(len(new), dtype=np.int32), lengths)
-    positions = np.arange(starts[-1], dtype=np.int32) - starts[text]
-    slots = tables[text, positions // block_size] * block_size + positions % block_size
     tokens = np.concatenate([np.asarray(s.encoder_token_ids, dtype=np.int32) for s in new])
-    parts = (tokens, starts, lengths, tables.reshape(-1), positions, slots)
-    packed = upload(np.concatenate(parts), device).split([len(part) for part in parts])
-    token_ids, starts_d, lens, table, at, slot = packed
+    return _whole_texts(tokens, lengths, tables, None, block_size, device)
+
+
+def text_batch(plan: TextsPlan, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata]:
+    """An encoder's step: tokens [T], and where their keys and values go, which is blocks 1, 2, … in the texts' order. Steps run
+    one after another, so that each may use them. One upload."""
+    lengths = np.frombuffer(plan.lengths, np.int32)
+    num_blocks = -(-lengths // block_size)
+    ends = np.cumsum(num_blocks, dtype=np.int32)
+    tables = np.minimum((ends - num_blocks)[:, None] + np.arange(1, num_blocks.max() + 1, dtype=np.int32), ends[:, None])
+    num_first = np.frombuffer(plan.num_first, np.int32) if plan.num_first else None
+    return _whole_texts(np.frombuffer(plan.token_ids, np.int32), lengths, tables, num_first, block_size, device)
+
+
+def _whole_texts(
+    tokens: IntArray, lengths: IntArray, tables: IntArray, num_first: IntArray | None, block_size: int, device: torch.device
+) -> tuple[Tensor, AttentionMetadata]:
+    """tokens [T] of texts of `lengths` [S], the blocks of text i in tables[i]; of pairs, the first `num_first` [S] tokens are
+    of type 0 and the others of type 1."""
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    positions = np.arange(len(tokens), dtype=np.int32) - starts[text]
+    slots = tables[text, positions // block_size] * np.int32(block_size) + positions % block_size
+    parts = [tokens, starts, lengths, tables.reshape(-1), positions, slots]
+    if num_first is not None:
+        parts.append((positions >= num_first[text]).astype(np.int32))
+    token_ids, starts_d, lens, table, at, slot, *types = _upload_together(parts, device)
+    longest = int(lengths.max())
     meta = AttentionMetadata(
         query_start_loc=starts_d,
         seq_lens=lens,
@@ -354,7 +366,19 @@ def encoder_batch(plan: StepPlan, block_size: int, device: torch.device) -> tupl
         positions=at.long(),
         slot_mapping=slot.long(),
         num_decodes=0,
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(lengths.max()),
+        max_query_len=longest,
+        max_seq_len=longest,
+        token_types=types[0].long() if types else None,
     )
     return token_ids, meta
+
+
+def _upload_together(parts: Sequence[IntArray], device: torch.device) -> list[Tensor]:
+    """Host arrays [n] on the device by one copy. Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for
+    pointers that don't."""
+    begins = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()
+    packed = np.zeros(begins[-1], np.int32)
+    for begin, part in zip(begins, parts, strict=False):
+        packed[begin : begin + len(part)] = part
+    there = upload(packed, device)
+    return [there[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)]

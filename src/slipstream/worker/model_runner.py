@@ -32,9 +32,9 @@ from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
-from slipstream.types import ExpertTokens, StepPlan, StepResult, TokenLogprobs
+from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
 from slipstream.worker.graphs import DecodeGraphs, ladder
-from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, upload
+from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
     as_logprobs,
@@ -78,13 +78,14 @@ gained nothing (benchmarks/CPU_NOTES.md)."""
 class InFlightStep:
     """A step that was launched. `result()` waits for the device and may be called once."""
 
-    plan: StepPlan
+    plan: Plan
     request_ids: tuple[str, ...]
     tokens: Tensor  # int64 [N], on the host once `done`
     done: torch.cuda.Event | Running | None  # None: it is
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
     prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
+    vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
 
     def result(self) -> StepResult:
         if self.done is not None:
@@ -105,6 +106,7 @@ class InFlightStep:
             logprobs=logprobs,
             prompt_logprobs={k: tuple(v) for k, v in self.prompt_logprobs.items()},
             embeddings=embeddings,
+            vectors=b"" if self.vectors is None else self.vectors.numpy().tobytes(),
         )
 
 
@@ -202,7 +204,7 @@ class ModelRunner:
         try:
             with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
-                self.rows = self._make_rows()
+                self.rows = None if self.model.spec.is_encoder else self._make_rows()
                 self._synchronize()
         except RuntimeError as error:
             raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
@@ -210,6 +212,7 @@ class ModelRunner:
         if not config.device.enforce_eager:
             before = torch.cuda.mem_get_info(self.device)[0]
             with self._phase("graphs"):
+                assert self.rows is not None, "encoders have no graphs"
                 self.graphs = DecodeGraphs(self.model.decoder, self.kv, self.rows, config)
                 self.graphs.capture()
             graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
@@ -219,6 +222,8 @@ class ModelRunner:
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
+        if self.model.spec.is_encoder:
+            return 0
         model = self.config.model
         per_row = (model.max_model_len + 1 + self.config.longest_seq_blocks) * 4
         return (self.config.scheduling.max_num_seqs + 1) * per_row
@@ -234,9 +239,11 @@ class ModelRunner:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> InFlightStep:
+    def launch(self, plan: Plan) -> InFlightStep:
         """Queue one step. On a CPU a step of a few greedy decodes is under way when this returns, if the kernels can; any other
         is done, and so is what was under way before."""
+        if isinstance(plan, TextsPlan):
+            return self._read(plan)
         rows = self.rows
         assert rows is not None, "allocate() comes first"
         self._take_tokens()
@@ -268,6 +275,12 @@ class ModelRunner:
         if greedy and (tokens := self.model.decoder.likeliest(hidden)) is not None:
             return self._sampled(plan, batch.sampled, tokens, prompt, pooled)
         return self._sample(plan, self.model.decoder.logits(hidden), batch.sampled, prompt, pooled)
+
+    def _read(self, plan: TextsPlan) -> InFlightStep:
+        """An encoder's step."""
+        token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
+        vectors = self._vectors(self.model.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
+        return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), vectors=vectors)
 
     def _sampled(
         self,
@@ -322,12 +335,12 @@ class ModelRunner:
         return InFlightStep(plan, ids, self._to_host(tokens), self._event(), logprobs, prompt, pooled)
 
     def _pool(self, plan: StepPlan, hidden: Tensor, meta: AttentionMetadata) -> tuple[tuple[str, ...], Tensor] | None:
-        """The vectors (or a classifier's scores) of the pooled sequences whose last token is in this step. All of an encoder's
-        are; of a decoder's texts, only the last token's state stands for the whole."""
+        """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step: its state stands for the
+        whole."""
         assert self.rows is not None
         if not self.rows.pooled:
             return None
-        rows, wanted, how = self.rows.rows, self.rows.pooled, self.model.description.pooling
+        rows, wanted = self.rows.rows, self.rows.pooled
         which = [
             i
             for i, s in enumerate(plan.scheduled)
@@ -335,10 +348,14 @@ class ModelRunner:
         ]
         if not which:
             return None
-        starts, classifier = meta.query_start_loc, self.model.decoder.classifier
-        if not self.model.spec.is_encoder:
-            ends = starts[upload(np.array(which, np.int64) + 1, self.device)]
-            hidden, starts = hidden[ends.long() - 1], torch.arange(len(which) + 1, device=self.device)
+        ends = meta.query_start_loc[upload(np.array(which, np.int64) + 1, self.device)]
+        vectors = self._vectors(hidden[ends.long() - 1], torch.arange(len(which) + 1, device=self.device))
+        return tuple(plan.scheduled[i].request_id for i in which), vectors
+
+    def _vectors(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Of states [T, E] of texts, text i at starts[i] : starts[i + 1], the vectors or a classifier's scores, float32, on
+        their way to the host."""
+        how, classifier = self.model.description.pooling, self.model.decoder.classifier
         if how.score_tokens is not None:
             yes, no = how.score_tokens
             logits = self.model.decoder.logits(hidden).float()
@@ -348,7 +365,7 @@ class ModelRunner:
         else:
             vectors = pool(hidden, starts, how.kind)
             vectors = normalized(vectors) if how.normalize else vectors
-        return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors.contiguous())
+        return self._to_host(vectors.contiguous())
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
@@ -436,7 +453,6 @@ class ModelRunner:
             config.cache.block_size,
             self.device,
             config.model.seed,
-            pairs=self.model.spec.num_token_types > 1,
             encoded=self.model.spec.encoder is not None,
         )
 

@@ -3,7 +3,8 @@
 After AutoRound (Cheng et al. 2023): a code is round(w / s + v) with an offset v in [−½, ½] of its own, and s the fitted scale
 times a factor near 1. All products of a layer are learned together from the squared error of the layer's output on
 calibration text, by the sign of the gradient, with a step that falls to 0; rounding passes gradients through as if it were not
-there.
+there. Inputs in 8 bits are rounded meanwhile. Of floats v is in units of the distance between codes there. Learning begins at
+rounding to nearest, or at GPTQ's result: then w is what GPTQ met when a weight's turn came, which v = 0 rounds as it did.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.compress.calibrate import ObservingOps, Stream
+from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, Through
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit
-from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.decoder import build_layer
 from slipstream.model.scheme import WeightFormat
 from slipstream.model.sequences import SequenceBatch, run_layer
@@ -29,21 +29,32 @@ REACH = 0.25
 class Offsets:
     """What is learned of one weight. `scales` and `zeros` are the fitted grid's."""
 
-    fmt: WeightFormat
     weight: Tensor  # float32 [out, in]
     grid: Grid
     offset: Tensor  # [out, in]
     factor: Tensor  # as the scales
 
     @classmethod
-    def of(cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool) -> Offsets:
-        grid = fit(weight, fmt, dtype, clip=clip)
+    def of(cls, weight: Tensor, grid: Grid) -> Offsets:
+        """Beginning at `weight` to nearest on `grid`."""
         offset = torch.zeros_like(weight, requires_grad=True)
-        return cls(fmt, weight, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32, requires_grad=True))
+        return cls(weight, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32, requires_grad=True))
+
+    @classmethod
+    def fitted(cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool) -> Offsets:
+        return cls.of(weight, fit(weight, fmt, dtype, clip=clip))
+
+    @property
+    def fmt(self) -> WeightFormat:
+        return self.grid.fmt
 
     def numbers(self) -> Tensor:
         """The rounded weight, with gradients for offset and factor."""
         codes, scales, zeros = self._codes()
+        if self.fmt.kind == "float":
+            inside = codes.clamp(-448, 448)
+            floats: Tensor = (inside + (inside.to(torch.float8_e4m3fn).float() - inside).detach()) * scales
+            return floats.view(self.weight.shape)
         rounded = codes + (codes.round() - codes).detach()
         lowest, highest = bounds(self.fmt)
         return ((rounded.clamp(lowest, highest) - zeros) * scales).view(self.weight.shape)
@@ -51,9 +62,12 @@ class Offsets:
     def rounded(self) -> Rounded:
         with torch.no_grad():
             codes, scales, _ = self._codes()
-            lowest, highest = bounds(self.fmt)
             grid = Grid(self.fmt, scales[..., 0].to(self.grid.scales.dtype), self.grid.zeros)
-            return Rounded(grid, codes.round().clamp(lowest, highest).to(torch.int8).view(self.weight.shape))
+            codes = codes.view(self.weight.shape)
+            if self.fmt.kind == "float":
+                return Rounded(grid, codes.clamp(-448, 448).to(torch.float8_e4m3fn))
+            lowest, highest = bounds(self.fmt)
+            return Rounded(grid, codes.round().clamp(lowest, highest).to(torch.int8))
 
     def step(self, rate: float) -> None:
         """Against the sign of the gradient."""
@@ -69,42 +83,49 @@ class Offsets:
         written = (scales + (scales.to(self.grid.scales.dtype).float() - scales).detach())[..., None]
         zeros = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
         shape = (written.shape[0], written.shape[1], -1) if not self.fmt.whole else (1, 1, -1)
-        return self.weight.view(shape) / written + self.offset.view(shape) + zeros, written, zeros
+        codes = self.weight.view(shape) / written
+        offset = self.offset.view(shape)
+        if self.fmt.kind == "float":
+            # frexp: |x| in [2^(e-1), 2^e) has codes 2^(e-4) apart, below 2^-6 all of 2^-9.
+            offset = torch.ldexp(offset, (codes.detach().frexp().exponent - 4).clamp(min=-9))
+        return codes + offset + zeros, written, zeros
 
 
 def learn(
     stream: Stream,
     index: int,
+    exact: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
-    formats: Mapping[str, WeightFormat],
+    learned: Mapping[str, Offsets],
     *,
-    dtype: torch.dtype,
-    clip: bool,
+    inputs: Mapping[str, FakeInputs],
     num_steps: int,
     step_tokens: int,
     states: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> dict[str, Rounded]:
-    """The products in `formats` (by name in the layer) of layer `index`, which is given by `values` and computes with them and
-    the rest as it is. The output to come near to is that of the layer's exact weights on `states`, or on what it reads; each
-    step takes `step_tokens`, whole windows of them, drawn at random. A result that is no better than rounding to nearest is not
-    taken."""
-    targets = _windows(stream, stream.run(index, values, ObservingOps(), states))
-    inputs = _windows(stream, stream.states)
-    learned = {name: Offsets.of(values[f"{name}.weight"], fmt, dtype, clip=clip) for name, fmt in formats.items()}
+    """The products in `learned` (by name in the layer) of layer `index`, which has `values` but for them. The output to come
+    near to is that of `exact`, the layer before rounding, on `states` or on what the layer reads; `inputs` of products are
+    rounded in what is learned. The plain squared error: tokens that are far larger than the others are those that all others
+    look at, and count accordingly. Each step takes `step_tokens`, whole windows of them, drawn at random. A result that is no
+    better than where it began is not taken."""
+    targets = _windows(stream, stream.run(index, exact, ObservingOps(), states))
+    texts = _windows(stream, stream.states)
     start = {name: own.rounded() for name, own in learned.items()}
+    through = {name: Through(fake) for name, fake in inputs.items()}
     rng = torch.Generator().manual_seed(seed)
-    per_step = max(1, step_tokens // max(len(x) for x in inputs))
+    per_step = max(1, step_tokens // max(len(x) for x in texts))
     spec = stream.spec.layers[index]
     with torch.enable_grad():
         for step in range(num_steps):
-            chosen = torch.randperm(len(inputs), generator=rng)[:per_step].tolist()
-            batch = SequenceBatch.of([torch.zeros(len(inputs[i]), dtype=torch.int64) for i in chosen], stream.device)
+            chosen = torch.randperm(len(texts), generator=rng)[:per_step].tolist()
+            batch = SequenceBatch.of([torch.zeros(len(texts[i]), dtype=torch.int64) for i in chosen], stream.device)
             weights = {f"{name}.weight": own.numbers() for name, own in learned.items()}
-            ops = AutogradOps()
+            ops = ObservingOps(inputs=through)
             own_values = {name: value.to(stream.dtype) for name, value in {**values, **weights}.items()}
             layer = build_layer(spec, own_values, ops, stream.tables)
-            x = torch.cat([inputs[i] for i in chosen]).to(stream.device)
+            ops.meets(layer)
+            x = torch.cat([texts[i] for i in chosen]).to(stream.device)
             pending, residual = run_layer(layer, ops, x, None, batch)
             out = pending if residual is None else pending + residual
             loss = (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float()).square().mean()
@@ -112,16 +133,21 @@ def learn(
             for own in learned.values():
                 own.step((1 - step / num_steps) / num_steps)
     found = {name: own.rounded() for name, own in learned.items()}
-    before, after = (_error(stream, index, values, made, targets) for made in (start, found))
+    before, after = (_error(stream, index, values, made, inputs, targets) for made in (start, found))
     return found if after < before else start
 
 
 def _error(
-    stream: Stream, index: int, values: Mapping[str, Tensor], made: Mapping[str, Rounded], targets: list[Tensor]
+    stream: Stream,
+    index: int,
+    values: Mapping[str, Tensor],
+    made: Mapping[str, Rounded],
+    inputs: Mapping[str, FakeInputs],
+    targets: list[Tensor],
 ) -> float:
     """Of the layer's output over all of the text."""
     weights = {f"{name}.weight": rounded.numbers() for name, rounded in made.items()}
-    found = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps()))
+    found = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps(inputs=inputs)))
     return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(found, targets, strict=True))
 
 

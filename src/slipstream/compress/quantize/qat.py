@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.compress.calibrate import FakeInputs, ObservingOps, load_ends, load_layer
+from slipstream.compress.calibrate import FakeInputs, ObservingOps, Through, load_ends, load_layer
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
 from slipstream.compress.recipe import QAT
 from slipstream.model.decoder import PositionTables, build_layer
@@ -59,16 +59,6 @@ class Trained:
     def rounded(self) -> Rounded:
         grid = Grid(self.grid.fmt, self.step.exp().to(self.grid.scales.dtype), self.grid.zeros)
         return Rounded(grid, grid.codes(self.weight.detach().clone()))
-
-
-@dataclass(frozen=True, slots=True)
-class Through:
-    """Inputs rounded, with the gradients of inputs that are not."""
-
-    fake: FakeInputs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x + (self.fake(x.detach()) - x.detach())
 
 
 def train(

@@ -20,6 +20,10 @@ SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
 """Shares of the largest magnitude that clipping tries: a little above the end of the range, where its last code is only
 reached from one side, down to half."""
 
+FLOAT_SHRINKS = tuple(2 ** (i / 32) for i in range(32))
+"""The same of floats: where in a factor of two the largest magnitude falls. The error of a float is a share of it that depends
+on its mantissa, so that a scale can put the few weights that meet large inputs on codes; beyond, all codes come again."""
+
 COLUMNS_AT_ONCE = 128
 """GPTQ updates the columns of so many at once, and those after them in one product."""
 
@@ -96,7 +100,7 @@ def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, im
         weighed = importance.clamp(min=1e-10 * float(importance.max()) + 1e-30).view(whole.shape[1], -1)
     best: tuple[Tensor, Tensor | None] | None = None
     least = None
-    for shrink in SHRINKS if clip and fmt.kind == "int" else (1.0,):
+    for shrink in (SHRINKS if fmt.kind == "int" else FLOAT_SHRINKS) if clip else (1.0,):
         scales, zeros = _range(whole, fmt, shrink, dtype)
         if not clip:
             return Grid(fmt, scales, zeros)
@@ -148,6 +152,14 @@ def gptq(
     follow, as the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on
     grids that were found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn
     comes."""
+    return solved(weight, fmt, dtype, stats, damping=damping, act_order=act_order, clip=clip)[0]
+
+
+def solved(
+    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats, *, damping: float, act_order: bool, clip: bool
+) -> tuple[Rounded, Tensor]:
+    """`gptq`, and beside it what each weight was when its turn came, the errors of those before it taken up: float32
+    [out, in]."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
@@ -161,7 +173,7 @@ def gptq(
     upper = inverse_factor(hessian, damping, dead[order])
     size = inner // fmt.groups(inner)
     group_of = torch.zeros_like(order) if fmt.whole else order // size
-    found = torch.empty_like(work)
+    found, met = torch.empty_like(work), torch.empty_like(work)
     at_once = COLUMNS_AT_ONCE if act_order or fmt.group_size is None else min(size, COLUMNS_AT_ONCE)
     for begin in range(0, inner, at_once):
         end = min(begin + at_once, inner)
@@ -175,8 +187,9 @@ def gptq(
         scales = grid.scales[:, own].float().expand(len(work), -1)
         made = found[:, begin:end].copy_(work[:, begin:end])
         errors = round_columns(fmt, made, upper[begin:end, begin:end], scales, zeros)
+        met[:, begin:end] = made + errors * upper.diagonal()[begin:end]
         work[:, end:] -= errors @ upper[begin:end, end:]
-    return Rounded(grid, grid.codes(found[:, back].contiguous()))
+    return Rounded(grid, grid.codes(found[:, back].contiguous())), met[:, back].contiguous()
 
 
 def round_columns(fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

@@ -51,7 +51,8 @@ def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "max_position_embeddings": m.size("context_length"),
         "layer_norm_eps": m.take("attention.layer_norm_epsilon", float),
-        "type_vocab_size": 0 if types is None else types[0],
+        # ggml forgets a dimension of one: llama.cpp's quantised files have XLM-R's single row as a vector.
+        "type_vocab_size": 0 if types is None else types[0] if len(types) > 1 else 1,
     }
 
 

@@ -1,0 +1,299 @@
+"""Texts of which vectors or scores are wanted: how an encoder's are put into steps, and a decoder's made sequences. No torch.
+
+An encoder reads a text whole and keeps nothing of it, so its `TextScheduler` has no blocks, rows or preemption: a step is as
+many whole texts as fit, in order of (priority, arrival), and a call's texts stay one request from the tokeniser to the answer.
+What is done for each text is a comparison; all else is done for each request of a step.
+
+A decoder's texts are computed in chunks and share cached prefixes, as prompts do: `TextSequences` makes each a sequence of the
+decoder's scheduler, and one answer of theirs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from slipstream.core.scheduler import SchedulerConfig, SchedulerStats
+from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
+from slipstream.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Plan,
+    SamplingParams,
+    StepResult,
+    TextsPlan,
+    TextsRequest,
+)
+
+UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class Steps(Protocol):
+    """What the engine wants of a scheduler; `Scheduler` says more of each."""
+
+    def schedule(self) -> Plan | None: ...
+    def update(self, plan: Any, result: StepResult) -> list[EngineOutput]: ...
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = ...) -> list[EngineOutput]: ...
+    def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]: ...
+    def drain_outputs(self) -> list[EngineOutput]: ...
+    def next_wakeup(self) -> float | None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def stats(self) -> SchedulerStats: ...
+    @property
+    def has_requests(self) -> bool: ...
+
+
+class _Texts:
+    """A request under way: texts [0, num_planned) are in steps, of [0, num_done) the vectors are there."""
+
+    __slots__ = ("first_blocks", "num_done", "num_planned", "num_texts", "spec", "starts")
+
+    def __init__(self, spec: TextsRequest, block_size: int) -> None:
+        self.spec = spec
+        lengths = int32(spec.lengths)
+        self.num_texts = len(lengths)
+        self.starts = [0, *accumulate(lengths)]  # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
+        self.first_blocks = [0, *accumulate([-(-n // block_size) for n in lengths])]  # the same, counted in blocks
+        self.num_planned = self.num_done = 0
+
+
+class TextScheduler:
+    """For an encoder. `config.num_blocks`: those of the layers' scratch cache, of which a step takes what its texts fill."""
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._clock = clock
+        self._requests: dict[str, _Texts] = {}
+        self._waiting: list[tuple[int, float, int, _Texts]] = []  # a heap of those with texts in no step yet
+        self._in_flight: dict[int, list[tuple[_Texts, int, int]]] = {}  # step -> request, its first text, the end
+        self._batch = 0  # texts that may still join the open batch, unless the policy is "inflight"
+        self._counter = self._step_id = 0
+
+    def add(self, spec: TextsRequest) -> None:
+        """Queue a request. EngineOverloadedError if its texts do not fit into the queue, ContextLengthError if one of them
+        could never run."""
+        config, texts = self.config, _Texts(spec, self.config.block_size)
+        if spec.request_id in self._requests:
+            raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
+        if config.max_queue is not None and self.num_waiting + texts.num_texts > config.max_queue:
+            raise EngineOverloadedError(
+                f"{self.num_waiting} texts are waiting already, and with {texts.num_texts} more they are more than max_queue; "
+                "try again later"
+            )
+        longest = max(int32(spec.lengths), default=0)
+        limit = min(config.max_model_len, config.max_num_batched_tokens, (config.num_blocks - 1) * config.block_size)
+        if longest > limit:
+            raise ContextLengthError(f"a text has {longest} tokens, and a step holds {limit}; shorten it", field="prompt")
+        self._counter += 1
+        self._requests[spec.request_id] = texts
+        heapq.heappush(self._waiting, (spec.priority, spec.arrival, self._counter, texts))
+
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
+        """End requests now. What steps in flight give of them is dropped; unknown ids are nothing to do."""
+        return self._end([i for i in request_ids if i in self._requests], reason)
+
+    def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
+        """End everything, after a step failed. Results of steps in flight are not expected any more."""
+        self._in_flight.clear()
+        return self._end(list(self._requests), reason, error)
+
+    def _end(self, request_ids: Sequence[str], reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        for request_id in request_ids:
+            del self._requests[request_id]
+        self._waiting = [entry for entry in self._waiting if entry[3].spec.request_id in self._requests]
+        heapq.heapify(self._waiting)
+        self._batch = min(self._batch, self.num_waiting)
+        return [EngineOutput(request_id, finish_reason=reason, error=error) for request_id in request_ids]
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Texts in steps in flight."""
+        return sum(texts.num_planned - texts.num_done for texts in self._requests.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(texts.num_texts - texts.num_planned for texts in self._requests.values())
+
+    def drain_outputs(self) -> list[EngineOutput]:
+        return []
+
+    def reset_prefix_cache(self) -> None:
+        """There is none."""
+
+    # --- A step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> TextsPlan | None:
+        """The next texts in order, as many whole ones as a step holds; None if there are none that may be computed now."""
+        config = self.config
+        tokens, blocks = config.max_num_batched_tokens, config.num_blocks - 1
+        room = min(config.max_num_seqs, self._may_join(self._clock()))
+        parts: list[tuple[_Texts, int, int]] = []
+        while self._waiting and room:
+            texts = self._waiting[0][3]
+            first, starts, first_blocks = texts.num_planned, texts.starts, texts.first_blocks
+            end = min(
+                first + room,
+                bisect_right(starts, starts[first] + tokens) - 1,
+                bisect_right(first_blocks, first_blocks[first] + blocks) - 1,
+            )
+            if end == first:
+                break
+            parts.append((texts, first, end))
+            texts.num_planned = end
+            room -= end - first
+            tokens -= starts[end] - starts[first]
+            blocks -= first_blocks[end] - first_blocks[first]
+            if end == texts.num_texts:
+                heapq.heappop(self._waiting)
+        if not parts:
+            return None
+        if config.policy != "inflight":
+            self._batch -= sum(end - first for _, first, end in parts)
+        self._step_id += 1
+        self._in_flight[self._step_id] = parts
+        return TextsPlan(
+            self._step_id,
+            b"".join([t.spec.token_ids[4 * t.starts[first] : 4 * t.starts[end]] for t, first, end in parts]),
+            b"".join([t.spec.lengths[4 * first : 4 * end] for t, first, end in parts]),
+            # A text that is no pair is all of the first part.
+            b"".join([(t.spec.num_first or t.spec.lengths)[4 * first : 4 * end] for t, first, end in parts])
+            if any(t.spec.num_first for t, _, _ in parts)
+            else b"",
+        )
+
+    def _may_join(self, now: float) -> int:
+        """How many texts may be put into steps now. Batches that wait for their end are baselines: see `core.policy`."""
+        config, waiting = self.config, self.num_waiting
+        if config.policy == "inflight":
+            return waiting
+        if not self._batch and not self.num_running and waiting:
+            full, opens = waiting >= config.max_num_seqs, self.next_wakeup()
+            if full or opens is None or now >= opens:
+                self._batch = min(waiting, config.max_num_seqs)
+        return self._batch
+
+    def next_wakeup(self) -> float | None:
+        """When a batch forms by the passing of time alone; None if never."""
+        if self.config.policy != "dynamic" or not self._waiting or self._batch or self.num_running:
+            return None
+        return self._waiting[0][3].spec.arrival + self.config.batch_window_s
+
+    def update(self, plan: TextsPlan, result: StepResult) -> list[EngineOutput]:
+        """Take in the vectors of a step: of each request in it those of its texts, and its end with the last of them."""
+        outputs: list[EngineOutput] = []
+        width = len(result.vectors) // (len(plan.lengths) // 4)
+        begin = 0
+        for texts, first, end in self._in_flight.pop(plan.step_id, ()):
+            request_id, vectors = texts.spec.request_id, result.vectors[begin : begin + width * (end - first)]
+            begin += len(vectors)
+            if self._requests.get(request_id) is not texts:
+                continue  # aborted since
+            texts.num_done = end
+            reason = None
+            if end == texts.num_texts:
+                reason = FinishReason.STOP
+                del self._requests[request_id]
+            outputs.append(
+                EngineOutput(request_id, finish_reason=reason, embedding=vectors, first_text=first, num_texts=end - first)
+            )
+        return outputs
+
+    def stats(self) -> SchedulerStats:
+        usable = self.config.num_blocks - 1
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_blocks=usable,
+            num_free_blocks=usable,
+            kv_usage=0.0,
+            prefix_queries=0,
+            prefix_hits=0,
+            num_preemptions_total=0,
+            kv_allocated_tokens=0,
+            kv_wasted_tokens=0,
+        )
+
+
+class TextSequences:
+    """Requests of texts whose texts are sequences of a decoder's scheduler, under ids of their own."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, set[str]] = {}  # request -> its sequences without an answer
+        self._places: dict[str, tuple[str, int]] = {}  # sequence -> its request, which text it is
+
+    def split(self, spec: TextsRequest) -> list[EngineRequest]:
+        """A sequence for each text."""
+        starts = [0, *accumulate(int32(spec.lengths))]
+        token_ids = int32(spec.token_ids).tolist()
+        found = [
+            EngineRequest(
+                request_id=f"{spec.request_id}/{i}",
+                prompt_token_ids=tuple(token_ids[starts[i] : starts[i + 1]]),
+                sampling=UNSAMPLED,
+                max_tokens=0,
+                arrival=spec.arrival,
+                priority=spec.priority,
+                pooled=True,
+            )
+            for i in range(len(starts) - 1)
+        ]
+        self._left[spec.request_id] = {r.request_id for r in found}
+        self._places.update({r.request_id: (spec.request_id, i) for i, r in enumerate(found)})
+        return found
+
+    def forget(self, request_ids: Iterable[str]) -> list[str]:
+        """The sequences that these ids stand for and that must be aborted: a request's own, or the id itself."""
+        found: list[str] = []
+        for request_id in request_ids:
+            sequences = self._left.pop(request_id, None)
+            for sequence in sequences or ():
+                del self._places[sequence]
+            found += (request_id,) if sequences is None else sequences
+        return found
+
+    def joined(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """News of sequences as news of their requests, in place: a request ends with the last of its sequences, or with the
+        first that fails."""
+        if not self._places:
+            return outputs
+        found: list[EngineOutput] = []
+        for output in outputs:
+            if output.request_id not in self._places:
+                found.append(output)
+                continue
+            request_id, index = self._places.pop(output.request_id)
+            left = self._left[request_id]
+            left.discard(output.request_id)
+            if not left:
+                del self._left[request_id]
+            reason = output.finish_reason if not left or output.finish_reason is not FinishReason.STOP else None
+            found.append(
+                EngineOutput(
+                    request_id,
+                    finish_reason=reason,
+                    error=output.error,
+                    embedding=output.embedding,
+                    first_text=index,
+                    num_texts=int(output.embedding is not None),
+                )
+            )
+        return found
+
+    def clear(self) -> None:
+        self._left.clear()
+        self._places.clear()
+
+
+def int32(data: bytes) -> array[int]:
+    """Numbers of 32 bits in the machine's order."""
+    return array("i", data)
