@@ -1,6 +1,7 @@
 """The CPU against its peers on one GGUF file, each in a process of its own, taking turns.
 
     python benchmarks/cpu_peers.py [--model smollm2] [--llamacpp PYTHON ...] [--openvino PYTHON] [--rounds 3]
+    python benchmarks/cpu_peers.py --rewrite Q8_0 --ours slipstream --loads stream …     # BF16 likewise
 
 PYTHON is the interpreter of an environment that has llama-cpp-python, or openvino-genai; without one the peer is left out. A
 llama.cpp is known by the instruction sets that it was built for, of which there may be several. One for this machine, AVX-512
@@ -12,7 +13,8 @@ and all, takes a C++ compiler and a quarter of an hour:
 Of each engine and round: output tokens/s of one stream after its first token (128 in, 256 out), prompt tokens/s of a prompt
 of 512, output tokens/s of 16 and 64 requests of 128/128 with prefill in the time, peak memory of the process. Medians of the
 rounds; ratios within a round, since the machine's speed drifts. Slipstream runs the file as it is, rounded to int8,
-and that with keys and values of 8 bits, which is what OpenVINO has by default.
+and that with keys and values of 8 bits, which is what OpenVINO has by default. `--rewrite` writes the file's matrices anew in
+another of GGUF's types (the numbers are then those of the file, rounded once more), for all engines alike.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,11 +70,36 @@ def make(name: str, path: Path, threads: int) -> Any:
     return OfflineSlipstream(settings)
 
 
-def child(name: str, path: Path, threads: int) -> None:
+def rewritten(path: Path, kind: str, folder: Path) -> Path:
+    """The GGUF file with its matrices in the type `kind`."""
+    import gguf
+
+    reader, wanted = gguf.GGUFReader(path), gguf.GGMLQuantizationType[kind]
+    made = folder / f"{path.stem.split('.')[0]}.{kind}.gguf"
+    writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=of)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim > 1:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return made
+
+
+def child(name: str, path: Path, threads: int, loads: Sequence[str]) -> None:
     engine = make(name, path, threads)
     engine.run(requests(2, 64, 16))
     found: dict[str, float] = {}
-    for load, (count, n_in, n_out) in LOADS.items():
+    for load in loads:
+        count, n_in, n_out = LOADS[load]
         records = engine.run(requests(count, n_in, n_out))
         sent = min(r.sent for r in records)
         if load == "stream":
@@ -80,16 +108,16 @@ def child(name: str, path: Path, threads: int) -> None:
             found[load] = n_in / (records[0].first_token - sent)
         else:
             found[load] = count * n_out / (max(r.last_token for r in records) - sent)
-        if load == "prefill":
+        if load == ("prefill" if "prefill" in loads else "stream"):
             found["peak_mib_one_stream"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"figures": found, "build": engine.describe().get("system", "")}))
 
 
-def measure(python: str, name: str, path: Path, threads: int) -> tuple[dict[str, float], str]:
+def measure(python: str, name: str, path: Path, threads: int, loads: Sequence[str]) -> tuple[dict[str, float], str]:
     """Its figures, and how it was built where it tells."""
     import common
 
-    command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads)]
+    command = [python, __file__, "--child", name, "--model", str(path), "--threads", str(threads), "--loads", *loads]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=common.with_source())
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
@@ -103,12 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument("--child")
         parser.add_argument("--model", type=Path)
         parser.add_argument("--threads", type=int)
+        parser.add_argument("--loads", nargs="+")
         args = parser.parse_args(arguments)
-        child(args.child, args.model, args.threads)
+        child(args.child, args.model, args.threads, args.loads)
         return
     import common
 
-    from slipstream.bench.report import print_table
     from slipstream.hub import resolve_model
     from slipstream.plan.hardware import available_cores
 
@@ -117,9 +145,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--llamacpp", metavar="PYTHON", nargs="+", default=[])
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ours", nargs="+", choices=OURS, default=OURS)
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--rewrite", metavar="TYPE", choices=["Q8_0", "BF16", "F16", "Q4_0"])
     args = parser.parse_args(arguments)
     path, threads = resolve_model(args.model), available_cores()
-    engines = dict.fromkeys(OURS, sys.executable)
+    with tempfile.TemporaryDirectory() as folder:
+        path = rewritten(path, args.rewrite, Path(folder)) if args.rewrite else path
+        compare(args, path, threads)
+
+
+def compare(args: argparse.Namespace, path: Path, threads: int) -> None:
+    import common
+
+    from slipstream.bench.report import print_table
+
+    engines = dict.fromkeys(args.ours, sys.executable)
     engines |= {"llamacpp" if i == 0 else f"llamacpp {i + 1}": python for i, python in enumerate(args.llamacpp)}
     engines |= {"openvino": args.openvino} if args.openvino else {}
     builds: dict[str, str] = {}
@@ -127,13 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for _ in range(args.rounds):
         rounds.append({})
         for name, python in engines.items():
-            rounds[-1][name], builds[name] = measure(python, name, path, threads)
+            rounds[-1][name], builds[name] = measure(python, name, path, threads, args.loads)
             print(name, {k: round(v, 1) for k, v in rounds[-1][name].items()}, flush=True)
     columns = list(next(iter(rounds[0].values())))
     medians = {n: {c: statistics.median(r[n][c] for r in rounds) for c in columns} for n in engines}
     ratios = {
         f"{ours} / {peer}": {c: statistics.median(r[ours][c] / r[peer][c] for r in rounds) for c in columns}
-        for ours in OURS
+        for ours in args.ours
         for peer in engines
         if not peer.startswith("slipstream")
     }
@@ -142,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if build:
             print(f"{name}: {build}")
     print_table("ratios", ["", *columns], [[n, *(f"{v:.2f}" for v in m.values())] for n, m in ratios.items()])
-    common.save(args.output, "cpu_peers", medians=medians, ratios=ratios, rounds=rounds, threads=threads, builds=builds)
+    facts = {"file": path.name, "threads": threads, "builds": builds}
+    common.save(args.output, "cpu_peers", **facts, medians=medians, ratios=ratios, rounds=rounds)
 
 
 if __name__ == "__main__":

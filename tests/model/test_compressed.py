@@ -293,7 +293,7 @@ def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
     tiny_models.build(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=32)
     settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=SCHEMES[kind])
     model = load_model(tmp_path, ops=NativeOps(1), **settings)
-    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
     planned = weights_bytes(model.spec, 2, SCHEMES[kind], on_cpu=True)
     assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
 
@@ -312,7 +312,7 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
     save_file({**tensors, f"{left_out}.weight": weight}, name, metadata={"format": "pt"})
     made = ops() if ops is ReferenceOps else ops(1)
     model = load_model(tmp_path, ops=made, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1)
-    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
     args = EngineArgs(
         model=str(tmp_path), dtype="bfloat16", device="cpu", kernels="reference" if ops is ReferenceOps else "cpu"
     )
@@ -334,7 +334,7 @@ def test_bytes_are_what_is_planned(tmp_path, kind, tied):
     model = load_model(
         tmp_path, ops=ops, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=scheme
     )
-    tables = {id(layer.attention.cos_sin): layer.attention.cos_sin.nbytes for layer in model.decoder.layers}
+    tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
     planned = weights_bytes(model.spec, 2, scheme)
     assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
 

@@ -610,7 +610,7 @@ def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     assert [p.kind for p in ours.decoder.layers[1].attention.qkv.parts] == [first, first, last]
     assert {form.name for form in ours.forms} == set(kinds)
     norms = sum(v.size for v, kind in tensors.values() if kind == "F32") * 4
-    table = ours.decoder.layers[0].attention.cos_sin
+    table = ours.decoder.layers[0].attention.heads.cos_sin
     planned = ours.description.bytes_on_cpu(4)
     assert ours.weights_bytes - table.numel() * 4 == planned == sum(f.num_bytes for f in ours.forms) + norms
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]

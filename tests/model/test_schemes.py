@@ -12,6 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.decoder import LatentAttention
 from slipstream.model.loader import load_model
 from slipstream.model.parameters import parameters
 from slipstream.model.scheme import SCHEMES
@@ -99,8 +100,11 @@ def test_every_scheme_loads_on_every_family(folder, scheme):
     rounded = load(folder, ReferenceOps(), scheme, torch.bfloat16)
     assert near(outputs(rounded), outputs(dense), scheme)
     layers = [*rounded.decoder.layers, *(rounded.decoder.encoder.layers if rounded.decoder.encoder else ())]
-    kept = [[getattr(x.attention, name, None) for x in layers] for name in ("cos_sin", "slopes", "bias")]
-    tables_bytes = sum({t.data_ptr(): t.nbytes for tables in kept for t in tables if t is not None}.values())
+    kept: list[torch.Tensor | None] = []
+    for a in (x.attention for x in layers):
+        latent = isinstance(a, LatentAttention)
+        kept += [a.cos_sin] if latent else [a.heads.cos_sin, a.scoring.alibi_slopes, a.scoring.distance_bias]
+    tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name)  # into such tables
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())
     assert planned + tables_bytes - 2 * made == rounded.weights_bytes

@@ -6,7 +6,8 @@ An encoder has a `TextScheduler`, TextsPlans and vectors in their places.
 
 On a GPU two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input tokens never leave
 the device. The scheduler knows how many tokens step N will add, if not which; a sequence that turns out to have ended in
-step N is dropped from N + 1's results. On a CPU a step is done when it is launched, and one is in flight.
+step N is dropped from N + 1's results. On a CPU the same holds of steps of a few greedy decodes; any other is done when it is
+launched.
 
 Not thread-safe: one thread owns a core.
 """
