@@ -24,7 +24,7 @@ struct Pieces final : Job {
 template <class Pack>
 void in_pieces(ss_engine* engine, int64_t count, Pack pack) {
     if (!engine || count < 2 * PANEL) return pack((int64_t)0, count);
-    Pool& pool = ((Engine*)engine)->pool;
+    Pool& pool = shared(engine)->pool;
     Pieces<Pack> job(count, 8 * pool.num_threads(), pack);
     pool.run(job);
 }
@@ -68,8 +68,10 @@ int32_t ss_num_isas(void) { return (int32_t)(sizeof sets / sizeof *sets); }
 const char* ss_isa_name(int32_t isa) { return sets[isa].kernels()->name; }
 int32_t ss_isa_usable(int32_t isa) { return sets[isa].usable(); }
 
-ss_engine* ss_engine_create(int32_t num_threads, int32_t isa) { return (ss_engine*)new Engine(num_threads, sets[isa].kernels()); }
-void ss_engine_destroy(ss_engine* engine) { delete (Engine*)engine; }
+ss_engine* ss_engine_create(int32_t num_threads, int32_t isa) {
+    return (ss_engine*)new std::shared_ptr<Engine>(std::make_shared<Engine>(num_threads, sets[isa].kernels()));
+}
+void ss_engine_destroy(ss_engine* engine) { delete &shared(engine); }
 
 int64_t ss_packed_bytes(int32_t kind, int64_t rows, int64_t inner) { return Layout(kind, rows, inner).bytes; }
 void ss_pack_dense(ss_engine* engine, int32_t kind, int64_t rows, int64_t inner, void* packed, const void* values, int32_t bf16,
@@ -113,7 +115,7 @@ void ss_unpack_rows(int32_t kind, int64_t rows, int64_t inner, const void* packe
 
 int64_t ss_form_bytes(int32_t form, int64_t size) { return form_bytes(form, size); }
 
-ss_program* ss_program_create(ss_engine* engine) { return (ss_program*)new Program(*(Engine*)engine); }
+ss_program* ss_program_create(ss_engine* engine) { return (ss_program*)new Program(shared(engine)); }
 void ss_program_destroy(ss_program* program) { delete (Program*)program; }
 int32_t ss_buffer(ss_program* program, int64_t row_bytes, int64_t rows_a_token) {
     return ((Program*)program)->add_buffer(row_bytes, rows_a_token);

@@ -89,10 +89,11 @@ struct CeilingOp : Op {  // every thread does the same work, on a share of the d
     }
 };
 
-// The size of chunks, at most `most`, with which threads of one speed end their shares of `count` together.
+// The size of chunks with which threads of one speed end their shares of `count` most nearly together: at most `most`, and not less
+// than half of it, since small chunks cost more than they even out.
 int64_t even_chunk(int64_t count, int64_t threads, int64_t most) {
     int64_t best = most, least = count;
-    for (int64_t size = most; size >= 1; size--) {
+    for (int64_t size = most; size >= std::max<int64_t>(1, most / 2); size--) {
         const int64_t chunks = (count + size - 1) / size, longest = (chunks + threads - 1) / threads * size;
         if (longest < least) best = size, least = longest;
     }
@@ -354,7 +355,7 @@ struct Attention : WithCache {
 
 }  // namespace
 
-Program::Program(Engine& engine) : engine_(engine), scratch_(engine.pool.num_threads()) {}
+Program::Program(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), scratch_(engine_->pool.num_threads()) {}
 
 int32_t Program::add_buffer(int64_t row_bytes, int64_t rows_a_token) {
     buffers_.push_back({});
@@ -376,7 +377,7 @@ void Program::begin_step(const ss_step& step, Program* then) {
     if (then) then->prepare(step);
     then_ = then;
     started_ = profile_ ? now_ns(profile_) : 0;
-    engine_.pool.begin(*this);
+    engine_->pool.begin(*this);
 }
 
 void Program::prepare(const ss_step& step) {
@@ -505,7 +506,7 @@ void ss_add_ceiling(ss_program* p, int32_t what, const void* data, int64_t bytes
 }
 
 int64_t ss_ceiling_macs(ss_engine* engine, int32_t what, int64_t rounds) {
-    const Engine& e = *(Engine*)engine;
+    const Engine& e = *shared(engine);
     return e.kernels->ceiling_macs(what) * rounds * e.pool.num_threads() * CHUNKS_PER_THREAD;
 }
 

@@ -15,6 +15,9 @@ struct Engine {
     Pool pool;
 };
 
+// A program keeps its engine alive: whoever holds both may let go of them in any order.
+inline std::shared_ptr<Engine>& shared(ss_engine* engine) { return *(std::shared_ptr<Engine>*)engine; }
+
 class Program;
 
 // Which experts the tokens of a step go to, in the layer at hand: `ss_add_route` finds it, the operators after it read it.
@@ -36,17 +39,17 @@ struct Op {
 
 class Program final : public Job {
 public:
-    explicit Program(Engine& engine);
+    explicit Program(std::shared_ptr<Engine> engine);
     int32_t add_buffer(int64_t row_bytes, int64_t rows_a_token);
     void bind(int32_t buffer, void* data, int64_t row_bytes);
-    ~Program() override { engine_.pool.wait(); }
+    ~Program() override { wait(); }
     void begin_step(const ss_step& step, Program* then);  // returns at once; `then` follows over the same tokens
-    void wait() { engine_.pool.wait(); }
+    void wait() { engine_->pool.wait(); }
     int32_t profile(int32_t clock, int64_t* ns, int32_t capacity);
 
     const ss_step& step() const { return step_; }
-    const Kernels& kernels() const { return *engine_.kernels; }
-    int threads() const { return engine_.pool.num_threads(); }
+    const Kernels& kernels() const { return *engine_->kernels; }
+    int threads() const { return engine_->pool.num_threads(); }
     uint8_t* row(int32_t buffer, int64_t t) const { return buffers_[buffer].data + t * buffers_[buffer].stride; }
     int64_t stride(int32_t buffer) const { return buffers_[buffer].stride; }
     float* scratch(int thread) { return (float*)scratch_[thread].get(); }
@@ -75,7 +78,7 @@ private:
     bool own(int op) const { return op < (int)ops.size(); }
     void prepare(const ss_step& step);
 
-    Engine& engine_;
+    std::shared_ptr<Engine> engine_;
     Program* then_ = nullptr;  // in the step at hand
     ss_step step_{};
     std::vector<Buffer> buffers_;

@@ -123,7 +123,8 @@ typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/metad
 } ss_step;
 
 SS_API void ss_run(ss_program* program, ss_program* then, const ss_step* step);  // `then`: another over the same tokens, or null
-// The same, in two calls: between them the engine's other threads compute. Whatever is called of the engine meanwhile waits first.
+// The same, in two calls: between them the engine's other threads compute. Packing, running, binding, profiling and destroying wait
+// first if they are called meanwhile; adding buffers and operators to these programs is not allowed. All calls are one thread's.
 // `step` is copied; what it and the programs point to must live until `ss_wait`.
 SS_API void ss_begin(ss_program* program, ss_program* then, const ss_step* step);
 SS_API void ss_wait(ss_program* program);

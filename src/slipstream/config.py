@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
+CPU_SCHEMES = ("int8", "int8-head", "int4", "int4-g32")
+"""Schemes of products that the C++ kernels have."""
+
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
@@ -209,7 +212,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
                 field="quantization",
             )
         on_cpu = not device.is_cuda and args.kernels != "reference"
-        if on_cpu and (held not in ("int8", "int4", "int4-g32") or args.kernels == "torch"):
+        if on_cpu and (held not in CPU_SCHEMES or args.kernels == "torch"):
             held, held_why = None, "the checkpoint's rounded weights are expanded: a CPU's kernels have no product with them"
     _reject_unsupported(args, device, args.quantization or held, held, model.kv_cache)
     _check_products(model, device, args.kernels)
@@ -431,11 +434,11 @@ def _reject_unsupported(
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
     for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
-        if on_cpu and given not in (None, "int8", "int4", "int4-g32", "mxfp4", "float32", "bfloat16", "float16"):
+        if on_cpu and given not in (None, *CPU_SCHEMES, "mxfp4", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int4' and 'int4-g32' too, for "
-                f"experts 'mxfp4', and GGUF's blocks as they are): take that, or {off} (or take kernels='reference', which is "
-                "exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int8-head', 'int4', 'int4-g32' too, "
+                f"for experts 'mxfp4', and GGUF's blocks as they are): take that, or {off} (or take kernels='reference', which "
+                "is exact and slow)",
                 field=name,
             )
     capability = device.compute_capability

@@ -214,6 +214,28 @@ def test_steps_that_are_under_way_change_no_answer(path, monkeypatch, most):
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
+def test_a_token_does_not_wait_for_another_prompt(path, monkeypatch):
+    """A step under way is finished, and its token given out, before a prompt that came meanwhile is computed."""
+    with make(path, num_threads=2) as llm:
+        core, events = llm.core, []
+        if core.runner.model.decoder.compiled is None:
+            pytest.skip("needs the C++ kernels")
+        launch, step = core.runner.launch, core.step
+        monkeypatch.setattr(core.runner, "launch", lambda plan: events.append(plan.scheduled[-1].num_tokens) or launch(plan))
+        first = llm._input.prepare(PROMPTS[1], GREEDY)
+        core.add(first.engine_requests)
+        for _ in range(4):
+            step()
+        assert core._in_flight
+        core.add(llm._input.prepare(PROMPTS[3], GREEDY).engine_requests)
+        events.clear()
+        outputs = step()
+        assert not events
+        assert sum(len(o.token_ids) for o in outputs) == 1
+        step()
+        assert events[0] > 1
+
+
 def test_scaled_and_capped_logits_are_made(path, monkeypatch):
     """Rounding could make equals of neighbours there, and a token would depend on what else is in its batch."""
     with make(path, num_threads=1) as llm:

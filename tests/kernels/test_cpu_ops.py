@@ -7,6 +7,7 @@ compared with the same rounding done by hand, so that only float32's order of su
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import gguf
@@ -461,20 +462,17 @@ def test_a_step_that_was_begun(threads):
     add_linear(first, inputs, rows, w)
     then.add("argmax", then.bound(y), then.bound(found), 640)
 
-    def end(running):
-        running.synchronize()
-        running.synchronize()  # there is nothing left to wait for
-
-    def drop(running):
-        del running
+    def end():
+        running[0].synchronize()
+        running[0].synchronize()  # there is nothing left to wait for
 
     ends = (
         end,
-        drop,
-        lambda running: ops.linear(x, w),
-        lambda running: first.bind(inputs, x),
-        lambda running: then.profile(None),
-        lambda running: first.begin(native.StepInputs(num_tokens=30), then, None).synchronize(),
+        lambda: running.clear(),
+        lambda: ops.linear(x, w),
+        lambda: first.bind(inputs, x),
+        lambda: then.profile(None),
+        lambda: first.begin(native.StepInputs(num_tokens=30), then, None).synchronize(),
     )
     for number in range(60):
         y.zero_()
@@ -482,9 +480,30 @@ def test_a_step_that_was_begun(threads):
         running = [first.begin(native.StepInputs(num_tokens=30), then, (x, y, found))]
         if number % 3 == 0:
             sum(range(2000))  # the caller does something else
-        ends[number % len(ends)](running.pop())
+        ends[number % len(ends)]()
         assert torch.equal(y, expected)
         assert torch.equal(found[:, 0], expected.argmax(-1))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("engine", "program", "running"))], ids="-".join)
+def test_a_collector_of_cycles_lets_go_in_any_order(order):
+    """While a step is under way: it is waited for, and what it writes lives until then."""
+    import gc
+
+    x, y = torch.randn(512, 1024), torch.empty(512, 2048)
+    weight = torch.randn(2048, 1024)
+    ops = NativeOps(2)
+    program = native.Program(ops.engine)
+    add_linear(program, program.bound(x), program.bound(y), w := ops.prepare_linear(weight, None))
+    parts = {"engine": ops.engine, "program": program}
+    y.zero_()
+    parts["running"] = program.begin(native.StepInputs(num_tokens=512), None, (x, y, w, ops))
+    cycle = [parts[name] for name in order]
+    cycle.append(cycle)
+    del ops, program, parts, w
+    del cycle
+    gc.collect()
+    assert_near(y, x @ weight.T)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

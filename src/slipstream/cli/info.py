@@ -213,8 +213,10 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     one_block = block_bytes(spec, block_size, element)
     weights = sum(bytes_by_part(config, description).values())
     held = description.held_formats(*held_products(config.device.kernels, facts))
-    if by_cpu_kernels(config) and not held and config.model.quantization in (None, "mxfp4"):
-        weights = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype]) or weights
+    scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
+    own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
+    if own_types is not None and not held:
+        weights = own_types
     elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
         weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]

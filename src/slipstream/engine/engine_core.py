@@ -30,7 +30,7 @@ from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
-from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason, TextsRequest
+from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason, Plan, TextsRequest
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
@@ -66,6 +66,7 @@ class EngineCore:
         self._texts = TextSequences()  # of a decoder
         self.depth = 2
         self._in_flight: deque[InFlightStep] = deque()
+        self._planned: Plan | None = None  # and not launched yet
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
         self._started = self._last_step = time.monotonic()
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
@@ -141,7 +142,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_requests
+        return bool(self._in_flight) or self._planned is not None or self.scheduler.has_requests
 
     def step(self) -> list[EngineOutput]:
         """Launch the next step, if there is one, and finish the oldest when enough are in flight. Whatever interrupts it, a
@@ -151,15 +152,18 @@ class EngineCore:
             return self._step()
         except BaseException as error:
             self._in_flight.clear()
+            self._planned = None
             self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
             self._texts.clear()
             self.runner.forget_rows()
             raise
 
     def _step(self) -> list[EngineOutput]:
-        plan = self.scheduler.schedule()
+        plan, self._planned = self._planned or self.scheduler.schedule(), None
         outputs = self.scheduler.drain_outputs()
         self._stalled = plan is None
+        if plan is not None and self._in_flight and self.runner.is_long_in_launch(plan):
+            plan, self._planned = None, plan  # the tokens of the step under way are not to wait for it
         if plan is not None:
             self._in_flight.append(self.runner.launch(plan))
         waits = plan is None or len(self._in_flight) >= self.depth
@@ -175,7 +179,7 @@ class EngineCore:
     @property
     def can_step(self) -> bool:
         """`step()` may do something now."""
-        return bool(self._in_flight) or (self.scheduler.has_requests and not self._stalled)
+        return bool(self._in_flight or self._planned) or (self.scheduler.has_requests and not self._stalled)
 
     def next_wakeup(self) -> float | None:
         """When, in time.monotonic(), a step may become possible without a new request; None if never."""

@@ -127,11 +127,11 @@ class NativeOps(CpuOps):
 
     @property
     def layout(self) -> str:
-        return f"cpu-{native.ABI}-{self.engine.isa}-{self._sparse_from}"
+        return f"{native.library_digest()}-{self.engine.isa}-{self._sparse_from}"
 
     def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
         made = {n: w for n, w in products.items() if isinstance(w, (NativeLinear, NativeExperts)) and w.is_rounded}
-        return write_packed(path, made)
+        return write_packed(path, made) if len(made) == len(products) else 0
 
     def read_products(self, path: Path) -> dict[str, Linear]:
         return read_packed(path, self._arena, self.engine.num_threads)

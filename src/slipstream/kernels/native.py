@@ -8,6 +8,7 @@ callers, since nothing is on the other side. """
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import sys
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
@@ -166,6 +167,13 @@ def load() -> ctypes.CDLL:
     if library.ss_abi() != ABI:
         raise ConfigError(f"{path} is of another version: {remedy()}", field="kernels")
     return library
+
+
+@cache
+def library_digest() -> str:
+    """What tells this build of the library from others."""
+    path = library_path()
+    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def instruction_sets() -> list[str]:
@@ -399,8 +407,8 @@ class Program:
         self.token_bytes = 0  # of its own buffers, a token
 
     def __del__(self) -> None:
-        if hasattr(self, "_pointer"):
-            self._library.ss_program_destroy(self._pointer)
+        if pointer := self.__dict__.pop("_pointer", None):
+            self._library.ss_program_destroy(pointer)
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
         """A row of `size` values a token, or several, in `form`."""
@@ -434,12 +442,14 @@ class Program:
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
         """`run` without waiting: the engine's other threads work while the caller does something else. `kept`: what the step
         reads and writes."""
+        running = Running(self, then, kept)  # before there is something to wait for: a Ctrl-C may come in between
         self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
-        return Running(self, then, kept)
+        return running
 
     def wait(self) -> None:
         """Until what was begun last on the engine is done, as one of its threads."""
-        self._library.ss_wait(self._pointer)
+        if pointer := self.__dict__.get("_pointer"):  # a collector of cycles may have destroyed it, which waits too
+            self._library.ss_wait(pointer)
 
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
         """Nanoseconds of each operator since the last call, which started a clock: the wall's, or the processor time of all
@@ -452,16 +462,16 @@ class Program:
 class Running:
     """A step that was begun, and what must live until it is done. Whoever drops it waits."""
 
-    def __init__(self, *kept: object) -> None:
-        self._kept = kept
+    _program: Program | None = None
+
+    def __init__(self, program: Program, *kept: object) -> None:
+        self._kept, self._program = kept, program
 
     def synchronize(self) -> None:
         """Help, and return when it is done."""
-        if self._kept:
-            program = self._kept[0]
-            assert isinstance(program, Program)
-            program.wait()
-            self._kept = ()
+        if self._program is not None:
+            self._program.wait()
+            self._program, self._kept = None, ()
 
     def __del__(self) -> None:
         self.synchronize()

@@ -123,12 +123,12 @@ class OpSet(ABC):
         return None
 
     def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
-        """Those of the `products`, by name, that were rounded, into a file that appears whole; its bytes, 0 if there is none.
-        OSError if there is no room. Only with a `layout`."""
+        """Rounded products, by name, into a file that appears whole; its bytes. 0 and no file if some are none of this op set's
+        rounded forms. OSError if there is no room. Only with a `layout`."""
         raise NotImplementedError
 
     def read_products(self, path: Path) -> dict[str, Linear]:
-        """What `write_products` wrote, without biases, to be adopted. CheckpointError if it is damaged."""
+        """What `write_products` wrote, without biases, to be adopted. CheckpointError if it is not whole."""
         raise NotImplementedError
 
     def describe(self) -> str:

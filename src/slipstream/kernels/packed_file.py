@@ -13,7 +13,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu_experts import NativeExperts
-from slipstream.kernels.native import Arena, NativeLinear, Packed, PackedExperts
+from slipstream.kernels.native import S8, Arena, NativeLinear, Packed, PackedExperts, load
 from slipstream.kernels.weights import Linear
 
 CHUNK = 16 * 2**20
@@ -44,21 +43,24 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for _, data in parts:
                 file.write(data.numpy().data)
             file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+            os.fsync(file.fileno())  # or a lost machine might leave a file of the right length without the numbers
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     return 8 + len(text) + end
 
 
 def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]:
-    """`write_packed`'s products, in `arena`, without biases. CheckpointError if the file is not as it was written."""
+    """`write_packed`'s products, in `arena`, without biases. CheckpointError if the file is cut off or its header is not right;
+    OSError if it can't be opened or read."""
     try:
         with path.open("rb", buffering=0) as file:
             size = path.stat().st_size
@@ -77,7 +79,7 @@ def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]
             ]
             with ThreadPoolExecutor(num_threads) as pool:
                 list(pool.map(lambda chunk: _read(file.fileno(), *chunk), chunks))
-    except (OSError, ValueError, KeyError, TypeError, struct.error, AssertionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
     return linears
 
@@ -87,7 +89,7 @@ def _read(fd: int, offset: int, into: Tensor) -> None:
     while rest:
         count = os.preadv(fd, [rest], offset)
         if count == 0:
-            raise OSError("it ends early")
+            raise ValueError("it ends early")
         rest, offset = rest[count:], offset + count
 
 
@@ -103,6 +105,10 @@ def _described(w: NativeLinear | NativeExperts) -> dict[str, Any]:
 def _linear(name: str, described: Mapping[str, Any], data: Mapping[str, Tensor], arena: Arena) -> Linear:
     num_experts: int | None = described["num_experts"]
     parts = [(kind, rows, inner, data[f"{name}:{i}"]) for i, (kind, rows, inner) in enumerate(described["parts"])]
+    for kind, rows, inner, own in parts:
+        least = load().ss_packed_bytes(kind, rows, inner) if kind != S8 else 8
+        if own.numel() < least * (num_experts or 1):
+            raise ValueError(f"{name} has {own.numel()} bytes, and {least * (num_experts or 1)} are needed")
     weight = torch.empty(described["rows"], parts[0][2], dtype=getattr(torch, described["dtype"]), device="meta")
     if num_experts is None:
         plain = tuple(Packed(*part, arena.engine) for part in parts)

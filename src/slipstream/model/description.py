@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,11 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.held import held_formats
+from slipstream.model.held import held_formats, rounds
 from slipstream.model.parameters import Shape, parameters
 from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.model.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
-from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, WeightFormat
+from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
 from slipstream.model.spec import ModelSpec
 
 
@@ -89,12 +90,24 @@ class ModelDescription:
                 raise CheckpointError(f"{COLUMNS_NAME}: {name} has no column {max(columns)}", field=name)
         return {target: columns for target, columns in found.items() if columns}
 
-    def bytes_on_cpu(self, dtype_bytes: int) -> int | None:
-        """What a GGUF file's weights take where its blocks are used as they are; None for other checkpoints."""
-        if not self.stored:
+    def bytes_on_cpu(self, dtype_bytes: int, scheme: Scheme | None = None) -> int | None:
+        """What a GGUF file's weights take where its blocks are used as they are, but for those that `scheme` rounds; None for
+        other checkpoints."""
+        if self.gguf is None or self.family.gguf is None:
             return None
-        held = CPU_BLOCK_BYTES
-        return sum(t.num_values * held[t.name] // 256 if t.name in held else t.num_values * dtype_bytes for t in self.stored)
+        names, held, total = self.family.gguf.names(self.spec), CPU_BLOCK_BYTES, 0
+        for name, tensor in self.gguf.tensors.items():
+            *outer, inner = tensor.shape
+            num_values, target = math.prod(tensor.shape), names[name].target if name in names else ""
+            if scheme is not None and rounds(scheme, target):
+                total += scheme.weight_bytes(math.prod(outer), inner, on_cpu=True)
+            elif tensor.type in held and not (scheme is not None and scheme.head and target == "embed.weight"):
+                total += num_values * held[tensor.type] // 256
+            else:
+                total += num_values * dtype_bytes
+        if scheme is not None and scheme.head and self.spec.tied_embeddings:  # made of the table, and held beside it
+            total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=True)
+        return total
 
 
 def read_spec(path: Path) -> ModelDescription:

@@ -35,8 +35,8 @@ class BlockWeights:
         held = {target for target in shapes if is_product(target) or target == "embed.weight"}
         if scheme is not None:
             held = {target for target in held if not rounds(scheme, target)}
-            if scheme.head:
-                held.discard("embed.weight")  # of which the head may be made
+            if scheme.head and "head.weight" not in shapes:
+                held.discard("embed.weight")  # of which the head is made
         found: dict[str, list[BlockRows]] = {}
         self._names: dict[str, str] = {}
         for name, place in names.items():

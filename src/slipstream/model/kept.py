@@ -1,7 +1,8 @@
 """What a load rounded, kept in a file, so that the next start of the same checkpoint reads it instead of rounding again.
 
-A file is known by all that its bytes follow from: the checkpoint's files (path, size, time of change), the scheme, the model's
-type, the op set's layout and Slipstream's version. A checkpoint and scheme have one file; another replaces it.
+A file is known by all that its bytes follow from: the checkpoint's files (path, size, times of change), what they are said to
+hold, the scheme, the model's type, the op set's layout and Slipstream's version. A checkpoint, scheme, type and op set have one
+file; another replaces it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from slipstream import __version__
 from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
+from slipstream.model.compressed import PASSED_OVER
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.parameters import Placement
@@ -29,11 +33,19 @@ from slipstream.model.weights import safetensors_files
 _logger = logging.getLogger(__name__)
 
 
-class KeptWeights:
-    """Products as an earlier start made them, in place of the checkpoint's tensors; `rest` are held as they are."""
+FORM = 1
+"""Another number for another way of rounding, or other names of products, within a version."""
 
-    def __init__(self, linears: dict[str, Linear], rest: BlockWeights | None) -> None:
-        self._own, self._rest = linears, rest
+UNFINISHED_S = 3600.0
+"""After so long a file that was begun is taken to be nobody's."""
+
+
+class KeptWeights:
+    """Products as an earlier start made them, in place of the checkpoint's tensors; `rest` are held as they are. `rounded`: the
+    checkpoint's are stored rounded, with scales and the like beside them."""
+
+    def __init__(self, linears: dict[str, Linear], rest: BlockWeights | None, *, rounded: bool) -> None:
+        self._own, self._rest, self._rounded = linears, rest, rounded
 
     def __contains__(self, target: str) -> bool:
         return target in self._own or (self._rest is not None and target in self._rest)
@@ -43,6 +55,8 @@ class KeptWeights:
         if self._rest is not None and self._rest.take(name, read, find):
             return True
         stem, _, part = name.rpartition(".")
+        if self._rounded and part in PASSED_OVER:
+            return True
         place = find(name)
         if place is None and part != "bias":  # codes, scales and shapes stand beside the weight's name
             place = find(f"{stem}.weight")
@@ -63,40 +77,55 @@ class KeptFile:
     ) -> None:
         path = description.path.resolve()
         files = [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
-        stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-        known = json.dumps([stamps, str(scheme), str(dtype), ops.layout, __version__])
+        stamps = [(str(f), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in ((f, f.stat()) for f in files)]
+        of = [str(path), str(scheme), str(dtype), ops.describe()]
+        stored = [str(description.quantization), str(description.split_columns())]
+        known = json.dumps([*of, stamps, stored, ops.layout, __version__, FORM])
         self._ops, self._folder = ops, folder
-        self._family = f"{path.stem}-{scheme.name if scheme else 'stored'}-{_digest(f'{path} {scheme}')[:8]}-"
+        self._family = f"{path.stem}-{scheme.name if scheme else 'stored'}-{_digest(json.dumps(of))[:8]}-"
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 
     def read(self) -> dict[str, Linear] | None:
-        """The products, without biases. None if there is no such file, or it is damaged: then it is removed."""
-        if not self.path.is_file():
-            return None
+        """The products, without biases. None if there is no such file, or it can't be read; what is not whole is removed."""
         try:
-            return self._ops.read_products(self.path)
-        except CheckpointError as error:
-            _logger.warning("%s; it is made anew", error)
-            self.path.unlink(missing_ok=True)
-            return None
+            try:
+                return self._ops.read_products(self.path) if self.path.is_file() else None
+            except CheckpointError as error:
+                _logger.warning("%s; it is made anew", error)
+                self.path.unlink(missing_ok=True)
+        except OSError as error:
+            _logger.warning("kept weights are not read, the checkpoint's are: %s", error)
+        return None
 
-    def write(self, products: Mapping[str, Linear], num_bytes: int) -> None:
-        """Keeps `products`, of `num_bytes` at most, if that takes no more than half of the disk's room; says so if not."""
+    def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
+        """Begins to write `products`, of `num_bytes` at most, and returns who does: the model can be used meanwhile. They are
+        kept only if that takes no more than half of the disk's room; what hinders is logged."""
+        if not products:
+            return None
+        writer = threading.Thread(target=self._write, args=(products, num_bytes), name="weights")
+        writer.start()  # no daemon: a short run ends when the file is whole
+        return writer
+
+    def _write(self, products: Mapping[str, Linear], num_bytes: int) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._clear(f".{self._family}", before=time.time() - UNFINISHED_S)
             free = shutil.disk_usage(self._folder).free
             if free < 2 * num_bytes:
                 raise OSError(f"{free:,} bytes are free, and {num_bytes:,} of them should not be more than half")
             written = self._ops.write_products(self.path, products)
+            if written:
+                _logger.info("rounded weights are kept for the next start: %s, %d MiB", self.path, written >> 20)
+                self._clear(self._family)
         except OSError as error:
             _logger.warning("rounded weights are not kept for the next start (weights_cache='off' asks for that): %s", error)
-            return
-        if not written:
-            return
-        _logger.info("the rounded weights are kept for the next start: %s, %d MiB", self.path, written >> 20)
-        for older in self._folder.glob(f"{self._family}*.safetensors"):
-            if older != self.path:
-                older.unlink(missing_ok=True)
+
+    def _clear(self, prefix: str, before: float | None = None) -> None:
+        """Remove the files so named, but the one at hand."""
+        for file in self._folder.iterdir():
+            ours = file.name.startswith(prefix) and file != self.path
+            if ours and (before is None or file.stat().st_mtime < before):
+                file.unlink(missing_ok=True)
 
 
 def _digest(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -33,13 +34,14 @@ LEFT_ALONE = "leave the weights as they are"
 class LoadedModel:
     """`weights_bytes` counts what the device holds: parameters as laid out for the ops, and position tables. `cache_scales`
     are the checkpoint's, for an 8-bit cache of the form that its description names. `forms` are the
-    products', the largest first."""
+    products', the largest first. `writer` is who writes the rounded products to a file for the next load, if they are kept."""
 
     description: ModelDescription
     decoder: Decoder
     weights_bytes: int
     forms: tuple[WeightForm, ...]
     cache_scales: CacheScales | None = None
+    writer: Thread | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -83,7 +85,7 @@ def load_model(
             if load_format == "dummy":
                 values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
             else:
-                repacks = scheme is not None if stored is None else _is_rounded(stored)
+                repacks = _is_rounded(stored) or (scheme is not None and (stored is None or not stored.rounds))
                 if weights_folder is not None and ops.layout is not None and repacks:
                     file = KeptFile(weights_folder, description, scheme, dtype, ops)
                     kept = file.read()
@@ -102,15 +104,16 @@ def load_model(
     if description.gguf is not None:
         description.gguf.let_go()
     num_bytes = _bytes(decoder)
+    writer = None
     if file is not None and kept is None:
         ours = {n: w for n, w in products.items() if (n in repacked if scheme is None else rounds(scheme, n))}
-        file.write(ours, num_bytes)
-    return LoadedModel(description, decoder, num_bytes, _forms(decoder), cache_scales)
+        writer = file.write(ours, num_bytes)
+    return LoadedModel(description, decoder, num_bytes, _forms(decoder), cache_scales, writer)
 
 
 def _is_rounded(stored: StoredQuantization | None) -> bool:
     """Whether a checkpoint holds products rounded in a way that may be packed as it is."""
-    return stored is not None and stored.method != "mxfp4" and (stored.scheme is not None or stored.formats is not None)
+    return stored is not None and stored.rounds and stored.method != "mxfp4"
 
 
 def _held_weights(
@@ -127,9 +130,9 @@ def _held_weights(
     if gguf is not None and description.gguf is not None:
         names = gguf.names(description.spec)
         blocks = BlockWeights(description.gguf, names, shapes, ops.block_types, dtype, scheme)
-        return blocks if kept is None else KeptWeights(kept, blocks)
+        return blocks if kept is None else KeptWeights(kept, blocks, rounded=False)
     if kept is not None:
-        return KeptWeights(kept, None)
+        return KeptWeights(kept, None, rounded=_is_rounded(stored))
     if stored is not None and stored.method == "mxfp4":
         return Mxfp4Weights(shapes, SCHEMES["mxfp4"], dtype=dtype, device=device)
     if stored is None or not _is_rounded(stored):

@@ -262,11 +262,13 @@ class ModelRunner:
         if greedy and batch.sample_index is None:
             begun = self.model.decoder.begin_greedy(batch.token_ids, self.kv, batch.meta)
             if begun is not None:
-                self._under_way = (*begun, batch.sampled)
-                if len(plan.scheduled) > RUN_AHEAD:
+                sampled, running = begun
+                self._under_way = (sampled, running, batch.sampled)
+                goes_on = len(plan.scheduled) <= RUN_AHEAD and self.config.device.num_threads > 1
+                if not goes_on:
                     self._take_tokens()
-                    return InFlightStep(plan, tuple([s.request_id for s in batch.sampled.sequences]), begun[0], None)
-                return InFlightStep(plan, tuple([s.request_id for s in batch.sampled.sequences]), *begun)
+                ids = tuple([s.request_id for s in batch.sampled.sequences])
+                return InFlightStep(plan, ids, sampled, running if goes_on else None)
         hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
         prompt = self._prompt_logprobs(plan, hidden)
         pooled = self._pool(plan, hidden, batch.meta)
@@ -295,6 +297,10 @@ class ModelRunner:
         self.rows.write(sampled.rows, sampled.positions, tokens)
         ids = tuple([s.request_id for s in sampled.sequences])
         return InFlightStep(plan, ids, self._to_host(tokens), self._event(), None, prompt or {}, pooled)
+
+    def is_long_in_launch(self, plan: Plan) -> bool:
+        """Whether `launch` computes more than a token of each sequence before it returns."""
+        return self.device.type == "cpu" and (isinstance(plan, TextsPlan) or plan.scheduled[-1].num_tokens > 1)
 
     def _take_tokens(self) -> None:
         """What the step under way on a CPU has sampled goes where the next step reads it."""
