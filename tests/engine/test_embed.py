@@ -108,7 +108,7 @@ def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(l
         return dataclasses.replace(step, done=done)
 
     monkeypatch.setattr(llm.core.runner, "launch", seen)
-    monkeypatch.setattr(llm.core, "depth", 2)
+    monkeypatch.setattr(llm.core.runner, "is_long_in_launch", lambda plan: False)
     assert [o.embedding for o in llm.embed(TEXTS * 2)] == [o.embedding for o in llm.embed(TEXTS * 2)]
     first = events[0][1]
     assert events[:5] == [("launch", first), ("launch", first + 1), ("wait", first), ("launch", first + 2), ("wait", first + 1)]
