@@ -18,6 +18,7 @@ from slipstream.hub import resolve_model
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.native import instruction_sets
+from slipstream.model import kept
 from slipstream.model.loader import load_model
 from slipstream.model.scheme import SCHEMES
 from tests import tiny_models
@@ -38,6 +39,11 @@ def load(path, folder, scheme="int8", ops=None, dtype=torch.float32):
 
 def logits(model):
     return run(model, list(range(3, 40)))
+
+
+@pytest.fixture(autouse=True)
+def even_tiny(monkeypatch):
+    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
 
 
 @pytest.fixture
@@ -201,10 +207,10 @@ def test_scales_that_nobody_uses_are_passed_over_again(tmp_path, rounded):
     name = "model.layers.0.self_attn.v_proj"
     compress(tmp_path / "m", "int8", ignore=["lm_head", name])
     stored = load_file(tmp_path / "m" / "model.safetensors")
-    kept = {n: t.clone() for n, t in stored.items() if not n.startswith(name)}
-    kept[f"{name}.weight"] = weights[f"{name}.weight"].clone()
-    kept["model.layers.1.self_attn.k_scale"] = torch.ones(1)
-    save_file(kept, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    left = {n: t.clone() for n, t in stored.items() if not n.startswith(name)}
+    left[f"{name}.weight"] = weights[f"{name}.weight"].clone()
+    left["model.layers.1.self_attn.k_scale"] = torch.ones(1)
+    save_file(left, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     first, second = (load(tmp_path / "m", tmp_path / "kept", None) for _ in range(2))
     assert torch.equal(logits(first), logits(second))
     assert second.forms == first.forms
@@ -214,6 +220,14 @@ def test_nothing_is_kept_where_nothing_is_gained(tmp_path):
     tiny_models.build(tmp_path / "m", **SIZES)
     load(tmp_path / "m", tmp_path / "kept", None)  # packed as fast as it is read
     load(tmp_path / "m", tmp_path / "kept", None, ops=CpuOps())  # without a layout
+    assert not (tmp_path / "kept").exists()
+
+
+def test_of_a_small_model_nothing_is_kept(tmp_path, monkeypatch):
+    tiny_models.build(tmp_path / "m", **SIZES)
+    monkeypatch.undo()
+    assert kept.LEAST_BYTES > 0
+    load(tmp_path / "m", tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 

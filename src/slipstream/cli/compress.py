@@ -200,7 +200,7 @@ def _measure(
     with progress_bar("report") as bar:
         return measure(
             original,
-            dataclasses.replace(original, model=str(folder)),
+            dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
             name=str(out),
             text=TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows),
             speed=args.speed,

@@ -36,6 +36,9 @@ _logger = logging.getLogger(__name__)
 FORM = 1
 """Another number for another way of rounding, or other names of products, within a version."""
 
+LEAST_BYTES = 16 * 2**20
+"""Of a smaller model nothing is kept: its start gains nothing that one would notice."""
+
 UNFINISHED_S = 3600.0
 """After so long a file that was begun is taken to be nobody's."""
 
@@ -100,7 +103,7 @@ class KeptFile:
     def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
         """Begins to write `products`, of `num_bytes` at most, and returns who does: the model can be used meanwhile. They are
         kept only if that takes no more than half of the disk's room; what hinders is logged."""
-        if not products:
+        if not products or num_bytes < LEAST_BYTES:
             return None
         writer = threading.Thread(target=self._write, args=(products, num_bytes), name="weights")
         writer.start()  # no daemon: a short run ends when the file is whole
