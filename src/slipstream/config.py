@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
-CPU_SCHEMES = ("int8", "int8-head", "int4", "int4-g32")
-"""Schemes of products that the C++ kernels have."""
+CPU_PRODUCTS = frozenset(("int8", "int4"))
+"""What the C++ kernels multiply as it is rounded."""
+CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in CPU_PRODUCTS)
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
@@ -455,7 +456,7 @@ def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], fr
     if device.is_cuda or kernels == "reference":
         every = frozenset(("fp8", "fp8-block", "int8", "int4"))
         return every | {"int8-split"}, every
-    held = frozenset(() if kernels == "torch" else ("int8", "int4"))
+    held = frozenset[str]() if kernels == "torch" else CPU_PRODUCTS
     return held, held
 
 

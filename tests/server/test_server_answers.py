@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 
-from slipstream.engine.processor import InputProcessor, OutputProcessor
+from slipstream.engine.output import OutputProcessor
+from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.types import EngineOutput, FinishReason, TokenLogprobs
 from tests.data.make_tokens import write_gguf

@@ -67,7 +67,7 @@ def stream_answer(
 
     An exception of `write`, or an interrupt, cancels the request.
     """
-    from slipstream.engine.processor import merge
+    from slipstream.engine.output import merge
 
     text = prompt if isinstance(prompt, str) else apply_template(llm, prompt)
     whole: RequestOutput | None = None

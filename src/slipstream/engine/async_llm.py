@@ -46,16 +46,14 @@ from slipstream.engine.core_process import (
     ToChild,
     ToParent,
 )
+from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
     InputProcessor,
-    OutputProcessor,
     PreparedRequest,
     PreparedTexts,
     load_tokenizer,
     log_canary,
-    merge,
-    raise_on_error,
 )
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError

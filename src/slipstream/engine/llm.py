@@ -17,16 +17,14 @@ from typing import Any, Self
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.engine_core import EngineCore, check_alive
+from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer, as_embeddings, check_dimensions, rank, refuse_classifier, rerank_texts
 from slipstream.engine.processor import (
     InputProcessor,
-    OutputProcessor,
     PreparedRequest,
     default_sampling,
     load_tokenizer,
     log_canary,
-    merge,
-    raise_on_error,
 )
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError

@@ -1,8 +1,7 @@
-"""From what a user asks to what the engine runs, and from its tokens back to text.
+"""From what a user asks to what the engine runs.
 
-`InputProcessor` turns a prompt and its SamplingParams into engine requests and rejects what could not work, before
-anything is queued. `OutputProcessor` turns engine outputs into `RequestOutput` deltas: text, stop strings, finish reasons,
-log-probabilities. `merge` puts deltas together, so that the complete answer *is* the stream, collected. No torch.
+`InputProcessor` turns a prompt and its SamplingParams into engine requests, and a call's texts into one, and rejects what could
+not work, before anything is queued. The way back is `output.py`. No torch.
 """
 
 from __future__ import annotations
@@ -14,34 +13,25 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from slipstream.config import EngineArgs, EngineConfig
-from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.gguf_tokenizer import from_gguf
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import ContextLengthError, EngineError, RequestError, UnsupportedModelError
+from slipstream.errors import ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription
 from slipstream.model.pooling import PoolingSpec
 from slipstream.model.spec import ModelSpec
 from slipstream.types import (
     CanaryResult,
-    CompletionOutput,
-    EngineOutput,
     EngineRequest,
-    FinishReason,
-    Logprob,
-    PositionLogprobs,
     Prompt,
-    RequestOutput,
-    RequestTimes,
     SamplingParams,
     TextsRequest,
-    TokenLogprobs,
 )
 
 _logger = logging.getLogger("slipstream.engine")
@@ -345,225 +335,6 @@ class InputProcessor:
                 raise RequestError(
                     f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})", field=name
                 )
-
-
-# --- Output ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Choice:
-    index: int
-    detokenizer: IncrementalDetokenizer | None
-    can_wait: bool  # no stop string or log-probability is asked for
-    waiting: list[int] = field(default_factory=list)  # tokens not yet processed
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _State:
-    request: PreparedRequest
-    choices: dict[str, _Choice]
-    prompt_token_ids: list[int]  # one list, shared by all deltas
-    first_token: float | None = None
-    last_token: float | None = None
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
-    sent_prompt_logprobs: bool = False
-
-
-class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-        self._states: dict[str, _State] = {}
-        self._owner: dict[str, str] = {}  # engine request id -> user's request id
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def add(self, request: PreparedRequest) -> None:
-        if request.request_id in self._states:
-            raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
-        can_wait = not request.sampling.stop and request.sampling.logprobs is None
-        choices = {
-            r.request_id: _Choice(i, self._detokenizer(r), can_wait) for i, r in enumerate(request.engine_requests)
-        }
-        self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids))
-        self._owner.update(dict.fromkeys(choices, request.request_id))
-
-    def unfinished(self, request_id: str) -> list[str]:
-        """A request's engine requests that still run; none if it is unknown."""
-        state = self._states.get(request_id)
-        return [] if state is None else [key for key, choice in state.choices.items() if not choice.done]
-
-    def discard(self, request_id: str) -> list[str]:
-        """Forget a request; the engine requests that must be aborted."""
-        unfinished = self.unfinished(request_id)
-        state = self._states.pop(request_id, None)
-        if state is not None:
-            for key in state.choices:
-                del self._owner[key]
-        return unfinished
-
-    def owner(self, key: str) -> str | None:
-        """The request that an engine request belongs to, unless it is forgotten."""
-        return self._owner.get(key)
-
-    def process(
-        self, outputs: Sequence[EngineOutput], *, until_done: bool = False
-    ) -> tuple[list[RequestOutput], list[str]]:
-        """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
-
-        `until_done`: nobody looks at an answer before it is complete, so that its tokens are kept together (after the first,
-        whose time counts) as long as no stop string can end it.
-        """
-        now = time.monotonic()
-        news: dict[str, RequestOutput] = {}
-        aborts: list[str] = []
-        for output in outputs:
-            owner = self._owner.get(output.request_id)
-            if owner is None:
-                continue  # aborted since
-            state = self._states[owner]
-            choice = state.choices[output.request_id]
-            if choice.done:
-                continue  # a stop string ended it; these tokens came after
-            if until_done and choice.can_wait and output.finish_reason is None and state.first_token is not None:
-                choice.waiting += output.token_ids
-                continue
-            if choice.waiting:
-                output = dataclasses.replace(output, token_ids=(*choice.waiting, *output.token_ids))
-                choice.waiting = []
-            completion = self._complete(state, choice, output)
-            if completion.finish_reason is not None:
-                choice.done = True
-                if output.finish_reason is None:
-                    aborts.append(output.request_id)
-            if output.token_ids:
-                state.first_token = state.first_token or now
-                state.last_token = now
-            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-            if output.prompt_logprobs:
-                found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
-                state.prompt_logprobs[output.prompt_logprobs_start :] = found
-            delta = news.get(owner)
-            if delta is None:
-                delta = news[owner] = self._delta(state)
-            delta.outputs.append(completion)
-            delta.finished = all(c.done for c in state.choices.values())
-            delta.times = RequestTimes(state.request.engine_requests[0].arrival, state.first_token, state.last_token)
-            if delta.finished:
-                self.discard(owner)
-        return list(news.values()), aborts
-
-    def fail_all(self) -> list[str]:
-        """Forget every request (the engine died); their ids."""
-        ids = list(self._states)
-        self._states.clear()
-        self._owner.clear()
-        return ids
-
-    def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
-        sampling = request.sampling
-        if self.tokenizer is None:
-            return None
-        return IncrementalDetokenizer(
-            self.tokenizer,
-            prompt_token_ids=request.prompt_token_ids,
-            skip_special_tokens=sampling.skip_special_tokens,
-            stop=sampling.stop,
-            include_stop=sampling.include_stop_str_in_output,
-            min_tokens=sampling.min_tokens,
-        )
-
-    def _complete(self, state: _State, choice: _Choice, output: EngineOutput) -> CompletionOutput:
-        """The text and tokens that `output` adds to a choice, cut at a stop string."""
-        tokens = list(output.token_ids)
-        logprobs = output.logprobs
-        reason: FinishReason | None = output.finish_reason
-        stop_reason: str | int | None = output.stop_token_id
-        text = ""
-        detokenizer = choice.detokenizer
-        if detokenizer is not None:
-            # A token that ends the answer is no part of its text, unless asked for.
-            hide_last = output.stop_token_id is not None and not state.request.sampling.include_stop_str_in_output
-            before = detokenizer.num_tokens
-            text = detokenizer.push(tokens[:-1] if hide_last else tokens)
-            if detokenizer.stop_reason is None and reason is not None:
-                text += detokenizer.finish()
-            if detokenizer.stop_reason is not None:
-                used = detokenizer.num_tokens_used - before
-                tokens, logprobs = tokens[:used], logprobs[:used]
-                reason, stop_reason = FinishReason.STOP, detokenizer.stop_reason
-        if output.error is not None:
-            stop_reason = output.error
-        return CompletionOutput(
-            index=choice.index,
-            text=text,
-            token_ids=tokens,
-            logprobs=[self._decode_logprobs(p) for p in logprobs]
-            if state.request.sampling.logprobs is not None
-            else None,
-            finish_reason=None if reason is None else str(reason),
-            stop_reason=stop_reason,
-        )
-
-    def _delta(self, state: _State) -> RequestOutput:
-        request = state.request
-        delta = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=state.prompt_token_ids,
-            outputs=[],
-            finished=False,
-            num_cached_tokens=state.num_cached_tokens,
-        )
-        # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
-        if request.sampling.prompt_logprobs is not None and not state.sent_prompt_logprobs and state.first_token:
-            delta.prompt_logprobs = [None, *state.prompt_logprobs]
-            state.sent_prompt_logprobs = True
-        return delta
-
-    def _decode_logprobs(self, position: TokenLogprobs) -> PositionLogprobs:
-        chosen = self._logprob(position.token_id, position.logprob, position.rank)
-        top = tuple(self._logprob(t, value, rank) for rank, (t, value) in enumerate(position.top, 1))
-        return PositionLogprobs(chosen, top)
-
-    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
-        if self.tokenizer is None:
-            return Logprob(token_id, "", value, rank)
-        data = self.tokenizer.token_bytes(token_id)
-        return Logprob(token_id, data.decode("utf-8", "replace"), value, rank, data)
-
-
-def raise_on_error(output: RequestOutput) -> RequestOutput:
-    """EngineError if the engine failed while it worked on a choice; its message is the choice's stop_reason."""
-    for choice in output.outputs:
-        if choice.finish_reason == FinishReason.ERROR:
-            raise EngineError(str(choice.stop_reason))
-    return output
-
-
-def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
-    """`whole` with what `delta` adds, in place; the first delta starts a new whole. Choices are in order of index."""
-    if whole is None:
-        whole = dataclasses.replace(delta, outputs=[])
-    by_index = {c.index: c for c in whole.outputs}
-    for new in delta.outputs:
-        known = by_index.get(new.index)
-        if known is None:
-            logprobs = None if new.logprobs is None else list(new.logprobs)
-            by_index[new.index] = dataclasses.replace(new, token_ids=list(new.token_ids), logprobs=logprobs)
-            continue
-        known.text += new.text
-        known.token_ids += new.token_ids
-        if new.logprobs is not None and known.logprobs is not None:
-            known.logprobs += new.logprobs
-        known.finish_reason, known.stop_reason = new.finish_reason, new.stop_reason
-    whole.outputs = [by_index[i] for i in sorted(by_index)]
-    whole.finished, whole.times = delta.finished, delta.times
-    whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
-    whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
-    return whole
 
 
 def _kind(text: object) -> type:

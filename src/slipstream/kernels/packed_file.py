@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +44,7 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")  # nobody else's
     try:
         with unfinished.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)

@@ -11,7 +11,7 @@ fused with the norm that follows it: `pending` is what was computed but not yet 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -548,26 +548,34 @@ def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
 def _linear(
     name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
 ) -> Linear:
-    bias, dense = parameters.pop(f"{name}.bias", None), parameters.pop(f"{name}.weight", None)
-    held = products.get(f"{name}.weight")
-    if held is not None:
-        made = ops.adopt_linear(dataclasses.replace(held, bias=bias))
-    else:
-        assert dense is not None, name
-        made = ops.prepare_linear(dense, bias, scheme)
-    products[f"{name}.weight"] = made
-    return made
+    return _product(name, parameters, products, ops.adopt_linear, lambda w, bias: ops.prepare_linear(w, bias, scheme))
 
 
 def _experts(
     name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear], num_experts: int
 ) -> Linear:
-    bias, dense = parameters.pop(f"{name}.bias", None), parameters.pop(f"{name}.weight", None)
-    held = products.get(f"{name}.weight")
+    return _product(
+        name,
+        parameters,
+        products,
+        lambda w: ops.adopt_experts(w, num_experts=num_experts),
+        lambda w, bias: ops.prepare_experts(w, scheme, bias, num_experts=num_experts),
+    )
+
+
+def _product(
+    name: str,
+    parameters: dict[str, Tensor],
+    products: dict[str, Linear],
+    adopt: Callable[[Linear], Linear],
+    prepare: Callable[[Tensor, Tensor | None], Linear],
+) -> Linear:
+    """Of the weight that is held already, or of the dense one; either way it is in `products` then."""
+    key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
+    dense, held = parameters.pop(key, None), products.get(key)  # of a table that the head shares both are there
     if held is not None:
-        made = ops.adopt_experts(dataclasses.replace(held, bias=bias), num_experts=num_experts)
+        products[key] = adopt(dataclasses.replace(held, bias=bias))
     else:
-        assert dense is not None, name
-        made = ops.prepare_experts(dense, scheme, bias, num_experts=num_experts)
-    products[f"{name}.weight"] = made
-    return made
+        assert dense is not None, key
+        products[key] = prepare(dense, bias)
+    return products[key]

@@ -213,7 +213,7 @@ def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet) -> None:
                 )
 
 
-def _held(decoder: Decoder) -> Iterator[object]:
+def _contents(decoder: Decoder) -> Iterator[object]:
     """Everything that the decoder's parts hold, inside out or not, with repetitions."""
     waiting: list[object] = [*vars(decoder).values()]
     while waiting:
@@ -229,12 +229,12 @@ def _held(decoder: Decoder) -> Iterator[object]:
 
 def _bytes(decoder: Decoder) -> int:
     """Bytes of all distinct tensors that the decoder holds, but a packed weight's stand-in."""
-    tensors = (v for v in _held(decoder) if isinstance(v, torch.Tensor) and v.device.type != "meta")
+    tensors = (v for v in _contents(decoder) if isinstance(v, torch.Tensor) and v.device.type != "meta")
     return sum({id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def _forms(decoder: Decoder) -> tuple[WeightForm, ...]:
-    linears = {id(v): v for v in _held(decoder) if isinstance(v, Linear)}
+    linears = {id(v): v for v in _contents(decoder) if isinstance(v, Linear)}
     found: dict[str, list[int]] = {}
     for w in linears.values():
         for name, num_bytes in decoder.ops.forms_of(w):
