@@ -115,7 +115,8 @@ class Bench:
             self.note(f"ttft_{length}_ms", sorted(self.single(length, 1)[0] for _ in range(7))[3])
 
     def load(self, name: str, repeat: int) -> None:
-        """`name` is IN/OUTxREQUESTS or sharegptxREQUESTS."""
+        """`name` is IN/OUTxREQUESTS or sharegptxREQUESTS, and *TIMES behind it if that is not `repeat`."""
+        name, _, times = name.partition("*")
         kind, _, count = name.partition("x")
         if kind == "sharegpt":
             rows = json.loads((HERE / "data" / "sharegpt-lengths.json").read_text())["lengths"][: int(count)]
@@ -123,7 +124,7 @@ class Bench:
         else:
             n_in, n_out = map(int, kind.split("/"))
             lengths = [(n_in, n_out)] * int(count)
-        seconds = [self.run(lengths) for _ in range(repeat)]
+        seconds = [self.run(lengths) for _ in range(int(times or repeat))]
         tokens = sum(b for _, b in lengths)
         self.note(name, {"output_tokens_per_s": [tokens / s for s in seconds], "seconds": seconds})
 
