@@ -89,6 +89,7 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks)
         self.policy = make_policy(config)
         self._clock = clock
+        self._root_key = root_key(config.cache_salt, "")  # of requests without a salt; others' are not kept
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[tuple[int, float, int], Request]] = []  # a heap; finished ones are dropped lazily
         self._running: list[Request] = []  # in order
@@ -133,7 +134,8 @@ class Scheduler:
             )
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
-        request = Request(spec, order, root_key(config.cache_salt, spec.cache_salt))
+        root = root_key(config.cache_salt, spec.cache_salt) if spec.cache_salt else self._root_key
+        request = Request(spec, order, root)
         self._requests[spec.request_id] = request
         if spec.deadline is not None:
             heapq.heappush(self._deadlines, (spec.deadline, self._counter, request))
