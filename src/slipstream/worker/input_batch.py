@@ -234,8 +234,7 @@ def _look_up_after_upload(
     max_seq_len: int,
     max_encoder_len: int,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
-    packed = upload(np.concatenate(arrays, dtype=np.int32, casting="same_kind"), table.device)
-    token_rows, positions, starts, seq_lens, rows, *more = packed.split([len(a) for a in arrays])
+    token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
     token_ids, meta = look_up(
         table,
         token_rows=token_rows,
@@ -374,9 +373,9 @@ def _whole_texts(
     return token_ids, meta
 
 
-def _upload_together(parts: Sequence[IntArray], device: torch.device) -> list[Tensor]:
-    """Host arrays [n] on the device by one copy. Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for
-    pointers that don't."""
+def _upload_together(parts: Sequence[IntArray | LongArray], device: torch.device) -> list[Tensor]:
+    """Host arrays [n] on the device by one copy, as int32. Each begins at a multiple of 16 bytes: Triton compiles a kernel anew
+    for pointers that don't."""
     begins = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()
     packed = np.zeros(begins[-1], np.int32)
     for begin, part in zip(begins, parts, strict=False):
