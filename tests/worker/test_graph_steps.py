@@ -5,12 +5,27 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.worker.graphs import StepGraphs, short_ladder
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.worker.graphs import StepGraphs, graph_rows, short_inputs, short_ladder, short_sizes
+from slipstream.worker.input_batch import RowTable, _look_up_after_upload, _look_up_on_host, _upload_together
+from slipstream.worker.model_runner import GRAPH_BYTES
 from tests import tiny_models
+
+SETTINGS = dict(
+    skip_tokenizer_init=True,
+    kernels="reference",
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    max_model_len=192,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+)
 
 
 class Replayed(StepGraphs):
@@ -32,9 +47,8 @@ class Replayed(StepGraphs):
 def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings):
     """Tokens and log-probabilities of prompts given twice, so that the second time a prefix is there; and the graphs."""
     given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in num_tokens]
-    settings = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, num_threads=1) | settings
     found = []
-    with LLM(path, skip_tokenizer_init=True, kernels="reference", dtype="float32", device="cpu", **settings) as llm:
+    with LLM(path, **SETTINGS | settings) as llm:
         runner = llm.core.runner
         if replayed:
             runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
@@ -69,3 +83,82 @@ def test_what_has_no_short_step(tmp_path):
     assert "short" not in {kind for kind, _ in graphs.used}  # hidden states of the whole prompt are wanted
     assert short_ladder(512)[-1] == 512
     assert short_ladder(31) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_model_len": 151, "block_size": 32}, {"max_num_seqs": 80, "max_num_batched_tokens": 150}]
+)
+def test_whatever_the_rows_ask_for(tmp_path, settings):
+    """Seeds, penalties, biases and forks, in contexts that no block divides: what is read of a step is read before the next one
+    overwrites it. Experts count no padding."""
+    tiny_models.build(tmp_path, "mixtral")
+    rng = np.random.default_rng(0)
+    given = [{"prompt_token_ids": rng.integers(4, 250, n).tolist()} for n in (1, 2, 15, 16, 17, 31, 33, 60, 90, 3, 5, 30)]
+    sampling = [
+        SamplingParams(
+            temperature=(0, 0.8)[i % 2],
+            top_p=(1, 0.9)[i % 3 == 0],
+            seed=i,
+            n=1 + i % 2,
+            max_tokens=(1, 2, 9, 20)[i % 4],
+            ignore_eos=True,
+            repetition_penalty=(1.0, 1.2)[i % 5 == 0],
+            logit_bias={5: 1.0} if i % 3 == 1 else None,
+        )
+        for i in range(len(given))
+    ]
+    found = []
+    for replayed in (False, True):
+        with LLM(str(tmp_path), **SETTINGS | settings) as llm:
+            runner = llm.core.runner
+            if replayed:
+                runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+            texts = [[choice.token_ids for choice in output.outputs] for output in llm.generate(given, sampling)]
+            found.append((texts, runner.expert_load()))
+    assert found[0] == found[1]
+    assert {kind for kind, _ in runner.graphs.used} == {"decodes", "short"}
+
+
+def test_what_graphs_hold(tmp_path):
+    """Each graph's own logits are in the room that is kept for it, and short ones are only where there are some."""
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        runner = llm.core.runner
+        graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+        for size in graphs.sizes:
+            graphs._decode_graph(size)
+        for size in graphs.short_sizes:
+            graphs._capture("short", size, short_inputs(runner.rows, (), size), graphs._short)
+        logits = [captured.logits for captured in graphs._captured.values()]
+        assert sum(len(t) for t in logits) == graph_rows(graphs.sizes, graphs.short_sizes)
+        room = runner.graph_reserve_bytes() - len(logits) * GRAPH_BYTES
+        assert sum(t.numel() * t.element_size() for t in logits) < room
+        assert short_sizes(runner.config, encoded=True) == []
+
+
+def test_uploads_begin_where_kernels_expect_them():
+    """At multiples of 16 bytes, whatever the lengths: Triton compiles a kernel anew for other pointers."""
+    arrays = [np.arange(n, dtype=np.int64) + n for n in (7, 7, 4, 3, 3, 1, 1, 5)]
+    parts = _upload_together(arrays, torch.device("cpu"))
+    assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]
+    assert {(part.data_ptr() - parts[0].data_ptr()) % 16 for part in parts} == {0}
+    assert {part.dtype for part in parts} == {torch.int32}
+
+
+def test_a_step_is_the_same_looked_up_on_either_side():
+    table = RowTable(4, 50, 16, ReferenceOps(), torch.device("cpu"), 0)
+    table.tokens.random_(0, 99)
+    table.block_table.random_(1, 9)
+    # a decode of row 2 at position 30, tokens 3 … 7 of row 0; both sample
+    arrays = [[2, 0, 0, 0, 0], [30, 3, 4, 5, 6], [0, 1, 5], [31, 7], [2, 0], [2, 0], [31, 7], [0, 4]]
+    given = table, [np.array(a, np.int64) for a in arrays]
+    sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, max_encoder_len=0)
+    (ids, meta, more), (ids_too, meta_too, more_too) = (
+        look(*given, **sizes) for look in (_look_up_on_host, _look_up_after_upload)
+    )
+    assert torch.equal(ids, ids_too)
+    for name in ("query_start_loc", "seq_lens", "block_table", "positions", "slot_mapping"):
+        assert torch.equal(getattr(meta, name), getattr(meta_too, name)), name
+    for ours, theirs in zip(more, more_too, strict=True):
+        assert ours.tolist() == theirs.tolist()
+    assert more_too[2].dtype == torch.int64  # an index of hidden states

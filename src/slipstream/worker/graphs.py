@@ -50,11 +50,16 @@ def short_ladder(longest: int) -> list[int]:
     return [n for n in (32, 64, 128, 192, 256, 320, 384, 448, 512) if n <= longest]
 
 
+def graph_rows(decodes: list[int], short: list[int]) -> int:
+    """Rows of logits that graphs of these sizes hold in all: a graph's stay where they are, though none is read again."""
+    return sum(decodes) + SHORT_SEQS * len(short)
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # int32, as `_decodes` or `_short` read it
-    logits: Tensor  # [n, V]
+    logits: Tensor  # [n, V], of the graph's own: `graph_rows` counts them
 
 
 class StepGraphs:
@@ -64,7 +69,7 @@ class StepGraphs:
         self.rows = rows
         self.max_model_len = config.model.max_model_len
         self.sizes = ladder(config.scheduling.max_num_seqs)
-        self.short_sizes = [] if rows.encoder_table is not None else short_ladder(longest_short_step(config))
+        self.short_sizes = short_sizes(config, encoded=rows.encoder_table is not None)
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
         self._captured: dict[tuple[str, int], _Captured] = {}
         self._pool: Any = None  # of the first graph; the others share it
@@ -175,9 +180,10 @@ class StepGraphs:
         return captured
 
 
-def longest_short_step(config: EngineConfig) -> int:
-    """Tokens that a short step may have: the padding, a sequence like others, may have to hold them all."""
-    return min(config.scheduling.max_num_batched_tokens, config.model.max_model_len)
+def short_sizes(config: EngineConfig, *, encoded: bool) -> list[int]:
+    """Tokens of the short steps that an engine may capture. The padding, a sequence like others, may have to hold them all.
+    `encoded`: behind an encoder there are none."""
+    return [] if encoded else short_ladder(min(config.scheduling.max_num_batched_tokens, config.model.max_model_len))
 
 
 def is_short(table: RowTable, scheduled: Sequence[ScheduledSequence]) -> bool:

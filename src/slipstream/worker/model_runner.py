@@ -34,7 +34,7 @@ from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
-from slipstream.worker.graphs import StepGraphs, ladder, longest_short_step, short_ladder
+from slipstream.worker.graphs import StepGraphs, graph_rows, ladder, short_sizes
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
@@ -46,9 +46,9 @@ from slipstream.worker.sampler import (
 
 _logger = logging.getLogger("slipstream.engine")
 
-GRAPH_BYTES = 80 * 2**20
-"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces (measured: 75 MiB on an
-H200 for 32 layers)."""
+GRAPH_BYTES = 40 * 2**20
+"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces: 17 to 34 MiB on an H200
+for 28 and 32 layers is what the records' ledgers (gpu_8b_*.json, gpu_gptj_*.json) leave beside logits and activations."""
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -230,13 +230,14 @@ class ModelRunner:
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self) -> int:
-        """Room kept for graphs: the largest one's logits and activations, and what the driver takes for the launches."""
-        spec = self.model.spec
+        """Room kept for graphs: the logits of each, the largest one's activations, and what the driver takes for the launches.
+        The largest is run once beside its graph, before it is captured."""
+        spec, size = self.model.spec, self.dtype.itemsize
+        decodes, short = ladder(self.config.scheduling.max_num_seqs), short_sizes(self.config, encoded=spec.encoder is not None)
+        logits = (graph_rows(decodes, short) + decodes[-1]) * spec.vocab_size
         widest = max(layer.mlp.width for layer in spec.layers)
-        per_row = 2 * spec.vocab_size + 2 * (widest + 8 * spec.hidden_size)
-        decodes = ladder(self.config.scheduling.max_num_seqs)
-        short = short_ladder(longest_short_step(self.config))
-        return max(decodes[-1:] + short[-1:]) * per_row + (len(decodes) + len(short)) * GRAPH_BYTES
+        activations = 2 * max(decodes[-1:] + short[-1:]) * (widest + 8 * spec.hidden_size)
+        return (logits + activations) * size + (len(decodes) + len(short)) * GRAPH_BYTES
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
