@@ -75,6 +75,10 @@ class ConfigReader:
         """Whether the key is there at all, be it null."""
         return key in self._config
 
+    def assume(self, **values: Any) -> None:
+        """What transformers' class of the config has where this one is silent: some on hubs say only what differs from it."""
+        self._config = {**self._config, **{key: value for key, value in values.items() if key not in self}}
+
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`, of type `kind`; a missing one is `default`, or an error without."""
         self._read.add(key)

@@ -40,7 +40,7 @@ def _read(c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm:
     bias, mlp = c.take("attention_bias", bool, False), gated(c)
     window, kinds = None, [""] * c.size("num_hidden_layers")
     if windows:
-        window, pattern = c.size("sliding_window", 4096), c.take("sliding_window_pattern", int, PATTERN)
+        window, pattern = c.size("sliding_window", 4096), c.size("sliding_window_pattern", PATTERN)
         kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
 
     def layer(i: int) -> LayerSpec:

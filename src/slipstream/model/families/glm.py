@@ -23,6 +23,7 @@ def read_glm4(c: ConfigReader) -> ModelSpec:
 
 
 def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
+    c.assume(head_dim=128, num_key_value_heads=2)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1.5625e-7))

@@ -18,6 +18,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def read_mistral(c: ConfigReader) -> ModelSpec:
+    if not c.says("sliding_window"):
+        c.assume(sliding_window=4096)
     return _read(c, "mistral", windows=True)
 
 
@@ -32,7 +34,7 @@ def read_smollm3(c: ConfigReader) -> ModelSpec:
     c.require("use_sliding_window", False)
     if len(turned) != count or not set(turned) <= {0, 1}:
         raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
-    return _read(c, "smollm3", windows=False, turned=turned, tied=True)
+    return _read(c, "smollm3", windows=False, turned=turned, tied=True, theta=2e6)
 
 
 def read_mixtral(c: ConfigReader) -> ModelSpec:
@@ -44,7 +46,7 @@ def read_mixtral(c: ConfigReader) -> ModelSpec:
         normalize=True,
     )
     c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-    return _read(c, "mixtral", windows=True, mlp=moe)
+    return _read(c, "mixtral", windows=True, mlp=moe, eps=1e-5, theta=1e6)
 
 
 def _read(
@@ -55,12 +57,15 @@ def _read(
     mlp: MLPSpec | None = None,
     turned: list[int] | None = None,
     tied: bool = False,
+    eps: float = 1e-6,
+    theta: float = 1e4,
 ) -> ModelSpec:
-    """`turned`: 1 for the layers with positions, all of them without it."""
+    """`turned`: 1 for the layers with positions, all of them without it. `tied`, `eps` and `theta` hold where a
+    config is silent."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 2048)
-    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6))
-    position = rope(c, h.head_dim, max_position=max_position)
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
+    position = rope(c, h.head_dim, theta=theta, max_position=max_position)
     bias = c.take("attention_bias", bool, False)
     mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
     window = c.maybe("sliding_window", int) if windows else None

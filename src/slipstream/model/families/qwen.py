@@ -19,6 +19,7 @@ def read_qwen2(c: ConfigReader) -> ModelSpec:
 
 
 def read_qwen3(c: ConfigReader) -> ModelSpec:
+    c.assume(head_dim=128)
     bias = c.take("attention_bias", bool, False)
     return _read(c, "qwen3", qkv_bias=bias, out_bias=bias, qk_norm=True)
 
