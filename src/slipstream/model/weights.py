@@ -68,7 +68,8 @@ def load_parameters(
     values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
-        ignored: tuple[str, ...] = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD)
+        assert description.family.gguf is not None
+        ignored = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         if description.quantization is not None and description.quantization.sparse:

@@ -35,11 +35,12 @@ NO_EFFECT = frozenset((
 GGUF_NO_EFFECT = frozenset((
     "rope.scaling.finetuned", "rope.scaling.original_context_length",  # without a scaling, which is refused
     "vocab_size",  # the embedding has as many rows
+    "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
 ))  # fmt: skip
 """The same for a GGUF file's keys, less the architecture that stands before each."""
 
 
-GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight")
+GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight")
 """Tensors of a GGUF file whose shapes are read with its metadata, since that does not say what they tell."""
 
 
@@ -140,12 +141,13 @@ class GGUFFamily:
     """How llama.cpp writes the family: its name there, the config keys that its metadata gives, and the table of names.
 
     `config` makes a Hugging Face config of the metadata (without the architecture before each key), of which no key may be
-    left over.
+    left over. `ignored` are regular expressions of tensors without meaning here.
     """
 
     architecture: str
     config: Callable[[ConfigReader], dict[str, Any]]
     names: Callable[[ModelSpec], Names]
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,11 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     return config
 
 
+def smollm3_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Every fourth layer has no positions, which the file does not say."""
+    return {**llama_gguf_config(m), **factors_gguf_config(m)}
+
+
 names = table(LLAMA)
 MIXTRAL: dict[str, Theirs] = {
     **LLAMA,
@@ -98,6 +103,10 @@ MIXTRAL: dict[str, Theirs] = {
 }
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
+GGUFS = {  # llama.cpp writes Mistral as llama, without its window, and Mixtral
+    read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
+    read_smollm3: GGUFFamily(architecture="smollm3", config=smollm3_gguf_config, names=UNPERMUTED),
+}
 
 FAMILIES = tuple(
     Family(
@@ -106,8 +115,7 @@ FAMILIES = tuple(
         read=reader,
         names=table(MIXTRAL) if reader is read_mixtral else names,
         ignored=ROTARY_BUFFERS,
-        # llama.cpp writes Mistral as llama, without its window, and Mixtral.
-        gguf=GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED) if reader is read else None,
+        gguf=GGUFS.get(reader),
     )
     for model_type, architecture, reader in (
         ("llama", "LlamaForCausalLM", read),
