@@ -355,7 +355,7 @@ def apart(architecture, name, value, a):
 def as_llama_cpp(architecture, name, value, a):
     """A tensor as llama.cpp's converter changes it."""
     fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
-    if architecture in ("llama", "granite", "smollm3") and (".q_proj." in name or ".k_proj." in name):  # its order of rotary rows
+    if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
