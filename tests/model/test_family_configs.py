@@ -175,6 +175,23 @@ def test_a_config_that_says_only_what_differs(tmp_path):
     assert [layer.attention.window for layer in spec.layers] == [None if i % 6 == 5 else 1024 for i in range(34)]
 
 
+HUB = {  # keys as hubs have them, which change nothing at these values
+    "llama": {"do_sample": False, "max_length": 20, "pruned_heads": {}, "is_encoder_decoder": False, "top_k": 50},
+    "starcoder2": {"scale_attn_weights": True, "attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "cohere2": {"use_parallel_embedding": True, "use_embedding_sharing": True, "layer_switch": 4},
+    "smollm3": {"max_window_layers": 28, "use_sliding_window": False, "pretraining_tp": 2},
+}
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_keys_of_hubs_that_change_nothing(tmp_path, family):
+    tiny_models.build(tmp_path, family)
+    plain, path = read_spec(tmp_path).spec, tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **HUB[family]}))
+    assert read_spec(tmp_path).spec == plain
+
+
 def test_blocks_are_told_apart(tmp_path):
     falcon = {**NEOX, "intermediate_size": None, "alibi": True, "bias": True}
     rw = spec_of(tmp_path, "falcon", "FalconForCausalLM", **falcon, parallel_attn=False, multi_query=False).layers[0]
@@ -214,6 +231,9 @@ REFUSED = [
     ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+    ("llama", {"repetition_penalty": 1.2}, "repetition_penalty"),
+    ("llama", {"is_decoder": True}, "is_decoder"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "rope_parameters"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope_parameters"),
     ("gemma", {"hidden_act": "silu"}, "hidden_act"),

@@ -32,6 +32,17 @@ NO_EFFECT = frozenset((
 """Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
 
 
+WRITTEN_BY_ALL: dict[str, Any] = {
+    "add_cross_attention": False, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "do_sample": False,
+    "early_stopping": False, "encoder_no_repeat_ngram_size": 0, "is_decoder": False, "is_encoder_decoder": False,
+    "length_penalty": 1.0, "max_length": 20, "min_length": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1,
+    "num_return_sequences": 1, "output_scores": False, "pruned_heads": {}, "remove_invalid_values": False,
+    "repetition_penalty": 1.0, "return_dict_in_generate": False, "temperature": 1.0, "tf_legacy_loss": False,
+    "tie_encoder_decoder": False, "top_k": 50, "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False,
+}  # fmt: skip
+"""What transformers 4 wrote into a config that it saved in full, such as one within another, where nobody set it otherwise."""
+
+
 GGUF_NO_EFFECT = frozenset((
     "rope.scaling.finetuned", "rope.scaling.original_context_length",  # without a scaling, which is refused
     "vocab_size",  # the embedding has as many rows
@@ -126,7 +137,7 @@ class ConfigReader:
 
     def finish(self) -> None:
         unknown = set(self._config) - self._read - self._no_effect
-        unknown = {k for k in unknown if self._config[k] is not None}
+        unknown = {k for k in unknown if self._config[k] not in (None, WRITTEN_BY_ALL.get(k))}
         if unknown:
             keys = [f"{self._prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
             raise UnsupportedModelError(

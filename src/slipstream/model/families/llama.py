@@ -32,6 +32,7 @@ def read_smollm3(c: ConfigReader) -> ModelSpec:
     count, every = c.size("num_hidden_layers"), c.size("no_rope_layer_interval", 4)
     turned = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
     c.require("use_sliding_window", False)
+    c.ignore("max_window_layers")  # of windows that are off
     if len(turned) != count or not set(turned) <= {0, 1}:
         raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
     return _read(c, "smollm3", windows=False, turned=turned, tied=True, theta=2e6)
