@@ -319,6 +319,14 @@ def test_names_without_the_usual_prefix(tmp_path):
         assert close(run(load(tmp_path), TOKENS), logits_of(theirs))
 
 
+@pytest.mark.parametrize("family", ["falcon", "phi", "gemma", "deepseek_v3"])
+def test_frequencies_that_old_files_hold_are_not_read(tmp_path, family):
+    theirs = tiny_models.build(tmp_path, family)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**load_file(file), name: torch.ones(3)}, file, metadata={"format": "pt"})
+    assert close(run(load(tmp_path), TOKENS), logits_of(theirs))
+
+
 def test_longrope_follows_the_longest_context_that_is_served(tmp_path):
     longrope = {"rope_type": "longrope", "rope_theta": 1e4}
     longrope |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 30.0]}

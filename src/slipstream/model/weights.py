@@ -21,7 +21,7 @@ from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.model.held import is_expandable
 from slipstream.model.parameters import (
     MinusOne,
@@ -74,7 +74,7 @@ def load_parameters(
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         if description.quantization is not None and description.quantization.sparse:
             stored = made_dense(stored)
-        ignored = description.family.ignored
+        ignored = (*ROTARY_BUFFERS, *description.family.ignored)
     filled: set[str] = set()
     prefixes = description.family.prefixes
     formats = description.quantization.formats if description.quantization is not None else None

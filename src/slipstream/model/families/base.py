@@ -63,6 +63,10 @@ GGUF_UNREAD = (r"dec\.blk\.\d+\.cross_attn_rel_b\.weight",)
 """Tensors of a GGUF file without meaning: old writers of T5 left a bias in the attention that reads the encoder."""
 
 
+ROTARY_BUFFERS = (r".*rotary(_pos)?_emb\.inv_freq",)
+"""Tensors of any checkpoint without meaning: frequencies, which old versions of transformers saved, are computed."""
+
+
 class ConfigReader:
     """Takes keys out of a config; `finish` raises if any is left that could matter. Messages put `prefix` before keys."""
 

@@ -161,6 +161,5 @@ FAMILIES = (
         architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
         read=read_chatglm,
         names=table(CHATGLM, layer="transformer.encoder.layers.{i}."),
-        ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
     ),
 )

@@ -102,7 +102,6 @@ MIXTRAL: dict[str, Theirs] = {
     "experts.up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     "experts.down": "block_sparse_moe.experts.{e}.w2",
 }
-ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
 GGUFS = {  # llama.cpp writes Mistral as llama, without its window, and Mixtral
     read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
@@ -115,7 +114,6 @@ FAMILIES = tuple(
         architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=reader,
         names=table(MIXTRAL) if reader is read_mixtral else names,
-        ignored=ROTARY_BUFFERS,
         gguf=GGUFS.get(reader),
     )
     for model_type, architecture, reader in (

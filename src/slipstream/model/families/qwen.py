@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.llama import ROTARY_BUFFERS, names
+from slipstream.model.families.llama import names
 from slipstream.model.families.metadata import llama_gguf_config
 from slipstream.model.families.names import gguf_table
 from slipstream.model.families.pieces import attention, before, called, gated, heads, kinds_of_layers, model, rms, rope
@@ -109,7 +109,6 @@ FAMILIES = tuple(
         architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=read,
         names=names,
-        ignored=ROTARY_BUFFERS,
         gguf=GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
     )
     for name, architecture, read, config in (
