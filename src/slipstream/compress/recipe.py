@@ -68,7 +68,7 @@ class Budget:
         if len(set(self.choices)) < 2:
             raise ConfigError("choices needs two numbers of bits or more", field="choices")
         if not min(self.choices) < self.average <= max(self.choices) + 1:
-            raise ConfigError(f"average={self.average} must lie between the fewest and the most bits of choices", field="average")
+            raise ConfigError(f"average={self.average} must lie between the fewest and most bits of choices", field="average")
         _at_least("num_windows", self.num_windows, 1)
         _at_least("context", self.context, 2)
 
@@ -399,7 +399,8 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     layers = [kind for kind in LAYER_STEPS if recipe.one(kind) is not None]
     if [type(s) for s in found if isinstance(s, LAYER_STEPS)] != layers:
         names = {kind: name for name, kind in STEPS.items()}
-        raise ConfigError(f"the steps are taken in the order {', '.join(names[kind] for kind in layers)}; say it so", field="steps")
+        order = ", ".join(names[kind] for kind in layers)
+        raise ConfigError(f"these steps are taken in the order {order}; say it so", field="steps")
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
