@@ -51,7 +51,7 @@ class Bench:
             deterministic=args.deterministic,
         )
         phases.update(self.llm.phases)
-        self.rng = random.Random(0)
+        self.rng, self.budget = random.Random(0), args.budget
         self.vocab = self.llm.core.description.spec.vocab_size
         self.result: dict[str, Any] = {
             "command": " ".join(sys.argv),
@@ -115,7 +115,8 @@ class Bench:
             self.note(f"ttft_{length}_ms", sorted(self.single(length, 1)[0] for _ in range(7))[3])
 
     def load(self, name: str, repeat: int) -> None:
-        """`name` is IN/OUTxREQUESTS or sharegptxREQUESTS."""
+        """`name` is IN/OUTxREQUESTS or sharegptxREQUESTS, and *TIMES behind it if that is not `repeat`."""
+        name, _, times = name.partition("*")
         kind, _, count = name.partition("x")
         if kind == "sharegpt":
             rows = json.loads((HERE / "data" / "sharegpt-lengths.json").read_text())["lengths"][: int(count)]
@@ -123,7 +124,7 @@ class Bench:
         else:
             n_in, n_out = map(int, kind.split("/"))
             lengths = [(n_in, n_out)] * int(count)
-        seconds = [self.run(lengths) for _ in range(repeat)]
+        seconds = [self.run(lengths) for _ in range(int(times or repeat))]
         tokens = sum(b for _, b in lengths)
         self.note(name, {"output_tokens_per_s": [tokens / s for s in seconds], "seconds": seconds})
 
@@ -153,9 +154,33 @@ class Bench:
         self.note("prefill_steps_ms", [round(t, 1) for n, t in steps if n > 4096])
         self.note("decode_steps_ms", [round(t, 2) for n, t in steps if n == 1024][::16])
 
-    def profile(self, seqs: int, prompt: int) -> None:
+    def traced(self, name: str, num_steps: int) -> None:
+        """Where the GPU's time goes in that many steps."""
         from torch.profiler import ProfilerActivity, profile
 
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(num_steps):
+                self.llm._step()
+            self.torch.cuda.synchronize()
+        rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
+        total = sum(e.self_device_time_total for e in trace.key_averages())
+        table = []
+        for e in rows:
+            us = e.self_device_time_total
+            table.append(f"{us / total:6.1%} {us / e.count:9.1f}us × {e.count / num_steps:g} {e.key[:64]}")
+        self.note(name, [f"{total / num_steps / 1e3:.2f} ms a step", *table])
+        print("\n".join(table))
+
+    def profile_prefill(self, prompt: int) -> None:
+        """Steps of as many prompts as fit the budget, after two that warm the chip."""
+        self.submit(self.requests([(prompt, 2)] * (6 * self.budget // prompt)))
+        for _ in range(3):
+            self.llm._step()
+        self.traced(f"profile_prefill_{prompt}", 2)
+        while self.llm._output:
+            self.llm._step()
+
+    def profile(self, seqs: int, prompt: int) -> None:
         core = self.llm.core
         self.submit(self.requests([(prompt, 64)] * seqs))
         while core.scheduler.num_waiting or any(
@@ -164,18 +189,7 @@ class Bench:
             self.llm._step()
         for _ in range(20):
             self.llm._step()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for _ in range(8):
-                self.llm._step()
-            self.torch.cuda.synchronize()
-        rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
-        total = sum(e.self_device_time_total for e in trace.key_averages())
-        table = [
-            f"{e.self_device_time_total / total:6.1%} {e.self_device_time_total / e.count:9.1f}us × {e.count // 8} {e.key[:64]}"
-            for e in rows
-        ]
-        self.note(f"profile_{seqs}", [f"{total / 8e3:.2f} ms a step", *table])
-        print("\n".join(table))
+        self.traced(f"profile_{seqs}", 8)
         while self.llm._output:
             self.llm._step()
 
@@ -203,6 +217,7 @@ def main() -> None:
             bench.busy()
             bench.profile(1, 128)
             bench.profile(args.seqs, 128)
+            bench.profile_prefill(2048)
     finally:
         bench.out.write_text(json.dumps(bench.result, indent=1) + "\n")
 

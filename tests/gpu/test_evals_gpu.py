@@ -45,7 +45,7 @@ def load(model, **settings):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dtype):
     """As well as bfloat16 lets it: the reference in bfloat16 is off its own float32 by up to 10 % of a layer, 4.6 % of the
-    perplexity and a KL of 0.005 here, since inputs fall into other codes."""
+    perplexity and a KL of 0.005 here, since inputs fall into other codes. By how much is chance, so a code is granted."""
     rounded = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     exact = load(model, device="cpu", kernels="reference", dtype="bfloat16", **rounded)
     single = load(model, device="cpu", kernels="reference", dtype="float32", **rounded)
@@ -57,7 +57,8 @@ def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dt
     assert found.kl.mean < 0.01
     assert found.perplexity_ratio == pytest.approx(1, abs=0.05)
     natural = max(layer.own for layer in compare(exact, single, windows, num_worst=0).layers)
-    assert max(layer.own for layer in found.layers) < 1.5 * natural + 0.01
+    a_code = max({"fp8": 1 / 16}.get(kind or "", 0.01) for kind in (quantization, kv_cache_dtype))
+    assert max(layer.own for layer in found.layers) < 1.5 * natural + a_code
     assert len(found.worst) == 1
     turned = compare(gpu, exact, windows, num_worst=0)
     assert turned.perplexity_a == pytest.approx(found.perplexity_b, rel=1e-4)

@@ -21,7 +21,7 @@ from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.model.one_token import shape_of
 from slipstream.model.scheme import SCHEMES
-from tests import tiny_models
+from tests import one_token_steps, tiny_models
 from tests.model.harness import CPU, Paged
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -229,7 +229,6 @@ def eight_bits(layer, dtype, turned):
     [
         ("qwen3", SMALL, None, torch.int8),
         ("qwen3", SMALL, "int4", None),
-        ("gptj", {"n_embd": 256, "n_inner": 512, "n_head": 2, "rotary_dim": 16}, "int4-g32", torch.float8_e4m3fn),
         ("opt", {"hidden_size": 256, "ffn_dim": 576, "word_embed_proj_dim": 256, "num_attention_heads": 2}, "int8", None),
         ("qwen3", SMALL, "fp8", torch.float8_e4m3fn),
     ],
@@ -252,3 +251,85 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
     ours_off, theirs_off = (((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs))
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
     assert ours_off < 1.2 * theirs_off + 2e-3
+
+
+# --- how tests/gpu judges it
+def judged(path, scheme, cache, ops, lengths):
+    """A decoder with `ops` beside one with the reference."""
+    named = SCHEMES[scheme] if scheme else None
+    exact, theirs, ours = (
+        load_model(path, ops=own, device=CPU, dtype=dtype, scheme=named)
+        for own, dtype in (
+            (one_token_steps.Exact(), torch.float32),
+            (ReferenceOps(), torch.bfloat16),
+            (ops, torch.bfloat16),
+        )
+    )
+    torch.manual_seed(0)
+    kv = one_token_steps.caches(ours.spec, cache, CPU)
+    table = torch.randperm(one_token_steps.NUM_BLOCKS - 1, dtype=torch.int32)[None] + 1
+    token = torch.tensor([77], dtype=torch.int32)
+
+    def step(model, meta):
+        own = one_token_steps.another(kv, torch.float32 if model is exact else None)
+        return model.decoder.forward(token, own, meta), one_token_steps.kept(own, meta)
+
+    found = one_token_steps.Judged(scheme)
+    with torch.inference_mode():
+        for length in lengths:
+            meta = one_token_steps.last_of(length, table)
+            found.step(length, step(exact, meta)[0], step(theirs, meta), step(ours, meta))
+    found.together()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("scheme", "heads"), [("fp8", 1), ("int4-g32", 2)])
+def test_the_kernel_as_judged(tmp_path, scheme, heads):
+    """A parallel block, and a cache of 8 bits; with one head it is as wide as GPT-J 6B's."""
+    sizes = {"n_embd": 256, "n_inner": 512, "n_layer": 2, "rotary_dim": 64, "initializer_range": 0.04}
+    one_token_steps.build(tmp_path, "gptj", n_head=heads, **sizes)
+    judged(tmp_path, scheme, torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
+
+
+@pytest.fixture(scope="module")
+def gptj(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gptj")
+    one_token_steps.build(path, "gptj")
+    return path
+
+
+class Spoilt(ReferenceOps):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def attention(self, q, kv, meta, scoring):
+        length = int(meta.seq_lens[0])
+        if self.fault == "without the new key" and length > 1:
+            meta = dataclasses.replace(meta, seq_lens=meta.seq_lens - 1)
+        if self.fault == "a block twice" and length > 96:
+            table = meta.block_table.clone()
+            table[0, 3] = table[0, 5]
+            meta = dataclasses.replace(meta, block_table=table)
+        found = super().attention(q, kv, meta, scoring)
+        return (found.float() * 1.05).to(found.dtype) if self.fault == "five percent too much" else found
+
+    def rope_and_cache(self, qkv, kv, meta, heads):
+        if self.fault == "rotated as the next token":
+            meta = dataclasses.replace(meta, positions=meta.positions + 1)
+        return super().rope_and_cache(qkv, kv, meta, heads)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fault"),
+    [
+        (None, "without the new key"),
+        (None, "a block twice"),
+        (None, "five percent too much"),
+        (None, "rotated as the next token"),
+        ("fp8", "without the new key"),
+    ],
+)
+def test_faults_that_the_judgement_sees(gptj, scheme, fault):
+    with pytest.raises(AssertionError):
+        judged(gptj, scheme, torch.float8_e4m3fn, Spoilt(fault), one_token_steps.LENGTHS)

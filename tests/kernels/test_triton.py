@@ -22,7 +22,7 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, linear, tuning
+from slipstream.kernels.triton import TritonOps, linear, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
 from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
@@ -448,3 +448,32 @@ def test_splits_fill_the_chip_and_no_more():
     assert num_splits(8, 8192, 64, 132) == 64
     assert num_splits(8, 100, 64, 132) == 1
     assert num_splits(8192, 8192, 64, 132) == 1
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 5), (3, 200), (2, 1000), (70, 150)])
+def test_the_likeliest_token(num_rows, vocab):
+    """By one program a row, and by several; of equals the first, wherever they are dealt to; a token even of NaN."""
+    torch.manual_seed(0)
+    for logits in (torch.randn(num_rows, vocab), torch.randint(0, 3, (num_rows, vocab)).float(), torch.zeros(num_rows, vocab)):
+        assert torch.equal(sampling.argmax(logits.bfloat16(), block=64), logits.bfloat16().argmax(-1))
+    none = sampling.argmax(torch.full((num_rows, vocab), float("nan")), block=64)
+    assert ((none >= 0) & (none < vocab)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_tokens(dtype):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 1000, (6, 65), dtype=torch.int32)
+    table = torch.randint(0, 99, (6, 4), dtype=torch.int32)
+    for count in (0, 1, 5, 300):
+        rows, positions = (torch.randint(0, n, (count,), dtype=dtype) for n in (6, 64))
+        given = tokens, table, rows, positions, 16
+        for ours, theirs in zip(OURS.look_up(*given), REFERENCE.look_up(*given), strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+    rows, positions = torch.tensor([5, 0, 2], dtype=dtype), torch.tensor([64, 3, 0], dtype=dtype)
+    ours, theirs, new = tokens.clone(), tokens.clone(), torch.tensor([7, 8, 9])
+    OURS.write_tokens(ours, rows, positions, new)
+    REFERENCE.write_tokens(theirs, rows, positions, new)
+    assert torch.equal(ours, theirs)
+    assert (ours != tokens).sum() == 3

@@ -6,6 +6,7 @@ with one key hold the same keys and values, up to a collision of a 128-bit crypt
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -13,6 +14,7 @@ from hashlib import blake2b
 KEY_BYTES = 16
 
 
+@functools.lru_cache(maxsize=1024)
 def root_key(*salts: str) -> bytes:
     """The key before the first block. Salts (model, adapter, tenant) keep prefixes apart."""
     digest = blake2b(digest_size=KEY_BYTES)

@@ -171,7 +171,7 @@ class InputProcessor:
         first = EngineRequest(
             request_id=str(number),
             prompt_token_ids=tokens,
-            sampling=dataclasses.replace(sampling, n=1),
+            sampling=sampling if sampling.n == 1 else dataclasses.replace(sampling, n=1),
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
             max_tokens=max_tokens,
             arrival=now,
@@ -330,6 +330,8 @@ class InputProcessor:
             )
 
     def _check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
+        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
+            return  # without a loop in Python: a step of the engine waits for the first 16,384
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise RequestError(

@@ -326,6 +326,19 @@ class OpSet(ABC):
         h = act(self.linear(x, shared[0]), expert.activation, inputs=shared[1].inputs)
         return routed + self.linear(h, shared[1])
 
+    def look_up(
+        self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens at (rows, positions), int32 or int64 [T] both, of sequences whose tokens are the rows of `tokens` int32 [R, L]
+        and whose blocks those of `block_table` int32 [R, B]: (their ids int32, positions int64, slots int64), [T] each."""
+        rows, positions = rows.long(), positions.long()
+        slots = block_table[rows, positions // block_size].long() * block_size + positions % block_size
+        return tokens[rows, positions], positions, slots
+
+    def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
+        """tokens[rows[i], positions[i]] = new[i]: int32 [R, L], int32 or int64 [N] twice, int64 [N]; no place twice."""
+        tokens[rows.long(), positions.long()] = new.int()
+
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature, min_p, top_k, top_p, draw.

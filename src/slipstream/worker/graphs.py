@@ -1,28 +1,37 @@
-"""CUDA graphs of pure decode steps, over a ladder of batch sizes.
+"""CUDA graphs of steps: pure decodes over a ladder of batch sizes, and short steps with prompts over a ladder of tokens.
 
-A decode step launches some three hundred kernels; replaying a graph launches one thing. A step of n sequences runs in the
-smallest graph of at least n rows; the rows too many are the null row (seq_len 0, writes to the null block). A graph covers
-everything from the rows' numbers to the logits; sampling follows eagerly, since it depends on what the rows ask for.
+A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens; replaying
+a graph launches one thing. A step runs in the smallest graph that holds it. In a decode graph the rows too many are the null
+row (seq_len 0, writes to the null block). In a short step's graph every sequence is a prompt to attention, a decode one of one
+token, and the tokens too many are one more sequence, of the null row. A graph covers everything from the rows' numbers to the
+logits; sampling follows eagerly, since it depends on what the rows ask for.
 
-All graphs share one memory pool, so a graph's logits hold only until the next replay: on one stream that is after they
-were sampled.
+All graphs share one memory pool, and a graph its inputs with its next replay, so logits and sampled rows hold only until then:
+on one stream that is after the tokens were sampled and written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.types import StepPlan
+from slipstream.types import ScheduledSequence, StepPlan
 from slipstream.worker.input_batch import RowTable, SampledRows, look_up, upload
+
+SHORT_SEQS = 64
+"""Sequences that a short step's graph has room for, the padding's among them."""
+
+SHORT_CONTEXT = 4096
+"""Longest context of a decode in such a step: prefill attention reads it with one program a head, not with many."""
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -36,83 +45,196 @@ def ladder(max_num_seqs: int) -> list[int]:
     return sorted({*sizes, max_num_seqs})
 
 
+def short_ladder(longest: int) -> list[int]:
+    """Tokens of short steps to capture, up to `longest`. With more than 512 the GPU takes longer than the host's launches."""
+    return [n for n in (32, 64, 128, 192, 256, 320, 384, 448, 512) if n <= longest]
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # int32 [2, n]: rows, seq_lens
+    inputs: Tensor  # int32, as `_decodes` or `_short` read it
     logits: Tensor  # [n, V]
 
 
-class DecodeGraphs:
+class StepGraphs:
     def __init__(self, decoder: Decoder, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
         self.decoder = decoder
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
         self.sizes = ladder(config.scheduling.max_num_seqs)
-        self._captured: dict[int, _Captured] = {}
+        self.short_sizes = [] if rows.encoder_table is not None else short_ladder(longest_short_step(config))
+        self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
+        self._captured: dict[tuple[str, int], _Captured] = {}
         self._pool: Any = None  # of the first graph; the others share it
-        self._stream = torch.cuda.Stream()
+        self._stream: torch.cuda.Stream | None = None
 
     def capture(self) -> None:
-        """Capture some sizes now, the largest first, so that the others fit into its memory. The rest are captured when they
-        are first wanted, which takes some tens of milliseconds each: a start does not wait for sizes that may never come."""
+        """Capture some decodes now, the largest first, so that the others fit into its memory. The rest, and short steps, are
+        captured when they are first wanted, which takes some tens of milliseconds each: a start does not wait for sizes that
+        may never come."""
         for size in reversed(self.sizes):
             if size == self.sizes[-1] or size.bit_count() == 1:
-                self._capture(size)
-
-    @torch.inference_mode()
-    def _capture(self, size: int) -> _Captured:
-        inputs = torch.zeros(2, size, dtype=torch.int32, device=self.rows.device)
-        inputs[0] = self.rows.capacity
-        graph, stream = torch.cuda.CUDAGraph(), self._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
-        with torch.cuda.stream(stream):
-            self._forward(inputs)  # kernels compile and choose their tiles outside the capture
-            if self._pool is None:
-                graph.capture_begin()
-            else:
-                graph.capture_begin(pool=self._pool)
-            logits = self._forward(inputs)
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._pool = self._pool or graph.pool()
-        captured = self._captured[size] = _Captured(graph, inputs, logits)
-        return captured
+                self._decode_graph(size)
 
     def run(self, plan: StepPlan) -> tuple[Tensor, SampledRows] | None:
-        """Replay a graph if `plan` is a decode step that fits one: its logits [n, V] and what to sample."""
-        scheduled = plan.scheduled
+        """Replay a graph if there is one for `plan`: its logits [n, V] and what to sample. Steps that sample nothing, and those
+        that want more than logits, have none."""
+        if plan.scheduled[-1].num_tokens > 1 or not all(s.samples for s in plan.scheduled):
+            return self._run_short(plan.scheduled)
+        return self._run_decodes(plan.scheduled)
+
+    # --- Decodes ------------------------------------------------------------------------------------------------------
+
+    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
         num_seqs = len(scheduled)
-        if num_seqs > self.sizes[-1] or scheduled[-1].num_tokens != 1:
-            return None
-        if not all(s.samples for s in scheduled):  # a prompt's chunk of one token
+        if num_seqs > self.sizes[-1]:
             return None
         size = next(n for n in self.sizes if n >= num_seqs)
-        captured = self._captured.get(size) or self._capture(size)
         table = self.rows.rows
-        host = np.zeros((2, size), dtype=np.int32)
-        host[0, num_seqs:] = self.rows.capacity
+        host = self._idle_decodes(size)
         host[0, :num_seqs] = [table[s.request_id].index for s in scheduled]
-        host[1, :num_seqs] = [s.num_computed_tokens + 1 for s in scheduled]
+        host[1, :num_seqs] = [s.num_computed_tokens for s in scheduled]
+        host[2, :num_seqs] = host[1, :num_seqs] + 1
+        captured = self._decode_graph(size)
         captured.inputs.copy_(upload(host, self.rows.device), non_blocking=True)
         captured.graph.replay()
-        live = captured.inputs[:, :num_seqs].long()  # a copy: the next replay overwrites the inputs
-        return captured.logits[:num_seqs], SampledRows(sequences=scheduled, rows=live[0], positions=live[1])
+        rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
+        return captured.logits[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
 
-    def _forward(self, inputs: Tensor) -> Tensor:
-        rows, seq_lens = inputs.unbind(0)
-        size = inputs.shape[1]
+    def _decode_graph(self, size: int) -> _Captured:
+        known = self._captured.get(("decodes", size))
+        return known or self._capture("decodes", size, self._idle_decodes(size), self._decodes)
+
+    def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
+        """Rows, positions and lengths of nothing but padding. Each begins at a multiple of 16 bytes: Triton compiles a kernel
+        anew for pointers that don't."""
+        inputs = np.zeros((3, -(-size // 4) * 4), dtype=np.int32)
+        inputs[0] = self.rows.capacity
+        return inputs
+
+    def _decodes(self, inputs: Tensor, size: int) -> Tensor:
+        rows, positions, seq_lens = inputs[:, :size].unbind(0)
         token_ids, meta = look_up(
             self.rows,
             token_rows=rows,
-            positions=(seq_lens - 1).clamp(min=0),
+            positions=positions,
             rows=rows,
-            query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=inputs.device),
+            query_start_loc=self._starts[: size + 1],
             seq_lens=seq_lens,
             num_decodes=size,
             max_query_len=1,
             max_seq_len=self.max_model_len,
         )
         return self.decoder.logits(self.decoder.forward(token_ids, self.kv, meta))
+
+    # --- Short steps --------------------------------------------------------------------------------------------------
+
+    def _run_short(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        if not self.short_sizes or num_tokens > self.short_sizes[-1] or not is_short(self.rows, scheduled):
+            return None
+        size = next(n for n in self.short_sizes if n >= num_tokens)
+        captured = self._captured.get(("short", size))
+        if captured is None:
+            captured = self._capture("short", size, short_inputs(self.rows, (), size), self._short)
+        captured.inputs.copy_(upload(short_inputs(self.rows, scheduled, size), self.rows.device), non_blocking=True)
+        captured.graph.replay()
+        sequences = tuple(s for s in scheduled if s.samples)
+        *_, rows, positions, _ = split_short(captured.inputs, size)
+        n = len(sequences)
+        return captured.logits[:n], SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
+
+    def _short(self, inputs: Tensor, size: int) -> Tensor:
+        return short_logits(self.decoder, self.kv, self.rows, inputs, size, self.max_model_len)
+
+    # --- Both ---------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _capture(
+        self, kind: str, size: int, idle: npt.NDArray[np.int32], forward: Callable[[Tensor, int], Tensor]
+    ) -> _Captured:
+        """`idle`: inputs of a step of nothing but padding."""
+        inputs = torch.from_numpy(idle).to(self.rows.device)
+        graph, stream = torch.cuda.CUDAGraph(), self._stream or torch.cuda.Stream()
+        self._stream = stream
+        stream.wait_stream(torch.cuda.current_stream())
+        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
+        with torch.cuda.stream(stream):
+            forward(inputs, size)  # kernels compile and choose their tiles outside the capture
+            if self._pool is None:
+                graph.capture_begin()
+            else:
+                graph.capture_begin(pool=self._pool)
+            logits = forward(inputs, size)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or graph.pool()
+        captured = self._captured[kind, size] = _Captured(graph, inputs, logits)
+        return captured
+
+
+def longest_short_step(config: EngineConfig) -> int:
+    """Tokens that a short step may have: the padding, a sequence like others, may have to hold them all."""
+    return min(config.scheduling.max_num_batched_tokens, config.model.max_model_len)
+
+
+def is_short(table: RowTable, scheduled: Sequence[ScheduledSequence]) -> bool:
+    """Whether a step of few tokens can be a short one: it samples, wants nothing but logits of last tokens, and no decode in it
+    looks far back."""
+    if len(scheduled) >= SHORT_SEQS or table.pooled or not any(s.samples for s in scheduled):
+        return False
+    if any(s.num_tokens == 1 and s.num_computed_tokens >= SHORT_CONTEXT for s in scheduled):
+        return False
+    return all(table.rows[s.request_id].sampling.prompt_logprobs is None for s in scheduled)
+
+
+def short_inputs(table: RowTable, scheduled: Sequence[ScheduledSequence], size: int) -> npt.NDArray[np.int32]:
+    """The inputs of a short step of at most `size` tokens, as `split_short` takes them apart. The tokens too many are those of
+    one more sequence, of the null row, all at position 0."""
+    num_seqs = len(scheduled)
+    host = np.zeros(2 * size + 6 * SHORT_SEQS + 1, np.int32)
+    token_rows, positions, seq_lens, rows, index, sample_rows, sample_positions, starts = split_short(host, size)
+    own = np.array([table.rows[s.request_id].index for s in scheduled], np.int32)
+    computed = np.array([s.num_computed_tokens for s in scheduled], np.int32)
+    lengths = np.array([s.num_tokens for s in scheduled], np.int32)
+    ends = lengths.cumsum()
+    total = int(ends[-1]) if num_seqs else 0
+    starts[1 : num_seqs + 1], starts[num_seqs + 1 :] = ends, size
+    sequence_of = np.arange(num_seqs).repeat(lengths)
+    token_rows[:total], token_rows[total:] = own[sequence_of], table.capacity
+    positions[:total] = np.arange(total) + (computed - starts[:num_seqs])[sequence_of]
+    seq_lens[:num_seqs], seq_lens[num_seqs] = computed + lengths, size - total
+    rows[:num_seqs], rows[num_seqs:] = own, table.capacity
+    which = [i for i, s in enumerate(scheduled) if s.samples]
+    index[: len(which)] = (ends - 1)[which]
+    sample_rows[: len(which)] = own[which]
+    sample_positions[: len(which)] = seq_lens[:num_seqs][which]
+    return host
+
+
+def split_short(inputs: Any, size: int) -> list[Any]:
+    """An array's or tensor's parts: each token's row and position; each sequence's length and row; of those that sample the
+    last token, row and position of the new token; where the sequences begin."""
+    ends = np.cumsum([size, size, *(5 * [SHORT_SEQS]), SHORT_SEQS + 1]).tolist()  # each begins at a multiple of 16 bytes
+    return [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def short_logits(
+    decoder: Decoder, kv: Sequence[LayerKV], table: RowTable, inputs: Tensor, size: int, max_model_len: int
+) -> Tensor:
+    """[SHORT_SEQS, V]: of the sequences that sample, and then of some token."""
+    token_rows, positions, seq_lens, rows, index, _, _, starts = split_short(inputs, size)
+    token_ids, meta = look_up(
+        table,
+        token_rows=token_rows,
+        positions=positions,
+        rows=rows,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        num_decodes=0,
+        max_query_len=size,
+        max_seq_len=max_model_len,
+    )
+    return decoder.logits(decoder.forward(token_ids, kv, meta)[index.long()])

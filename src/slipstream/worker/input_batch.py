@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.ops import OpSet
 from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan, TextsPlan
 
 LongArray = npt.NDArray[np.int64]
@@ -53,6 +54,7 @@ class RowTable:
         capacity: int,
         max_model_len: int,
         block_size: int,
+        ops: OpSet,
         device: torch.device,
         seed: int,
         *,
@@ -60,6 +62,7 @@ class RowTable:
     ) -> None:
         self.capacity = capacity
         self.block_size = block_size
+        self.ops = ops
         self.device = device
         max_blocks = -(-max_model_len // block_size)
         # One column more than the context: the last sampled token has a place though it is never computed.
@@ -141,7 +144,7 @@ class RowTable:
         if self.device.type == "cpu":
             self.tokens.numpy()[rows.numpy(), positions.numpy()] = tokens.numpy()
         else:
-            self.tokens[rows, positions] = tokens.int()
+            self.ops.write_tokens(self.tokens, rows, positions, tokens)
 
     def _upload(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
         return upload(array, self.device)
@@ -161,8 +164,8 @@ class SampledRows:
     """The sequences of a step that sample, in plan order, and where their tokens go."""
 
     sequences: tuple[ScheduledSequence, ...]
-    rows: Tensor  # int64 [N]
-    positions: Tensor  # int64 [N]
+    rows: Tensor  # int32 or int64 [N]
+    positions: Tensor  # the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +248,7 @@ def _look_up_after_upload(
         max_seq_len=max_seq_len,
         max_encoder_len=max_encoder_len,
     )
-    return token_ids, meta, [t.long() for t in more]
+    return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
 
 
 def _look_up_on_host(
@@ -289,10 +292,8 @@ def look_up(
     max_encoder_len: int = 0,
 ) -> tuple[Tensor, AttentionMetadata]:
     """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
-    size = table.block_size
-    token_rows, positions = token_rows.long(), positions.long()
-    num_blocks = -(-max_seq_len // size)
-    slots = table.block_table[token_rows, positions // size].long() * size + positions % size
+    num_blocks = -(-max_seq_len // table.block_size)
+    ids, positions, slots = table.ops.look_up(table.tokens, table.block_table, token_rows, positions, table.block_size)
     meta = AttentionMetadata(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
@@ -303,7 +304,7 @@ def look_up(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
-    return table.tokens[token_rows, positions], _beside(table, meta, rows, max_encoder_len)
+    return ids, _beside(table, meta, rows, max_encoder_len)
 
 
 def _beside(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> AttentionMetadata:

@@ -34,7 +34,7 @@ from slipstream.model.encoder import normalized, pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
-from slipstream.worker.graphs import DecodeGraphs, ladder
+from slipstream.worker.graphs import StepGraphs, ladder, longest_short_step, short_ladder
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
@@ -165,7 +165,7 @@ class ModelRunner:
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self._under_way: tuple[Tensor, Running, SampledRows] | None = None  # on a CPU: its tokens, and whose they are
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class ModelRunner:
             before = torch.cuda.mem_get_info(self.device)[0]
             with self._phase("graphs"):
                 assert self.rows is not None, "encoders have no graphs"
-                self.graphs = DecodeGraphs(self.model.decoder, self.kv, self.rows, config)
+                self.graphs = StepGraphs(self.model.decoder, self.kv, self.rows, config)
                 self.graphs.capture()
             graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
         with self._phase("warm-up"), torch.inference_mode():
@@ -234,8 +234,9 @@ class ModelRunner:
         spec = self.model.spec
         widest = max(layer.mlp.width for layer in spec.layers)
         per_row = 2 * spec.vocab_size + 2 * (widest + 8 * spec.hidden_size)
-        seqs = self.config.scheduling.max_num_seqs
-        return seqs * per_row + len(ladder(seqs)) * GRAPH_BYTES
+        decodes = ladder(self.config.scheduling.max_num_seqs)
+        short = short_ladder(longest_short_step(self.config))
+        return max(decodes[-1:] + short[-1:]) * per_row + (len(decodes) + len(short)) * GRAPH_BYTES
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -458,6 +459,7 @@ class ModelRunner:
             config.scheduling.max_num_seqs,
             config.model.max_model_len,
             config.cache.block_size,
+            self.ops,
             self.device,
             config.model.seed,
             encoded=self.model.spec.encoder is not None,

@@ -15,6 +15,7 @@ from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling
+from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention, latent_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
@@ -180,6 +181,14 @@ class TritonOps(OpSet):
         if moe.takes_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
         return super().moe_and_shared(x, router_logits, experts, shared, load)
+
+    def look_up(
+        self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return step_rows.look_up(tokens, block_table, rows, positions, block_size)
+
+    def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
+        step_rows.write_tokens(tokens, rows, positions, new)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:

@@ -63,7 +63,11 @@ def product(x: Activations, w: Linear) -> Tensor:
     assert w.sparse is not None
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
-        y = _multiply(q.values, w.sparse.packed, w.out_dtype, w.scales).mul_(q.scales)
+        if q.values.dtype == torch.int8:
+            y = _multiply(q.values, w.sparse.packed, w.out_dtype, w.scales).mul_(q.scales)
+        else:  # the library scales rows of integers alone; float16's range does not hold a sum of codes
+            kept = torch.float32 if w.out_dtype == torch.float16 else w.out_dtype
+            y = (_multiply(q.values, w.sparse.packed, kept, None) * q.scales * w.scales).to(w.out_dtype)
     else:
         assert isinstance(x, Tensor)
         y = _multiply(x, w.sparse.packed, None, None)

@@ -27,33 +27,63 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, out_ptr, vocab, row_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    peaks, ids = _peaks(logits_ptr + row.to(tl.int64) * row_stride, vocab, BLOCK)
-    best = tl.min(tl.where(peaks == tl.max(peaks, 0), ids, 2147483647), 0)
-    tl.store(out_ptr + row, tl.minimum(best, vocab - 1).to(tl.int64))  # a token of the model, even of a row of NaN
+def _argmax_kernel(logits_ptr, peak_ptr, id_ptr, out_ptr, vocab, row_stride, span, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The best of `span` tokens of a row, which is the row's if there are no other PARTS."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    end = tl.minimum(vocab, (part + 1) * span)
+    peaks, ids = _peaks(logits_ptr + row.to(tl.int64) * row_stride, part * span, end, BLOCK)
+    peak = tl.max(peaks, 0)
+    best = tl.minimum(tl.min(tl.where(peaks == peak, ids, 2147483647), 0), vocab - 1)  # a token, even of a row of NaN
+    if PARTS == 1:
+        tl.store(out_ptr + row, best.to(tl.int64))
+    else:
+        tl.store(peak_ptr + row * PARTS + part, peak)
+        tl.store(id_ptr + row * PARTS + part, best)
 
 
 @triton.jit
-def _peaks(row_ptr, vocab, BLOCK: tl.constexpr):
-    """For each of BLOCK interleaved parts of a row, the largest logit and the first token that has it."""
+def _best_kernel(peak_ptr, id_ptr, out_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    peaks = tl.load(peak_ptr + row * PARTS + at, mask=at < PARTS, other=float("-inf"))
+    ids = tl.load(id_ptr + row * PARTS + at, mask=at < PARTS, other=2147483647)
+    tl.store(out_ptr + row, tl.min(tl.where(peaks == tl.max(peaks, 0), ids, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def _peaks(row_ptr, start, end, BLOCK: tl.constexpr):
+    """For each of BLOCK interleaved parts of the tokens `start` … `end`, the largest logit and the first token that has it."""
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
-    ids = tl.arange(0, BLOCK)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        logits = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    ids = start + tl.arange(0, BLOCK)
+    for first in range(start, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        logits = tl.load(row_ptr + at, mask=at < end, other=float("-inf")).to(tl.float32)
         ids = tl.where(logits > peaks, at, ids)
         peaks = tl.maximum(peaks, logits)
     return peaks, ids
+
+
+FEW_ROWS = 64
+"""Of so few rows one program each would leave most of the chip idle: their tokens are dealt out to several."""
 
 
 def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
     """[S, V] → int64 [S]: the likeliest token, the first of them where several are equal."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        _argmax_kernel[(num_rows,)](
-            logits, out, vocab, logits.stride(0), BLOCK=min(block, triton.next_power_of_2(vocab)), num_warps=8
+    if not num_rows:
+        return out
+    block = min(block, triton.next_power_of_2(vocab))
+    span = vocab if num_rows > FEW_ROWS else 2 * block
+    num_parts = triton.cdiv(vocab, span)
+    peaks, ids = (out, out) if num_parts == 1 else (
+        torch.empty(num_rows, num_parts, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
+    )
+    _argmax_kernel[(num_rows, num_parts)](
+        logits, peaks, ids, out, vocab, logits.stride(0), span, PARTS=num_parts, BLOCK=block, num_warps=8
+    )
+    if num_parts > 1:
+        _best_kernel[(num_rows,)](
+            peaks, ids, out, PARTS=num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=1
         )
     return out
 
@@ -77,7 +107,7 @@ def _sample_kernel(
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     temperature = tl.load(temperature_ptr + row)
-    peaks, ids = _peaks(row_ptr, vocab, BLOCK)
+    peaks, ids = _peaks(row_ptr, 0, vocab, BLOCK)
     best = tl.max(peaks, 0)
     chosen = tl.min(tl.where(peaks == best, ids, 2147483647), 0)
     if temperature > 0.0:
