@@ -235,8 +235,17 @@ def test_the_command(tmp_path, model, capsys):
     assert main([*command, "--limit", "2"]) == 0
     (task,) = json.loads(capsys.readouterr().out)["report"]["tasks"]
     assert (task["num_questions"], task["metric"]) == (2, "acc_norm")
-    assert main([*command, "--no-report"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["field"] == "tasks"
+    for more, field in (
+        (["--no-report"], "tasks"),
+        (["--tasks", "nowhere.jsonl"], "tasks"),
+        (["--text", "nowhere.txt"], "text"),
+        (["--eval-windows", "0"], "num_windows"),
+        (["--max-kl", "nan"], "max_kl"),
+        (["--out", "/proc/nowhere"], "out"),
+    ):  # before any work is done
+        assert main([*command, "--out", str(tmp_path / "late"), *more]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["field"] == field
+    assert not list(tmp_path.glob("*late*"))
     assert main(["compress", str(model.path), "--recipe", "int5", "--out", str(tmp_path / "o"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "recipe"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
-from slipstream.cli.evaluate import add_task_options, task_names, task_rows
+from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.compress.planning import Plan
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
+    from slipstream.evals.text import TextSettings
     from slipstream.model.description import ModelDescription
 
 
@@ -75,6 +76,7 @@ def _compress(args: argparse.Namespace) -> int:
     recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
+    check_max_kl(args.max_kl)
     if task_names(args) and args.no_report:
         raise ConfigError("--tasks stand in the report, which --no-report leaves out; drop one", field="tasks")
     if args.back_off and args.max_kl is None:
@@ -99,6 +101,8 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.evals.text import calibration_windows
 
     device, dtype = place(args.device, args.dtype)
+    if not args.no_report:
+        _check_report(args, original)
     reports: list[Report] = []
     tried: list[tuple[str, float]] = []
 
@@ -186,6 +190,24 @@ def _compress(args: argparse.Namespace) -> int:
     return 0
 
 
+def _report_text(args: argparse.Namespace, source: ModelDescription) -> TextSettings:
+    from slipstream.evals.text import TextSettings
+
+    context = min(512, source.spec.max_position)
+    return TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows)
+
+
+def _check_report(args: argparse.Namespace, source: ModelDescription) -> None:
+    """ConfigError for what the report could not be made of, before the work."""
+    from slipstream.evals.tasks import check_tasks
+    from slipstream.evals.text import read_documents
+
+    text = _report_text(args, source)
+    if next(iter(read_documents(text.source, text.part, download_dir=args.download_dir)), None) is None:
+        raise ConfigError(f"the {text.part} part of {text.source} holds no text to score", field="text")
+    check_tasks(task_names(args))
+
+
 def _measure(
     args: argparse.Namespace,
     recipe: Recipe,
@@ -196,9 +218,7 @@ def _measure(
 ) -> Report:
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
-    from slipstream.evals.text import TextSettings
 
-    context = min(512, source.spec.max_position)
     # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     with progress_bar("report") as bar:
@@ -206,7 +226,7 @@ def _measure(
             original,
             dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
             name=str(out),
-            text=TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows),
+            text=_report_text(args, source),
             speed=args.speed,
             tasks=task_names(args),
             limit=args.limit,

@@ -92,13 +92,17 @@ def text_settings(args: argparse.Namespace) -> TextSettings:
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.evals.tasks import check_tasks
+
     settings = text_settings(args)
+    check_max_kl(args.max_kl)
+    check_tasks(task_names(args))
     given = vars(args)
     twins = {name: given[f"{name}_b"] for name in TWINS if f"{name}_b" in given}
     if args.b is not None or twins:
         return _compare(args, settings, twins)
     for name in ("max_kl", "report", "speed"):
-        if given[name]:
+        if given[name] not in (None, False):
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} compares two models; give B, or an option for B such as --quantization-b", field="B")
     return _alone(args, settings)
@@ -186,6 +190,11 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         help="questions too: .jsonl files of multiple choice, and tasks of lm-eval (if it is installed and finds their data)",
     )
     tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
+
+
+def check_max_kl(max_kl: float | None) -> None:
+    if max_kl is not None and not max_kl >= 0:
+        raise ConfigError(f"--max-kl {max_kl} is no number of nats from 0 on", field="max_kl")
 
 
 def task_names(args: argparse.Namespace) -> list[str]:
