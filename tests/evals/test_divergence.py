@@ -269,3 +269,6 @@ def test_command_leaves_a_report(models, command, tmp_path):
     assert "<html" in (folder / "slipstream-report.html").read_text()
     inside = folder / "slipstream-report.json" / "no folder"
     assert command(models[0], models[1], "--json", f"--report={inside}")[1]["error"]["field"] == "report"
+    for words, field in (([models[0], "--max-kl=0"], "B"), ([*models[:2], "--max-kl=nan"], "max_kl")):
+        code, found = command(*words, "--json")
+        assert (code, found["error"]["field"]) == (2, field)

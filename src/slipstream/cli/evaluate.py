@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.b is not None or twins:
         return _compare(args, settings, twins)
     for name in ("max_kl", "report", "speed"):
-        if given[name] not in (None, False):
+        if given[name] is not None and given[name] is not False:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} compares two models; give B, or an option for B such as --quantization-b", field="B")
     return _alone(args, settings)
