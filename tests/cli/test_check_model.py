@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ from slipstream.cli.main import main
 from slipstream.model.check import compare
 from tests import tiny_models
 from tests.model.harness import load
+from tests.model.test_gguf_models import converted, write
 
 TOKENS = list(range(7, 40))
 
@@ -119,3 +121,23 @@ def test_what_transformers_cannot_load(tmp_path, capsys):
     (tmp_path / "model.safetensors").unlink()
     assert main(["check-model", str(tmp_path), "--json"]) == 2
     assert "transformers can't load" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_rounded_weights_are_compared_exactly(tmp_path, capsys, monkeypatch):
+    """The CPU's kernels round the inputs of such products as well, which is no fault of a description."""
+    theirs = tiny_models.build(tmp_path / "hf", "qwen2", use_sliding_window=False)
+    tensors = converted(tmp_path / "hf", gguf.MODEL_ARCH.QWEN2, 2)
+    rounded = {name: (value, "Q8_0" if value.ndim == 2 else "F32") for name, (value, _) in tensors.items()}
+    metadata = {"block_count": 2, "context_length": 256, "embedding_length": 32, "feed_forward_length": 64}
+    metadata |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6}
+    write(tmp_path / "model.gguf", rounded, "qwen2", **{f"qwen2.{key}": value for key, value in metadata.items()})
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 2:
+                blocks = gguf.quants.quantize(parameter.numpy(), gguf.GGMLQuantizationType.Q8_0)
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)))
+    monkeypatch.setattr("slipstream.bench.adapters.transformers.load_folder", lambda *args: theirs)
+    assert main(["check-model", str(tmp_path / "model.gguf"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"] == "reference"
+    assert main(["check-model", str(tmp_path / "model.gguf"), "--kernels=cpu"]) == 1
+    assert "they part at: layer 0" in capsys.readouterr().out

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from slipstream.compress import run as run_module
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, load_layer
 from slipstream.compress.quantize.learned import Offsets, learn
 from slipstream.compress.quantize.rounding import gptq, nearest, solved
+from slipstream.compress.recipe import parse
 from slipstream.model.description import read_spec
 from slipstream.model.scheme import WeightFormat
 from tests import tiny_models
@@ -81,5 +87,37 @@ def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
 
     plain = {name: nearest(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products}
     begun = {name: Offsets.fitted(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products}
-    learned = learn(stream, 0, values, values, begun, inputs=fake, num_steps=40, step_tokens=1024)
+    first = error({name: own.rounded() for name, own in begun.items()})
+    learned, left = learn(stream, 0, values, values, begun, inputs=fake, num_steps=40, step_tokens=1024)
+    assert error(learned) == pytest.approx(left * first, rel=1e-3)
     assert error(learned) < (0.9 if fake else 0.8) * error(plain)
+
+
+@pytest.mark.parametrize("given", [{"bits": 3, "group_size": 32}, {"bits": 8, "kind": "float", "inputs": "fp8"}])
+def test_it_is_better_than_gptq(tmp_path, given, caplog):
+    """Every layer, beginning at GPTQ's result, whose scales stay; what is left is written beside the weights."""
+    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    step = {**given, "rounding": "learned", "begin": "gptq", "num_steps": 30, "step_tokens": 1024}
+    where = {"device": CPU, "dtype": torch.float32, "windows": WINDOWS}
+    source = read_spec(tmp_path / "model")
+    run_module.compress(source, parse([{"quantize": step}]), tmp_path / "out", **where)
+    products = json.loads((tmp_path / "out" / run_module.PRODUCTS_NAME).read_text())
+    assert len(products) == 4 * source.spec.num_layers
+    assert all(p["learned"] < 0.95 and "error" not in p for p in products.values())
+    assert not caplog.records
+    run_module.compress(source, parse([{"quantize": {**given, "rounding": "gptq"}}]), tmp_path / "gptq", **where)
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    assert torch.equal(*(load_file(tmp_path / out / "model.safetensors")[name] for out in ("out", "gptq")))
+
+
+def test_what_is_no_better_is_not_taken_and_said(tmp_path, caplog, monkeypatch):
+    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    monkeypatch.setattr(Offsets, "step", lambda self, rate: None)
+    step = {"bits": 4, "group_size": 32, "rounding": "learned", "num_steps": 1}
+    where = {"device": CPU, "dtype": torch.float32, "windows": WINDOWS}
+    source = read_spec(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        run_module.compress(source, parse([{"quantize": step}]), tmp_path / "out", **where)
+    assert [r.getMessage()[:8] for r in caplog.records] == [f"layer {i}:" for i in range(source.spec.num_layers)]
+    products = json.loads((tmp_path / "out" / run_module.PRODUCTS_NAME).read_text())
+    assert all(p["learned"] == 1.0 for p in products.values())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.compress import run as run_module
+from slipstream.compress.quantize import qat as qat_module
 from slipstream.compress.quantize.qat import Trained, rate
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import QAT, parse
@@ -13,6 +14,7 @@ from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.model.description import read_spec
 from slipstream.model.scheme import WeightFormat
+from slipstream.model.weights import load_parameters
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
 from tests.model.harness import load, run
@@ -74,6 +76,55 @@ def test_rounded_inputs_are_trained_with(tmp_path, quantize):
         found = run(load(tmp_path / name), WINDOWS[0]).log_softmax(-1)
         kl[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
     assert kl["trained"] < 0.8 * kl["plain"]
+
+
+def _trained(source, grids, values, settings):
+    layers = [{n: v for n, v in values.items() if n.startswith(f"layers.{i}.")} for i in range(source.spec.num_layers)]
+    inputs = [{} for _ in layers]
+    return qat_module.train(source, layers, grids, WINDOWS[:2], settings, inputs=inputs, device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """(description, grids, values) of a tiny model whose MLPs have 3 bits."""
+    tiny_models.build(tmp_path / "model", "llama", **SIZES)
+    source = read_spec(tmp_path / "model")
+    values = load_parameters(source, dtype=torch.float32, device=CPU)
+    made = {
+        n: nearest(v, WeightFormat(bits=3, group_size=32), torch.float32, clip=True) for n, v in values.items() if ".mlp." in n
+    }
+    return source, {n: r.grid for n, r in made.items()}, {**values, **{n: r.numbers() for n, r in made.items()}}
+
+
+def test_logits_a_few_rows_at_a_time_give_the_same(begun, monkeypatch):
+    source, grids, values = begun
+    settings = QAT(num_steps=3, step_tokens=48, learning_rate=3e-3)
+    whole = _trained(source, grids, values, settings)
+    monkeypatch.setattr(qat_module, "LOGITS_BYTES", 4 * source.spec.vocab_size * 5)
+    parts = _trained(source, grids, values, settings)
+    for n in whole:  # but for single scales whose gradient is next to nothing, which Adam makes as long as the others
+        assert float((whole[n].numbers() - parts[n].numbers()).abs().mean() / whole[n].numbers().abs().mean()) < 2e-4
+
+
+@pytest.mark.parametrize(("room", "times"), [(2**30, 1), (1, 3)])
+def test_a_window_goes_through_the_original_once_if_there_is_room(begun, monkeypatch, room, times):
+    source, grids, values = begun
+    built = []
+    original = qat_module.build_layer
+    monkeypatch.setattr(qat_module, "build_layer", lambda *args: built.append(torch.is_grad_enabled()) or original(*args))
+    monkeypatch.setattr(qat_module, "HELD_BYTES", room)
+    made = _trained(source, grids, values, QAT(num_steps=3, step_tokens=96, learning_rate=3e-3))
+    assert built.count(False) == times * source.spec.num_layers
+    monkeypatch.undo()
+    again = _trained(source, grids, values, QAT(num_steps=3, step_tokens=96, learning_rate=3e-3))
+    assert all(torch.equal(made[n].codes, again[n].codes) for n in made)
+
+
+def test_a_loss_that_is_no_number_names_the_rate(begun):
+    source, grids, values = begun
+    values = {**values, "layers.0.attention.out.weight": values["layers.0.attention.out.weight"] * float("nan")}
+    with pytest.raises(ConfigError, match="lower learning_rate"):
+        _trained(source, grids, values, QAT(num_steps=2, step_tokens=48))
 
 
 def test_training_has_windows_of_its_own(tmp_path, monkeypatch):

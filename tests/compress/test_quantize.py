@@ -221,13 +221,31 @@ def test_the_command(tmp_path, model, capsys):
     assert said["out"] is None
     assert said["bytes_after"] < said["bytes_before"]
     assert not (tmp_path / "out").exists()
-    (tmp_path / "text.txt").write_text("a few words and then some more of them, again and again\n\n" * 2000)
+    (tmp_path / "text.txt").write_text("".join(f"{i} words and then some more of them, and again\n\n" for i in range(2000)))
     recipe = tmp_path / "r.yaml"
     text = f"- calibrate: {{text: {tmp_path / 'text.txt'}, num_windows: 2, context: 32}}"
     recipe.write_text(text + "\n- quantize: {scaling: awq}\n")
     command = ["compress", str(model.path), "--out", str(tmp_path / "out"), "--json"]
     assert main([*command, "--recipe", str(recipe), "--no-report"]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_weight"] == pytest.approx(4.25, abs=0.3)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "a few", "choices": [" words", " more"], "answer": 0}\n' * 3)
+    command[command.index("--out") + 1] = str(tmp_path / "asked")
+    command += ["--recipe", str(recipe), "--eval-windows", "1", "--text", str(tmp_path / "text.txt"), "--tasks", str(questions)]
+    assert main([*command, "--limit", "2"]) == 0
+    (task,) = json.loads(capsys.readouterr().out)["report"]["tasks"]
+    assert (task["num_questions"], task["metric"]) == (2, "acc_norm")
+    for more, field in (
+        (["--no-report"], "tasks"),
+        (["--tasks", "nowhere.jsonl"], "tasks"),
+        (["--text", "nowhere.txt"], "text"),
+        (["--eval-windows", "0"], "num_windows"),
+        (["--max-kl", "nan"], "max_kl"),
+        (["--out", "/proc/nowhere"], "out"),
+    ):  # before any work is done
+        assert main([*command, "--out", str(tmp_path / "late"), *more]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["field"] == field
+    assert not list(tmp_path.glob("*late*"))
     assert main(["compress", str(model.path), "--recipe", "int5", "--out", str(tmp_path / "o"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "recipe"
 

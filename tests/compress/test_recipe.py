@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.cli import compress
 from slipstream.compress.recipe import PRESETS, Budget, Quantize, more_bits, parse, preset, read_recipe
 from slipstream.errors import ConfigError
 
@@ -13,6 +14,10 @@ def test_presets_come_back_from_their_own_data(name):
     recipe = read_recipe(name)
     assert recipe.name == name
     assert parse(recipe.as_data(), name=name) == recipe
+
+
+def test_every_preset_is_in_the_help():
+    assert [name for name in (*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3") if name not in compress.__doc__] == []
 
 
 def test_a_file(tmp_path):
@@ -45,6 +50,9 @@ def test_overrides_and_budget():
         ("int4", "steps"),
         (["calibrate"], "steps"),
         (["surprise"], "steps[0]"),
+        (["quantize", "rotate"], "steps"),
+        (["quantize", "sparsify"], "steps"),
+        ([{"quantize": {"bits": {"average": 9.5}}}], "steps[0].quantize.bits.average"),
         ([{"quantize": {}, "kv_cache": {}}], "steps[0]"),
         ([{"quantize": []}, "kv_cache", "kv_cache"], "steps"),
         ([{"quantize": {"bitz": 4}}], "steps[0].quantize.bitz"),

@@ -258,6 +258,9 @@ def test_command_keeps_to_a_budget(models, command):
     assert code == 1
     assert not found["within_max_kl"]
     assert command(models[0], models[1], "--json", "--max-kl=1e9")[0] == 0
+    for words, field in (([models[0], "--max-kl=0"], "B"), ([*models[:2], "--max-kl=nan"], "max_kl")):
+        code, found = command(*words, "--json")
+        assert (code, found["error"]["field"]) == (2, field)
     for option in ("--max-kl=1", "--report=.", "--speed"):
         assert command(models[0], "--json", option)[1]["error"]["field"] == "B"
 

@@ -34,6 +34,7 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 5.0, 30.0],
     "original_max_position_embeddings": 4,
 }
+PARTIAL = {"partial_rotary_factor": 0.5, "short_factor": [1.0, 1.5], "long_factor": [1.0, 30.0]}
 DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -84,6 +85,42 @@ CASES = {
     "falcon-rw": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
     "starcoder2-open": ("starcoder2", {"sliding_window": None, "use_bias": False, "tie_word_embeddings": False}),
     "phi3-long": ("phi3", {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
+    "phi4-mini": (
+        "phi3",
+        {
+            "rope_theta": None,
+            "rope_parameters": {**LONGROPE, **PARTIAL},
+            "original_max_position_embeddings": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral-nemo": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "gemma3-linear": (
+        "gemma3_text",
+        {
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+    ),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "attention_factor": 1.2079441541679836,
+                    "original_max_position_embeddings": 32,
+                },
+            }
+        },
+    ),
     "gemma2-capped": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "olmo2-gqa": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
     "command-r-plus": ("cohere", {"use_qk_norm": True}),
@@ -112,6 +149,7 @@ CASES = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "glm4-moe-air": ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}),
     "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
 }
 _rng = random.Random(1)

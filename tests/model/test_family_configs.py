@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceFacts, EngineArgs, resolve
@@ -108,7 +110,7 @@ def test_what_holds_where_a_config_is_silent(tmp_path):
     for model_type, architecture, rotary_dim in (
         ("gpt_neox", "GPTNeoXForCausalLM", 4),
         ("phi", "PhiForCausalLM", 8),
-        ("glm", "GlmForCausalLM", 8),
+        ("glm", "GlmForCausalLM", 64),  # its heads have 128 dimensions, whatever the width
         ("cohere", "CohereForCausalLM", 16),
     ):
         position = spec_of(tmp_path, model_type, architecture, **common).layers[0].attention.position
@@ -117,6 +119,77 @@ def test_what_holds_where_a_config_is_silent(tmp_path):
     kinds = spec_of(tmp_path, "cohere2", "Cohere2ForCausalLM", **{**NEOX, "num_hidden_layers": 5}).layers
     assert [layer.attention.position is None for layer in kinds] == [False, False, False, True, False]
     assert [layer.attention.window for layer in kinds] == [4096, 4096, 4096, None, 4096]
+
+
+SHAPES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+SHAPES |= {"ffn_hidden_size", "q_lora_rank", "n_shared_experts", "max_position_embeddings"}
+"""A wrong guess at these is an error at load, since tensors do not fit; or bounds a text's length."""
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
+    """Key by key: left out, the description is as with the default of transformers' class, or the key is asked for."""
+    settings = {k: v for k, v in tiny_models.FAMILIES[family].items() if v is not None}
+    given = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = json.loads(json.dumps(given.to_dict() | {"architectures": [CAUSAL[given.model_type]]}))
+    for key in ("chunk_size_feed_forward", "is_encoder_decoder"):
+        config.pop(key)
+
+    def read(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            return read_spec(tmp_path).spec
+        except UnsupportedModelError:
+            return None
+
+    assert read(config) is not None
+    num_compared = 0
+    for key in config.keys() - SHAPES - {"model_type", "architectures"}:
+        default = getattr(type(given), key, None)
+        left_out = {k: v for k, v in config.items() if k != key}
+        if default is not None and isinstance(default, (bool, int, float, str)) and (spec := read(left_out)) is not None:
+            expected = read({**left_out, key: default})
+            assert expected is None or spec == expected, key
+            num_compared += 1
+    assert num_compared > 5
+    rope = given.to_dict().get("rope_parameters") or {}
+    theta = getattr(given, "default_theta", None)
+    if "rope_theta" in rope and theta is not None:
+        left_out = {k: v for k, v in config.items() if k != "rope_parameters"}
+        assert read(left_out) == read({**left_out, "rope_theta": theta})
+
+
+def test_a_config_that_says_only_what_differs(tmp_path):
+    """Gemma 3's multimodal ones leave out what their class has. 4,300,079,472 parameters are published with the picture's
+    part, 419,816,304 of them."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    config |= {"boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144}
+    config |= {"initializer_range": 0.02, "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    description = read_spec(tmp_path)
+    spec = description.spec
+    assert spec.num_parameters == 4_300_079_472 - 419_816_304
+    assert (spec.vocab_size, spec.layers[0].attention.num_heads, spec.layers[0].attention.head_dim) == (262208, 8, 256)
+    assert [layer.attention.window for layer in spec.layers] == [None if i % 6 == 5 else 1024 for i in range(34)]
+
+
+HUB = {  # keys as hubs have them, which change nothing at these values
+    "llama": {"do_sample": False, "max_length": 20, "pruned_heads": {}, "is_encoder_decoder": False, "top_k": 50},
+    "starcoder2": {"scale_attn_weights": True, "attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "cohere2": {"use_parallel_embedding": True, "use_embedding_sharing": True, "layer_switch": 4},
+    "smollm3": {"max_window_layers": 28, "use_sliding_window": False, "pretraining_tp": 2},
+}
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_keys_of_hubs_that_change_nothing(tmp_path, family):
+    tiny_models.build(tmp_path, family)
+    plain, path = read_spec(tmp_path).spec, tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **HUB[family]}))
+    assert read_spec(tmp_path).spec == plain
 
 
 def test_blocks_are_told_apart(tmp_path):
@@ -158,6 +231,9 @@ REFUSED = [
     ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+    ("llama", {"repetition_penalty": 1.2}, "repetition_penalty"),
+    ("llama", {"is_decoder": True}, "is_decoder"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "rope_parameters"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope_parameters"),
     ("gemma", {"hidden_act": "silu"}, "hidden_act"),
@@ -241,6 +317,14 @@ def test_names_without_the_usual_prefix(tmp_path):
         file = tmp_path / "model.safetensors"
         save_file({n.removeprefix(prefix): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
         assert close(run(load(tmp_path), TOKENS), logits_of(theirs))
+
+
+@pytest.mark.parametrize("family", ["falcon", "phi", "gemma", "deepseek_v3"])
+def test_frequencies_that_old_files_hold_are_not_read(tmp_path, family):
+    theirs = tiny_models.build(tmp_path, family)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**load_file(file), name: torch.ones(3)}, file, metadata={"format": "pt"})
+    assert close(run(load(tmp_path), TOKENS), logits_of(theirs))
 
 
 def test_longrope_follows_the_longest_context_that_is_served(tmp_path):

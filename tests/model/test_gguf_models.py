@@ -94,6 +94,22 @@ DEEPSEEK = {
     "expert_shared_count": 2,
     "expert_feed_forward_length": 32,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+OLMO3 = {"sliding_attention": PLAIN, "full_attention": YARN}
+GLM4_MOE = {
+    **RMS,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": 32,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": True,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -259,6 +275,25 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         },
     ),
     "olmo2": ("olmo2", "olmo2", {"rms_norm_eps": 1e-6}, RMS),
+    "olmo3": (
+        "olmo2",
+        "olmo3",
+        {"rms_norm_eps": 1e-6, "rope_parameters": OLMO3},
+        {**RMS, **YARN_KEYS, "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "smollm3": (
+        "smollm3",
+        "smollm3",
+        {"rope_theta": 5e4},
+        {**RMS, "rope.dimension_count": 8, "rope.freq_base": 5e4, "vocab_size": 288},
+    ),
+    "glm4moe": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6}, GLM4_MOE),
+    "glm4moe-air": (
+        "glm4moe",
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6, "use_qk_norm": False, "attention_bias": False},
+        {**GLM4_MOE, "block_count": 3, "nextn_predict_layers": 1},
+    ),
     "granite": (
         "granite",
         "granite",
@@ -320,7 +355,7 @@ def apart(architecture, name, value, a):
 def as_llama_cpp(architecture, name, value, a):
     """A tensor as llama.cpp's converter changes it."""
     fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
-    if architecture in ("llama", "granite") and (".q_proj." in name or ".k_proj." in name):  # its order of rotary rows
+    if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):

@@ -1,7 +1,8 @@
 """`slipstream check-model MODEL`: compare a checkpoint here with the same one in Hugging Face transformers, layer by layer.
 
 Both compute the same random tokens in float32: decoders, encoders (with their classifier), encoder-decoders. The exit code is
-1 if they part; the first place is named.
+1 if they part; the first place is named. A checkpoint whose weights are rounded is compared by the reference's kernels, which
+read inputs as they are, unless others are named: the CPU's round them to 8 bits there.
 """
 
 from __future__ import annotations
@@ -34,23 +35,29 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.model.check import check
     from slipstream.model.description import read_spec
+    from slipstream.model.scheme import CPU_BLOCK_BYTES
 
     path = resolve_model(args.model, download_dir=args.download_dir)
     with phases(f"checking {args.model}") as phase:
         phase("description")
-        spec = read_spec(path).spec
+        description = read_spec(path)
+        spec, kernels = description.spec, args.kernels
+        is_rounded = description.quantization is not None or any(t.name in CPU_BLOCK_BYTES for t in description.stored)
+        if kernels == "auto" and args.device == "cpu" and is_rounded:
+            kernels = "reference"
         rng = random.Random(args.seed)
         tokens = [rng.randrange(spec.vocab_size) for _ in range(min(args.num_tokens, spec.max_position))]
         phase("transformers")
         theirs = load_folder(path, "float32", spec.kind)
         phase("slipstream")
-        report = check(path, theirs, tokens, device=args.device, kernels=args.kernels, tolerance=args.tolerance)
+        report = check(path, theirs, tokens, device=args.device, kernels=kernels, tolerance=args.tolerance)
     if args.json:
         print_json(
             {
                 "model": args.model,
                 "path": path,
                 "num_tokens": len(tokens),
+                "kernels": kernels,
                 "same": report.same,
                 "first_divergence": report.first_divergence,
                 "top1_agreement": report.top1_agreement,
@@ -62,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     parted = report.first_divergence
     rows = [(d.where, f"{d.error:.1e}" + ("  < they part here" if d.where == parted else "")) for d in report.differences]
     title = f"{args.model} against transformers in float32, {len(tokens)} random tokens"
+    if kernels != args.kernels:
+        title += f", by the {kernels}'s kernels (its weights are rounded)"
     print_facts(f"{title}: the largest difference after", rows)
     print()
     if report.top1_agreement is not None:

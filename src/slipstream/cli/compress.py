@@ -1,8 +1,8 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
-R is a preset (fp8, fp8-gptq, fp8-static, int8, int4-awq-gptq, int4-awq, int4-gptq, int4-learned, w4a16-mixed:3.5bpw, 2:4,
-2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all; what an interrupted run had finished is kept beside it,
-and the same command goes on from there.
+R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all; what an interrupted run had
+finished is kept beside it, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
+from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.compress.planning import Plan
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
+    from slipstream.evals.text import TextSettings
     from slipstream.model.description import ModelDescription
 
 
@@ -50,6 +52,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
     )
     report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
+    add_task_options(parser)
     add_output_options(parser)
     parser.set_defaults(handler=run)
 
@@ -73,6 +76,9 @@ def _compress(args: argparse.Namespace) -> int:
     recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
+    check_max_kl(args.max_kl)
+    if task_names(args) and args.no_report:
+        raise ConfigError("--tasks stand in the report, which --no-report leaves out; drop one", field="tasks")
     if args.back_off and args.max_kl is None:
         raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
@@ -95,6 +101,8 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.evals.text import calibration_windows
 
     device, dtype = place(args.device, args.dtype)
+    if not args.no_report:
+        _check_report(args, original)
     reports: list[Report] = []
     tried: list[tuple[str, float]] = []
 
@@ -182,6 +190,24 @@ def _compress(args: argparse.Namespace) -> int:
     return 0
 
 
+def _report_text(args: argparse.Namespace, source: ModelDescription) -> TextSettings:
+    from slipstream.evals.text import TextSettings
+
+    context = min(512, source.spec.max_position)
+    return TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows)
+
+
+def _check_report(args: argparse.Namespace, source: ModelDescription) -> None:
+    """ConfigError for what the report could not be made of, before the work."""
+    from slipstream.evals.tasks import check_tasks
+    from slipstream.evals.text import read_documents
+
+    text = _report_text(args, source)
+    if next(iter(read_documents(text.source, text.part, download_dir=args.download_dir)), None) is None:
+        raise ConfigError(f"the {text.part} part of {text.source} holds no text to score", field="text")
+    check_tasks(task_names(args))
+
+
 def _measure(
     args: argparse.Namespace,
     recipe: Recipe,
@@ -192,9 +218,7 @@ def _measure(
 ) -> Report:
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
-    from slipstream.evals.text import TextSettings
 
-    context = min(512, source.spec.max_position)
     # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     with progress_bar("report") as bar:
@@ -202,8 +226,10 @@ def _measure(
             original,
             dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
             name=str(out),
-            text=TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows),
+            text=_report_text(args, source),
             speed=args.speed,
+            tasks=task_names(args),
+            limit=args.limit,
             recipe={"name": recipe.name, "steps": recipe.as_data()},
             max_kl=args.max_kl,
             tried=tried,
@@ -261,6 +287,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
         for batch, before in report.original.tokens_per_s.items():
             found = report.compressed.tokens_per_s[batch]
             rows.append(("tokens/s", f"{before:.1f} → {found:.1f} with {batch} at once ({found / before:.2f} ×)"))
+        rows += task_rows(report)
     print_facts("would write" if args.dry_run else args.out, rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.run import choose
     from slipstream.compress.context import ContextSettings, Part, compress, scorer
 
-    model, text = choose(args.words, args.model_option)
+    model, text = choose(args.words, args.model_option, "compress-prompt")
     chosen = {"keep": args.keep, "method": args.method, "unit": args.unit, "protect": tuple(args.protect)}
     settings = ContextSettings(**chosen)
     parts = [Part(args.before, True), Part(text), Part(args.question, True)]

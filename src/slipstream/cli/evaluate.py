@@ -42,13 +42,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--no-layers", action="store_true", help="leave out the comparison layer by layer")
     parser.add_argument("--report", metavar="DIR", help="leave the whole comparison there, as JSON and as a page")
     parser.add_argument("--speed", action="store_true", help="with --report: also how fast each of the two generates")
-    tasks = parser.add_argument_group("tasks")
-    tasks.add_argument(
-        *("--tasks",),
-        metavar="X,Y",
-        help="questions too: .jsonl files of multiple choice, and tasks of lm-eval (if it is installed and finds their data)",
-    )
-    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
+    add_task_options(parser)
     add_output_options(parser)
     engine = parser.add_argument_group("engine (as in LLM(...))")
     add_engine_options(engine, without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS))
@@ -98,13 +92,17 @@ def text_settings(args: argparse.Namespace) -> TextSettings:
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.evals.tasks import check_tasks
+
     settings = text_settings(args)
+    check_max_kl(args.max_kl)
+    check_tasks(task_names(args))
     given = vars(args)
     twins = {name: given[f"{name}_b"] for name in TWINS if f"{name}_b" in given}
     if args.b is not None or twins:
         return _compare(args, settings, twins)
     for name in ("max_kl", "report", "speed"):
-        if given[name]:
+        if given[name] is not None and given[name] is not False:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} compares two models; give B, or an option for B such as --quantization-b", field="B")
     return _alone(args, settings)
@@ -128,7 +126,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
             speed=args.speed,
             num_worst=args.worst,
             layers=not args.no_layers,
-            tasks=_tasks(args),
+            tasks=task_names(args),
             limit=args.limit,
             max_kl=args.max_kl,
             progress=lambda phase, done, total: bar(done, total),
@@ -156,7 +154,7 @@ def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
     with progress_bar("reading") as bar:
         found = perplexity(a, windows, progress=bar)
     results = []
-    if names := _tasks(args):
+    if names := task_names(args):
         from slipstream.engine.llm import LLM
         from slipstream.evals.tasks import run_tasks
 
@@ -184,7 +182,22 @@ def _about(settings: TextSettings, num_tokens: int, num_windows: int) -> list[tu
     return [("text", f"{settings.source}, {part}"), ("scored", f"{num_tokens:,} tokens in {num_windows} windows; {cut}")]
 
 
-def _tasks(args: argparse.Namespace) -> list[str]:
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        *("--tasks",),
+        metavar="X,Y",
+        help="questions too: .jsonl files of multiple choice, and tasks of lm-eval (if it is installed and finds their data)",
+    )
+    tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
+
+
+def check_max_kl(max_kl: float | None) -> None:
+    if max_kl is not None and not max_kl >= 0:
+        raise ConfigError(f"--max-kl {max_kl} is no number of nats from 0 on", field="max_kl")
+
+
+def task_names(args: argparse.Namespace) -> list[str]:
     if args.limit is not None and (args.tasks is None or args.limit < 1):
         raise ConfigError("--limit is a number above 0 of questions of --tasks", field="limit")
     return args.tasks.split(",") if args.tasks else []
@@ -192,6 +205,10 @@ def _tasks(args: argparse.Namespace) -> list[str]:
 
 def _value(result: TaskResult) -> str:
     return f"{result.value:.4f}" + ("" if result.stderr is None else f" ± {result.stderr:.4f}")
+
+
+def task_rows(report: Report) -> list[tuple[str, str]]:
+    return [(x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.num_questions} questions") for x, y in report.tasks]
 
 
 def _run_as(settings: Mapping[str, Any]) -> str:
@@ -213,7 +230,7 @@ def _print(report: Report) -> None:
             (f"speed, {batch} at once", f"{rate:,.1f} → {b.tokens_per_s[batch]:,.1f} tokens/s")
             for batch, rate in a.tokens_per_s.items()
         ),
-        *((x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.num_questions} questions") for x, y in report.tasks),
+        *task_rows(report),
         *_about(report.text, found.num_tokens, found.num_windows),
         ("A run as", _run_as(a.run_as)),
         ("B run as", _run_as(b.run_as)),

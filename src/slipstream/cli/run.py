@@ -87,20 +87,19 @@ def _is_model(word: str) -> bool:
         return False
 
 
-def choose(words: list[str], model: str | None) -> tuple[str, str]:
-    """Model and prompt from the words of the command line."""
+def choose(words: list[str], model: str | None, verb: str = "run") -> tuple[str, str]:
+    """Model and prompt from the words of `verb`'s command line."""
     if len(words) > 2:
-        raise ConfigError(f"{len(words)} words; quote the prompt: slipstream run 'Tell me a joke'", field="prompt")
+        raise ConfigError(f"{len(words)} words; quote the prompt: slipstream {verb} 'Tell me a joke'", field="prompt")
     if len(words) == 2 and model is not None:
         raise ConfigError("the model is given twice, as a word and as --model; leave one out", field="model")
     prompt = words[-1]
     if len(words) == 2:
         model = words[0]
     elif model is None and _is_model(prompt):
+        chat = f", or slipstream chat {prompt}" if verb == "run" else ""
         raise ConfigError(
-            f"{prompt!r} is a model, and there is no prompt; write slipstream run {prompt} 'PROMPT', or slipstream "
-            f"chat {prompt}",
-            field="prompt",
+            f"{prompt!r} is a model, and there is no prompt; write slipstream {verb} {prompt} 'PROMPT'{chat}", field="prompt"
         )
     if prompt == "-":
         prompt = sys.stdin.read()

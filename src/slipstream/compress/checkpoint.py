@@ -284,8 +284,11 @@ def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> N
             "or another --out",
             field="out",
         )
-    work.mkdir(parents=True, exist_ok=True)
-    _write(kept, text.encode())
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        _write(kept, text.encode())
+    except OSError as error:
+        raise ConfigError(f"out={str(out)!r}: {out.parent} can't be written to ({error.strerror})", field="out") from error
 
 
 class WorkFolder:

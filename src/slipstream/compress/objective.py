@@ -99,7 +99,8 @@ def token_losses(
             pair = other, student
         w = weights[rows]
         found = (divergence(kind, *pair) * w).sum() * temperature**2
-        return found, (F.cross_entropy(logits, targets[rows], reduction="none") * w).sum()
+        said = student if temperature == 1 else logits.log_softmax(-1)
+        return found, -(said.gather(-1, targets[rows][:, None])[:, 0] * w).sum()
 
     for begin in range(0, len(hidden), at_once):
         rows = slice(begin, begin + at_once)

@@ -129,8 +129,8 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
     if not 1 <= count < spec.num_layers:
         share = one.num_parameters / spec.num_parameters
         raise ConfigError(
-            f"size={settings.size} leaves {count} of {spec.num_layers} layers; one layer and the embeddings are {share:.2f} of "
-            "the model",
+            f"size={settings.size:.3g} can't be had with 1 to {spec.num_layers - 1} of {spec.num_layers} layers: one of them "
+            f"and the embeddings are {share:.2f} of the model",
             field="size",
         )
     return count

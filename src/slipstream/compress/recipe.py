@@ -67,8 +67,8 @@ class Budget:
             _one_of("choices", bits, (2, 3, 4, 5, 6, 7, 8))
         if len(set(self.choices)) < 2:
             raise ConfigError("choices needs two numbers of bits or more", field="choices")
-        if not min(self.choices) < self.average:
-            raise ConfigError(f"average={self.average} must be above the fewest bits of choices", field="average")
+        if not min(self.choices) < self.average <= max(self.choices) + 1:
+            raise ConfigError(f"average={self.average} must lie between the fewest and most bits of choices", field="average")
         _at_least("num_windows", self.num_windows, 1)
         _at_least("context", self.context, 2)
 
@@ -247,6 +247,9 @@ STEPS: dict[str, type[Step]] = {
     "kv_cache": KVCache,
 }
 
+LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
+"""Those that go from layer to layer, in the order in which they are done."""
+
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
     "fp8-gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
@@ -393,6 +396,11 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
                 f"num_windows={qat.num_windows} is below the {calibrate.num_windows} that calibrate; give at least as many",
                 field="qat",
             )
+    layers = [kind for kind in LAYER_STEPS if recipe.one(kind) is not None]
+    if [type(s) for s in found if isinstance(s, LAYER_STEPS)] != layers:
+        names = {kind: name for name, kind in STEPS.items()}
+        order = ", ".join(names[kind] for kind in layers)
+        raise ConfigError(f"these steps are taken in the order {order}; say it so", field="steps")
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
@@ -460,7 +468,8 @@ def _describe(options: Sequence[Any]) -> str:
         elif get_origin(option) is tuple:
             words.append("a list")
         else:
-            words.append("null" if option is type(None) else "a table" if not hasattr(option, "__name__") else option.__name__)
+            plain = hasattr(option, "__name__") and not dataclasses.is_dataclass(option)
+            words.append("null" if option is type(None) else option.__name__ if plain else "a table")
     return " or ".join(words)
 
 

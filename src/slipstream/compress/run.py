@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ from slipstream.model.spec import MoESpec
 from slipstream.model.weights import load_parameters
 
 Progress = Callable[[int, int], None]
+
+PRODUCTS_NAME = "slipstream-products.json"
+"""Beside the weights: of each product its format, and what rounding it cost there."""
+
+_logger = logging.getLogger(__name__)
 
 
 def compress(
@@ -243,7 +249,7 @@ class _Job:
             for p in self.plan.products
             if p.name.startswith(prefix) and (p.fmt is not None or p.sparse)
         }
-        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}, "columns": {}}
+        note: dict[str, Any] = {"exponents": {}, "input_scales": {}, "errors": {}, "zeros": {}, "learned": {}, "columns": {}}
         rounded: dict[str, Rounded] = {}
         if self.quantize is not None and self.quantize.scaling is not None:
             self.move_scales(index, values, {name: p for name, p in todo.items() if p.fmt is not None}, note)
@@ -281,9 +287,15 @@ class _Job:
                     done[name] = FakeInputs(product.fmt.inputs, columns=tuple(note["columns"].get(name, ())))
                 if product.fmt is not None and product.fmt.static_inputs:
                     note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[product.fmt.inputs or "int8"]
-        for name, found in self.learn(index, exact, values, begun, done).items():
-            rounded[f"{prefix}{name}.weight"] = found
-            values[f"{name}.weight"] = found.numbers()
+        if begun:
+            learned, left = self.learn(index, exact, values, begun, done)
+            if left == 1.0:
+                _logger.warning("layer %d: what was learned is no better than where it began, which stays", index)
+            for name, found in learned.items():
+                rounded[f"{prefix}{name}.weight"] = found
+                values[f"{name}.weight"] = found.numbers()
+                note["learned"][name] = left
+                note["errors"].pop(name, None)  # it was where learning began
         return rounded, note
 
     def begin(self, product: PlannedProduct, weight: Tensor, stats: InputStats | None) -> Offsets:
@@ -305,10 +317,8 @@ class _Job:
         values: Mapping[str, Tensor],
         begun: Mapping[str, Offsets],
         inputs: Mapping[str, FakeInputs],
-    ) -> dict[str, Rounded]:
+    ) -> tuple[dict[str, Rounded], float]:
         """What was begun, learned; `exact` is the layer before rounding, `values` what it has now."""
-        if not begun:
-            return {}
         assert self.stream is not None
         assert self.quantize is not None
         q, states = self.quantize, None
@@ -437,11 +447,25 @@ class _Job:
             config["tie_word_embeddings"] = False
 
         def finished(folder: Path) -> None:
+            (folder / PRODUCTS_NAME).write_text(json.dumps(self.products(), indent=1) + "\n")
             if columns := self.columns():
                 (folder / COLUMNS_NAME).write_text(json.dumps(columns) + "\n")
             finish(folder)
 
         self.work.publish(self.original, self.parts, config, self.recipe.as_data(), finished)
+
+    def products(self) -> dict[str, dict[str, Any]]:
+        """What was noted of each product, by our names; before training, where there was any."""
+        found: dict[str, dict[str, Any]] = {}
+        keys = {"errors": "error", "exponents": "exponent", "zeros": "zeros", "learned": "learned"}
+        for product in self.plan.products:
+            if product.fmt is None and not product.sparse:
+                continue
+            _, index, name = (*product.name.split(".", 2), "", "")[:3]
+            note = (self.work.note(f"layer-{int(index):05d}") if index else None) or {}
+            own = {new: note[old][name] for old, new in keys.items() if name in note.get(old, {})}
+            found[product.name] = {"format": None if product.fmt is None else str(product.fmt), **own}
+        return found
 
     def columns(self) -> dict[str, list[int]]:
         """By the checkpoint's modules, the inputs that keep the model's type."""

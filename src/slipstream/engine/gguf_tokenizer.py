@@ -17,6 +17,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.engine import sentencepiece
 from slipstream.engine.sentencepiece import Kind
+from slipstream.engine.tiktoken import CL100K, CONTRACTIONS, WORDS_END
 from slipstream.engine.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.gguf import GGUFFile
@@ -36,16 +37,13 @@ class Split:
     add_eos: bool = False
 
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _END
-_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _END
+_QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + WORDS_END
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_END}"
 _GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_CASED_END}"
 )
 _DEEPSEEK3 = (
@@ -58,10 +56,10 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ("roberta-bpe",): Split((_GPT2,), add_bos=True, add_eos=True),  # old files are silent; the models always have <s> … </s>
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split((r"\p{N}", _GPT2)),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"): Split(
-        (_LLAMA3,), whole_tokens=True, add_bos=True
+        (CL100K,), whole_tokens=True, add_bos=True
     ),
-    ("dbrx", "smaug-bpe", "chatglm-bpe"): Split((_LLAMA3,)),
-    ("glm4",): Split((_LLAMA3,), whole_tokens=True),
+    ("dbrx", "smaug-bpe", "chatglm-bpe"): Split((CL100K,)),
+    ("glm4",): Split((CL100K,), whole_tokens=True),
     ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"): Split((_QWEN2,)),
     ("tekken",): Split((_TEKKEN,), whole_tokens=True, add_bos=True),
     ("gpt-4o", "llama4"): Split((_GPT4O,)),

@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.engine.chat_template import render
+from slipstream.engine.tiktoken import spelling
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.model.description import read_json
 
@@ -55,7 +56,7 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """From a .gguf file, or from a folder with tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's
-        tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
+        or tiktoken's tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in _FILES):
             path = next(iter(sorted(path.glob("*.gguf"))), path)
@@ -207,15 +208,7 @@ class Tokenizer:
         return render(template, {**self._special.texts, **variables, **given})
 
 
-def _byte_alphabet() -> dict[str, bytes]:
-    """Byte-level BPE writes each byte as one printable character (Radford et al. 2019): that character to its byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted(set(range(256)) - set(printable))
-    pairs = [(chr(b), b) for b in printable] + [(chr(256 + i), b) for i, b in enumerate(others)]
-    return {character: bytes([b]) for character, b in pairs}
-
-
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 
 
 def _decoding(backend: tokenizers.Tokenizer) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
@@ -277,7 +270,8 @@ def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """What a class does where its config is silent is put into `config`."""
     if (path / "tokenizer.json").is_file():
         try:
             return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -286,9 +280,7 @@ def _backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _gpt2_backend(path, config)
     if (path / "tokenizer.model").is_file():
-        from slipstream.engine.sentencepiece import from_file
-
-        return from_file(path / "tokenizer.model")
+        return _model_backend(path / "tokenizer.model", config)
     if (path / "spiece.model").is_file():
         return _t5_backend(path, config)
     if (path / "vocab.txt").is_file():
@@ -297,6 +289,37 @@ def _backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         f"{path} has no tokenizer.json; pass tokenizer=PATH of a folder that has one, or skip_tokenizer_init",
         field="tokenizer",
     )
+
+
+_LLAMAS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+_CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+"""What ChatGLM 2 and 3 have behind their pieces (the roles: 3)."""
+
+
+def _model_backend(file: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """tokenizer.model, of SentencePiece or of tiktoken, and what its class puts before a text."""
+    from slipstream.engine import sentencepiece, tiktoken
+
+    if tiktoken.is_tiktoken(file):
+        backend, prefix = tiktoken.from_file(file, config), tiktoken.PREFIXES[config["tokenizer_class"]]
+        _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    else:
+        kind = config.get("tokenizer_class")
+        if kind is not None:  # others may split, or surround a text, in ways of their own
+            _require_class(file.parent, config, file.name, *_LLAMAS, "ChatGLMTokenizer")
+        backend, prefix = sentencepiece.from_file(file), ()
+        if kind == "ChatGLMTokenizer":
+            prefix = ("[gMASK]", "sop")
+            backend.add_tokens([AddedToken(t, special=True, single_word=t.isalpha(), normalized=False) for t in _CHATGLM])
+        elif kind is not None:
+            config.setdefault("add_bos_token", True)
+    ids = [backend.token_to_id(token) for token in prefix]
+    if None in ids:
+        raise CheckpointError(f"{file} has no {' '.join(prefix)}, nor has tokenizer_config.json", field="added_tokens_decoder")
+    if prefix:
+        named = list(zip(prefix, ids, strict=True))
+        backend.post_processor = processors.TemplateProcessing(single=[*prefix, "$A"], special_tokens=named)
+    return backend
 
 
 def _gpt2_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:

@@ -60,6 +60,15 @@ def run_tasks(llm: LLM, names: Sequence[str], *, limit: int | None = None, num_f
     return [found[name] for name in names]
 
 
+def check_tasks(names: Sequence[str]) -> None:
+    """ConfigError where `run_tasks` would find no questions, before there is a model to ask."""
+    for name in names:
+        if name.endswith(".jsonl"):
+            read_questions(Path(name))
+    if others := [name for name in names if not name.endswith(".jsonl")]:
+        _manager(others)
+
+
 def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "choices") -> TaskResult:
     """The share of questions whose answer is the likeliest choice."""
     tokenizer = llm.get_tokenizer()
@@ -131,22 +140,29 @@ def _question(line: str, where: str) -> Question:
     )
 
 
-def run_lm_eval(
-    llm: LLM, tasks: Sequence[str | dict[str, Any]], *, limit: int | None = None, num_fewshot: int | None = None
-) -> dict[str, TaskResult]:
-    """Tasks of lm-eval, by name (or as its configs), with the model behind `LLM`. A group of tasks is given as lm-eval sums it
-    up. ConfigError without the package, or for a name that it does not know."""
+def _manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
+    """lm-eval's, which knows all of the tasks."""
     try:
-        import lm_eval
         from lm_eval.tasks import TaskManager
-
-        from slipstream.evals.lm_eval_adapter import SlipstreamLM
     except ImportError as error:
         raise ConfigError(f"lm-eval's tasks need it: pip install 'slipstream[eval]' ({error})", field="tasks") from error
     manager = TaskManager()
     unknown = [t for t in tasks if isinstance(t, str) and t not in manager.all_tasks]
     if unknown:
         raise ConfigError(f"lm-eval knows no task {', '.join(unknown)}; `lm-eval ls tasks` lists them", field="tasks")
+    return manager
+
+
+def run_lm_eval(
+    llm: LLM, tasks: Sequence[str | dict[str, Any]], *, limit: int | None = None, num_fewshot: int | None = None
+) -> dict[str, TaskResult]:
+    """Tasks of lm-eval, by name (or as its configs), with the model behind `LLM`. A group of tasks is given as lm-eval sums it
+    up. ConfigError without the package, or for a name that it does not know."""
+    manager = _manager(tasks)
+    import lm_eval
+
+    from slipstream.evals.lm_eval_adapter import SlipstreamLM
+
     result = lm_eval.simple_evaluate(
         model=SlipstreamLM(llm),
         tasks=list(tasks),

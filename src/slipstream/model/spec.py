@@ -328,6 +328,7 @@ class MoESpec:
 
 MLPSpec: TypeAlias = DenseSpec | MoESpec
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialBlock:
     """h += [post_attention](attention([pre_attention](h))); h += [post_mlp](mlp([pre_mlp](h))), with the norms that are there.

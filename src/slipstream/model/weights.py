@@ -21,7 +21,7 @@ from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD
+from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.model.held import is_expandable
 from slipstream.model.parameters import (
     MinusOne,
@@ -68,12 +68,13 @@ def load_parameters(
     values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
     if description.format == "gguf":
         stored, names = _gguf_tensors(description, dtype)
-        ignored: tuple[str, ...] = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD)
+        assert description.family.gguf is not None
+        ignored = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
     else:
         stored, names = _safetensors(description.path), description.family.names(description.spec)
         if description.quantization is not None and description.quantization.sparse:
             stored = made_dense(stored)
-        ignored = description.family.ignored
+        ignored = (*ROTARY_BUFFERS, *description.family.ignored)
     filled: set[str] = set()
     prefixes = description.family.prefixes
     formats = description.quantization.formats if description.quantization is not None else None

@@ -4,7 +4,8 @@ After AutoRound (Cheng et al. 2023): a code is round(w / s + v) with an offset v
 times a factor near 1. All products of a layer are learned together from the squared error of the layer's output on
 calibration text, by the sign of the gradient, with a step that falls to 0; rounding passes gradients through as if it were not
 there. Inputs in 8 bits are rounded meanwhile. Of floats v is in units of the distance between codes there. Learning begins at
-rounding to nearest, or at GPTQ's result: then w is what GPTQ met when a weight's turn came, which v = 0 rounds as it did.
+rounding to nearest, or at GPTQ's result: then w is what GPTQ met when a weight's turn came, which v = 0 rounds as it did; the
+scales stay, since GPTQ's codes answer each other's errors on these scales alone, and offsets go half as far in a step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from slipstream.model.sequences import SequenceBatch, run_layer
 REACH = 0.25
 """How far a scale's factor may go from 1."""
 
+PACE = 0.5
+"""Of a step from GPTQ's result, as a share of one from rounding to nearest."""
+
 
 @dataclass(slots=True)
 class Offsets:
@@ -33,16 +37,20 @@ class Offsets:
     grid: Grid
     offset: Tensor  # [out, in]
     factor: Tensor  # as the scales
+    pace: float = 1.0  # of its steps
 
     @classmethod
-    def of(cls, weight: Tensor, grid: Grid) -> Offsets:
-        """Beginning at `weight` to nearest on `grid`."""
-        offset = torch.zeros_like(weight, requires_grad=True)
-        return cls(weight, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32, requires_grad=True))
+    def of(cls, met: Tensor, grid: Grid) -> Offsets:
+        """Beginning at GPTQ's result: what it met, to nearest on its grid, which stays."""
+        offset = torch.zeros_like(met, requires_grad=True)
+        return cls(met, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32), PACE)
 
     @classmethod
     def fitted(cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool) -> Offsets:
-        return cls.of(weight, fit(weight, fmt, dtype, clip=clip))
+        """Beginning at the weight to nearest."""
+        grid = fit(weight, fmt, dtype, clip=clip)
+        offset, factor = torch.zeros_like(weight), torch.ones_like(grid.scales, dtype=torch.float32)
+        return cls(weight, grid, offset.requires_grad_(), factor.requires_grad_())
 
     @property
     def fmt(self) -> WeightFormat:
@@ -73,9 +81,9 @@ class Offsets:
         """Against the sign of the gradient."""
         with torch.no_grad():
             for value, low, high in ((self.offset, -0.5, 0.5), (self.factor, 1 - REACH, 1 + REACH)):
-                assert value.grad is not None
-                value.sub_(value.grad.sign(), alpha=rate).clamp_(low, high)
-                value.grad = None
+                if value.grad is not None:
+                    value.sub_(value.grad.sign(), alpha=rate * self.pace).clamp_(low, high)
+                    value.grad = None
 
     def _codes(self) -> tuple[Tensor, Tensor, Tensor | float]:
         """(codes before rounding, scales as they are written, zeros), each [out, groups, size or 1]."""
@@ -103,12 +111,13 @@ def learn(
     step_tokens: int,
     states: Sequence[Tensor] | None = None,
     seed: int = 0,
-) -> dict[str, Rounded]:
+) -> tuple[dict[str, Rounded], float]:
     """The products in `learned` (by name in the layer) of layer `index`, which has `values` but for them. The output to come
     near to is that of `exact`, the layer before rounding, on `states` or on what the layer reads; `inputs` of products are
     rounded in what is learned. The plain squared error: tokens that are far larger than the others are those that all others
-    look at, and count accordingly. Each step takes `step_tokens`, whole windows of them, drawn at random. A result that is no
-    better than where it began is not taken."""
+    look at, and count accordingly. Each step takes `step_tokens`, whole windows of them, drawn at random. Beside
+    the products, the share of the squared error that is left of where they began; it is 1, and they are as they began, where
+    what was learned is no better."""
     targets = _windows(stream, stream.run(index, exact, ObservingOps(), states))
     texts = _windows(stream, stream.states)
     start = {name: own.rounded() for name, own in learned.items()}
@@ -134,7 +143,7 @@ def learn(
                 own.step((1 - step / num_steps) / num_steps)
     found = {name: own.rounded() for name, own in learned.items()}
     before, after = (_error(stream, index, values, made, inputs, targets) for made in (start, found))
-    return found if after < before else start
+    return (found, after / before) if after < before else (start, 1.0)
 
 
 def _error(

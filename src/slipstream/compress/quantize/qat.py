@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.compress.calibrate import FakeInputs, ObservingOps, Through, load_ends, load_layer
+from slipstream.compress.calibrate import HELD_BYTES, FakeInputs, ObservingOps, Through, load_ends, load_layer
+from slipstream.compress.objective import LOGITS_BYTES
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
 from slipstream.compress.recipe import QAT
+from slipstream.errors import ConfigError
 from slipstream.model.decoder import PositionTables, build_layer
 from slipstream.model.description import ModelDescription
 from slipstream.model.sequences import SequenceBatch, run_layer
@@ -75,7 +77,7 @@ def train(
 ) -> dict[str, Rounded]:
     """The layers' rounded weights after training, by our names. `values` are each layer's parameters as they were written, by
     our names, and `grids` those of the rounded ones among them; `inputs` say, layer by layer, how which products' inputs are
-    rounded. Products run in `dtype`."""
+    rounded. Products run in `dtype`. ConfigError if the loss becomes infinite or none."""
     spec = source.spec
     longest = max(len(w) for w in windows)
     tables = PositionTables(longest, device)
@@ -95,40 +97,72 @@ def train(
         own = {n.removeprefix(prefix): learned[n].numbers() if n in learned else v for n, v in values[index].items()}
         return run(index, own, h, batch, exact=False)
 
-    def loss_of(batch: SequenceBatch) -> Tensor:
-        with torch.no_grad():
-            start = ends.embedded(batch.token_ids, batch.meta)
-            h = start
+    known: dict[int, Tensor] = {}  # what the original's last norm gives of a window, [tokens, E]
+    room = HELD_BYTES // (spec.hidden_size * dtype.itemsize)  # in tokens
+
+    @torch.no_grad()
+    def wanted(chosen: Sequence[int]) -> Tensor:
+        """The original's final hidden states of these windows, one after another [T, E]: a window comes many times."""
+        if missing := [i for i in chosen if i not in known]:
+            batch = SequenceBatch.of([list(windows[i]) for i in missing], device)
+            h = ends.embedded(batch.token_ids, batch.meta)
             for i in range(spec.num_layers):
                 h = run(i, original[i], h, batch)
-            wanted = ends.logits(ends.finished(h, None)).float().log_softmax(-1)
-        h = start
+            known.update(zip(missing, ends.finished(h, None).split(batch.lengths), strict=True))
+        found = torch.cat([known[i] for i in chosen])
+        while sum(len(states) for states in known.values()) > room:
+            known.pop(next(iter(known)))
+        return found
+
+    def learn_from(chosen: Sequence[int]) -> Tensor:
+        """The loss of these windows, whose gradients are then there."""
+        batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
+        target = wanted(chosen)
+        h = ends.embedded(batch.token_ids, batch.meta)
         for i in range(spec.num_layers):  # a layer's inner activations are computed again in the backward pass
             h = checkpoint(student, i, h, batch, use_reentrant=False)
-        found = ends.logits(ends.finished(h, None)).float().log_softmax(-1)
-        return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
+        hidden = ends.finished(h, None)
+        # The head does not learn: its gradient is made as soon as a few rows' logits are there, which are not kept.
+        at_once = max(1, LOGITS_BYTES // (4 * spec.vocab_size))
+        loss, gradients = torch.zeros((), device=device), []
+        for rows, theirs in zip(hidden.detach().split(at_once), target.split(at_once), strict=True):
+            rows.requires_grad_()
+            found = ends.logits(rows).float().log_softmax(-1)
+            with torch.no_grad():
+                exact = ends.logits(theirs).float().log_softmax(-1)
+            part = F.kl_div(found, exact, reduction="sum", log_target=True) / batch.num_tokens
+            gradients += torch.autograd.grad(part, rows)
+            loss += part.detach()
+        hidden.backward(torch.cat(gradients))
+        return loss
 
     steps = [own.step for own in learned.values()]
     optimizer = torch.optim.AdamW([*(own.weight for own in learned.values()), *steps], lr=1.0, weight_decay=0.0)
     rng = torch.Generator().manual_seed(settings.seed)
     per_step = max(1, settings.step_tokens // longest)
     order: list[int] = []
+    losses: list[Tensor] = []
     with torch.enable_grad():
         for number in range(settings.num_steps):
             while len(order) < per_step:
                 order += torch.randperm(len(windows), generator=rng).tolist()
             chosen, order = order[:per_step], order[per_step:]
-            loss = loss_of(SequenceBatch.of([list(windows[i]) for i in chosen], device))
-            if not bool(loss.isfinite()):
-                raise FloatingPointError(f"the loss is {float(loss)} at step {number}; lower learning_rate")
-            loss.backward()
+            losses.append(learn_from(chosen))
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate(number, settings)
             torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIPPED)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if number:  # of the step before, which is done: to look at this one's would let the device run empty
+                _check(number - 1, losses[number - 1])
             progress(number + 1, settings.num_steps)
+        _check(settings.num_steps - 1, losses[-1])
     return {name: own.rounded() for name, own in learned.items()}
+
+
+def _check(number: int, loss: Tensor) -> None:
+    if not math.isfinite(found := float(loss)):
+        raise ConfigError(f"the loss of step {number} is {found}: lower learning_rate", field="learning_rate")
 
 
 def rate(number: int, settings: QAT) -> float:

@@ -32,14 +32,26 @@ NO_EFFECT = frozenset((
 """Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
 
 
+WRITTEN_BY_ALL: dict[str, Any] = {
+    "add_cross_attention": False, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "do_sample": False,
+    "early_stopping": False, "encoder_no_repeat_ngram_size": 0, "is_decoder": False, "is_encoder_decoder": False,
+    "length_penalty": 1.0, "max_length": 20, "min_length": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1,
+    "num_return_sequences": 1, "output_scores": False, "pruned_heads": {}, "remove_invalid_values": False,
+    "repetition_penalty": 1.0, "return_dict_in_generate": False, "temperature": 1.0, "tf_legacy_loss": False,
+    "tie_encoder_decoder": False, "top_k": 50, "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False,
+}  # fmt: skip
+"""What transformers 4 wrote into a config that it saved in full, such as one within another, where nobody set it otherwise."""
+
+
 GGUF_NO_EFFECT = frozenset((
     "rope.scaling.finetuned", "rope.scaling.original_context_length",  # without a scaling, which is refused
     "vocab_size",  # the embedding has as many rows
+    "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
 ))  # fmt: skip
 """The same for a GGUF file's keys, less the architecture that stands before each."""
 
 
-GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight")
+GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight")
 """Tensors of a GGUF file whose shapes are read with its metadata, since that does not say what they tell."""
 
 
@@ -49,6 +61,10 @@ GGUF_FREQUENCIES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_fact
 
 GGUF_UNREAD = (r"dec\.blk\.\d+\.cross_attn_rel_b\.weight",)
 """Tensors of a GGUF file without meaning: old writers of T5 left a bias in the attention that reads the encoder."""
+
+
+ROTARY_BUFFERS = (r".*rotary(_pos)?_emb\.inv_freq",)
+"""Tensors of any checkpoint without meaning: frequencies, which old versions of transformers saved, are computed."""
 
 
 class ConfigReader:
@@ -74,6 +90,10 @@ class ConfigReader:
     def says(self, key: str) -> bool:
         """Whether the key is there at all, be it null."""
         return key in self._config
+
+    def assume(self, **values: Any) -> None:
+        """What transformers' class of the config has where this one is silent: some on hubs say only what differs from it."""
+        self._config = {**self._config, **{key: value for key, value in values.items() if key not in self}}
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`, of type `kind`; a missing one is `default`, or an error without."""
@@ -121,7 +141,7 @@ class ConfigReader:
 
     def finish(self) -> None:
         unknown = set(self._config) - self._read - self._no_effect
-        unknown = {k for k in unknown if self._config[k] is not None}
+        unknown = {k for k in unknown if self._config[k] not in (None, WRITTEN_BY_ALL.get(k))}
         if unknown:
             keys = [f"{self._prefix}{k} = {self._config[k]!r}" for k in sorted(unknown)]
             raise UnsupportedModelError(
@@ -136,12 +156,13 @@ class GGUFFamily:
     """How llama.cpp writes the family: its name there, the config keys that its metadata gives, and the table of names.
 
     `config` makes a Hugging Face config of the metadata (without the architecture before each key), of which no key may be
-    left over.
+    left over. `ignored` are regular expressions of tensors without meaning here.
     """
 
     architecture: str
     config: Callable[[ConfigReader], dict[str, Any]]
     names: Callable[[ModelSpec], Names]
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,10 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
     c.require("use_embedding_sharing", True)
     c.require("use_gated_activation", True)
     c.require("use_parallel_block", True)
-    c.require("use_parallel_embedding", False)
     c.require("use_qk_norm", False)
     c.require("position_embedding_type", "rope_gptj")
     c.ignore("cache_implementation", "order_of_interleaved_layers")
+    c.ignore("use_parallel_embedding")  # how its authors spread the table over devices
     return _read(c, "cohere2", theta=10000.0, windows=True)
 
 
@@ -40,7 +40,8 @@ def _read(c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm:
     bias, mlp = c.take("attention_bias", bool, False), gated(c)
     window, kinds = None, [""] * c.size("num_hidden_layers")
     if windows:
-        window, pattern = c.size("sliding_window", 4096), c.take("sliding_window_pattern", int, PATTERN)
+        window, pattern = c.size("sliding_window", 4096), c.size("sliding_window_pattern", PATTERN)
+        c.require("layer_switch", pattern)  # its authors' name for the same
         kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
 
     def layer(i: int) -> LayerSpec:

@@ -8,7 +8,6 @@ import math
 from typing import Any, Literal
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.model.families.llama import ROTARY_BUFFERS
 from slipstream.model.families.metadata import yarn_gguf_config
 from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.model.families.pieces import before, gated, model, rms, rope
@@ -215,7 +214,6 @@ FAMILIES = (
         architectures=("DeepseekV2ForCausalLM",),
         read=read_v2,
         names=names,
-        ignored=ROTARY_BUFFERS,
         gguf=GGUFFamily(architecture="deepseek2", config=gguf_config, names=gguf_names),
     ),
     Family(
@@ -223,6 +221,6 @@ FAMILIES = (
         architectures=("DeepseekV3ForCausalLM",),
         read=read_v3,
         names=names,
-        ignored=(*ROTARY_BUFFERS, r"model\.layers\.61\..*"),  # V3's last layer drafts a second token
+        ignored=(r"model\.layers\.61\..*",),  # V3's last layer drafts a second token
     ),
 )

@@ -24,9 +24,20 @@ from slipstream.model.families.pieces import (
 from slipstream.model.spec import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 TANH = "gelu_pytorch_tanh"
+GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+"""What the text_config of a multimodal Gemma 3 leaves out: of the 4B's all but two."""
 
 
 def read_gemma1(c: ConfigReader) -> ModelSpec:
+    c.assume(head_dim=256)
     h, hidden, bias = heads(c), c.size("hidden_size"), c.take("attention_bias", bool, False)
     max_position = c.size("max_position_embeddings", 8192)
     norm = rms(hidden, c.take("rms_norm_eps", float, 1e-6), weight_offset=1.0)
@@ -43,6 +54,7 @@ def read_gemma1(c: ConfigReader) -> ModelSpec:
 
 
 def read_gemma2(c: ConfigReader) -> ModelSpec:
+    c.assume(head_dim=256)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 8192)
     position = rope(c, h.head_dim, max_position=max_position)
@@ -52,10 +64,11 @@ def read_gemma2(c: ConfigReader) -> ModelSpec:
 
 
 def read_gemma3(c: ConfigReader) -> ModelSpec:
+    c.assume(**GEMMA3)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
-    pattern = c.maybe("sliding_window_pattern", int) or c.take("_sliding_window_pattern", int, 6)
-    c.maybe("_sliding_window_pattern", int)
+    pattern = c.size("sliding_window_pattern" if "sliding_window_pattern" in c else "_sliding_window_pattern", 6)
+    c.ignore("_sliding_window_pattern")
     kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
     c.require("attn_logit_softcapping")  # no published model has it, and transformers reads it without using it
     positions = {kind: _rope(c, kind, h.head_dim, max_position) for kind in ("full_attention", "sliding_attention")}

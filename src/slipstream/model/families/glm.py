@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.deepseek import SHARED, corrected_mixture
 from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.model.families.pieces import Heads, attention, before, gated, heads, model, rms, rope
 from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
@@ -23,6 +23,7 @@ def read_glm4(c: ConfigReader) -> ModelSpec:
 
 
 def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
+    c.assume(head_dim=128, num_key_value_heads=2)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1.5625e-7))
@@ -102,6 +103,31 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     return llama_gguf_config(m, partial=True)
 
 
+def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """GLM-4.5's last layer, which drafts a second token, is counted with the others. There are no groups of experts."""
+    config = llama_gguf_config(m, partial=True, experts=True)
+    m.require("expert_gating_func", 2)
+    return {
+        **config,
+        "num_hidden_layers": config["num_hidden_layers"] - m.take("nextn_predict_layers", int, 0),
+        "attention_bias": "blk.0.attn_q.bias" in m,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in m,
+        "n_routed_experts": m.size("expert_count"),
+        "n_shared_experts": m.maybe("expert_shared_count", int),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "first_k_dense_replace": m.take("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+GLM4_MOE_GGUF: dict[str, Theirs] = {"pre_mlp": "post_attention_norm", "correction": {"weight": "exp_probs_b.bias"}}
+DRAFTING = r"(46|92)\..*"
+"""The layer that drafts a second token: GLM-4.5-Air's, GLM-4.5's and 4.6's."""
+
 FAMILIES = (
     Family(
         model_type="glm",
@@ -122,13 +148,18 @@ FAMILIES = (
         architectures=("Glm4MoeForCausalLM",),
         read=read_glm4_moe,
         names=table(SHARED),
-        ignored=(r"model\.layers\.(46|92)\..*",),  # the last layer drafts a second token
+        ignored=(rf"model\.layers\.{DRAFTING}",),
+        gguf=GGUFFamily(
+            architecture="glm4moe",
+            config=glm4_moe_gguf_config,
+            names=gguf_table(GLM4_MOE_GGUF),
+            ignored=(rf"blk\.{DRAFTING}",),
+        ),
     ),
     Family(
         model_type="chatglm",
         architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
         read=read_chatglm,
         names=table(CHATGLM, layer="transformer.encoder.layers.{i}."),
-        ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
     ),
 )

@@ -13,6 +13,7 @@ from slipstream.model.spec import ClampedSwiglu, DenseSpec, LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
+    c.assume(head_dim=64, num_key_value_heads=8)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))

@@ -18,6 +18,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def read_mistral(c: ConfigReader) -> ModelSpec:
+    if not c.says("sliding_window"):
+        c.assume(sliding_window=4096)
     return _read(c, "mistral", windows=True)
 
 
@@ -30,9 +32,10 @@ def read_smollm3(c: ConfigReader) -> ModelSpec:
     count, every = c.size("num_hidden_layers"), c.size("no_rope_layer_interval", 4)
     turned = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
     c.require("use_sliding_window", False)
+    c.ignore("max_window_layers")  # of windows that are off
     if len(turned) != count or not set(turned) <= {0, 1}:
         raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
-    return _read(c, "smollm3", windows=False, turned=turned, tied=True)
+    return _read(c, "smollm3", windows=False, turned=turned, tied=True, theta=2e6)
 
 
 def read_mixtral(c: ConfigReader) -> ModelSpec:
@@ -44,7 +47,7 @@ def read_mixtral(c: ConfigReader) -> ModelSpec:
         normalize=True,
     )
     c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-    return _read(c, "mixtral", windows=True, mlp=moe)
+    return _read(c, "mixtral", windows=True, mlp=moe, eps=1e-5, theta=1e6)
 
 
 def _read(
@@ -55,12 +58,15 @@ def _read(
     mlp: MLPSpec | None = None,
     turned: list[int] | None = None,
     tied: bool = False,
+    eps: float = 1e-6,
+    theta: float = 1e4,
 ) -> ModelSpec:
-    """`turned`: 1 for the layers with positions, all of them without it."""
+    """`turned`: 1 for the layers with positions, all of them without it. `tied`, `eps` and `theta` hold where a
+    config is silent."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 2048)
-    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6))
-    position = rope(c, h.head_dim, max_position=max_position)
+    norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
+    position = rope(c, h.head_dim, theta=theta, max_position=max_position)
     bias = c.take("attention_bias", bool, False)
     mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
     window = c.maybe("sliding_window", int) if windows else None
@@ -84,6 +90,11 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     return config
 
 
+def smollm3_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Every fourth layer has no positions, which the file does not say."""
+    return {**llama_gguf_config(m), **factors_gguf_config(m)}
+
+
 names = table(LLAMA)
 MIXTRAL: dict[str, Theirs] = {
     **LLAMA,
@@ -91,8 +102,11 @@ MIXTRAL: dict[str, Theirs] = {
     "experts.up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     "experts.down": "block_sparse_moe.experts.{e}.w2",
 }
-ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
+GGUFS = {  # llama.cpp writes Mistral as llama, without its window, and Mixtral
+    read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
+    read_smollm3: GGUFFamily(architecture="smollm3", config=smollm3_gguf_config, names=UNPERMUTED),
+}
 
 FAMILIES = tuple(
     Family(
@@ -100,9 +114,7 @@ FAMILIES = tuple(
         architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=reader,
         names=table(MIXTRAL) if reader is read_mixtral else names,
-        ignored=ROTARY_BUFFERS,
-        # llama.cpp writes Mistral as llama, without its window, and Mixtral.
-        gguf=GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED) if reader is read else None,
+        gguf=GGUFS.get(reader),
     )
     for model_type, architecture, reader in (
         ("llama", "LlamaForCausalLM", read),

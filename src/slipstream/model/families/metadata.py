@@ -62,9 +62,11 @@ def llama_gguf_config(
     """Models with Llama's RMS norms and gated MLPs."""
     m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
-    return _present(
-        {**gguf_config(m, partial=partial, experts=experts, scaled=scaled), "rms_norm_eps": eps, "hidden_act": "silu"}
-    )
+    config = gguf_config(m, partial=partial, experts=experts, scaled=scaled)
+    num_heads = config["num_attention_heads"]  # where the file is silent llama.cpp's defaults hold, not the family's
+    config["num_key_value_heads"] = config["num_key_value_heads"] or num_heads
+    config["head_dim"] = config["head_dim"] or config["hidden_size"] // num_heads
+    return _present({**config, "rms_norm_eps": eps, "hidden_act": "silu"})
 
 
 def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:

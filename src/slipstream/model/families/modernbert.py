@@ -8,7 +8,6 @@ from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.families.bert import UNREAD
-from slipstream.model.families.llama import ROTARY_BUFFERS
 from slipstream.model.families.names import LLAMA, Theirs, table
 from slipstream.model.families.pieces import (
     activation,
@@ -117,6 +116,6 @@ FAMILIES = (
         read=read_eurobert,
         names=table(EUROBERT, layer="layers.{i}."),
         prefixes=("", "model."),
-        ignored=(*UNREAD, *ROTARY_BUFFERS),
+        ignored=UNREAD,
     ),
 )

@@ -57,7 +57,7 @@ FAMILIES = (
         architectures=("GPTNeoXForCausalLM",),
         read=read,
         names=table(NAMES, layer="gpt_neox.layers.{i}.", changes={"attention.qkv": "ungroup"}),
-        ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+        ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)",),
         gguf=GGUFFamily(architecture="gptneox", config=gguf_config, names=gguf_table(fused=True)),
     ),
 )

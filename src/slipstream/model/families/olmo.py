@@ -3,15 +3,18 @@ three layers of four."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.metadata import llama_gguf_config, yarn_gguf_config
 from slipstream.model.families.names import LLAMA, gguf_table, table
 from slipstream.model.families.pieces import attention, gated, heads, kinds_of_layers, model, rms, rope
 from slipstream.model.spec import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:
-    return _read(c, "olmo2", windows=False)
+    """With windows it is an OLMo 3, which llama.cpp writes as an OLMo 2."""
+    return read_olmo3(c) if "sliding_window" in c else _read(c, "olmo2", windows=False)
 
 
 def read_olmo3(c: ConfigReader) -> ModelSpec:
@@ -44,6 +47,23 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
     return model(c, family, layer, norm, max_position)
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    window = m.maybe("attention.sliding_window", int)
+    if window is None:
+        return llama_gguf_config(m)
+    config = llama_gguf_config(m, scaled=True)
+    theta, count = config.pop("rope_theta"), config["num_hidden_layers"]
+    seen = m.take("attention.sliding_window_pattern", list, [(i + 1) % 4 != 0 for i in range(count)])
+    scaling = yarn_gguf_config(m).get("rope_scaling", {"rope_type": "default"})
+    plain = {"rope_type": "default", "rope_theta": m.take("rope.freq_base_swa", float, theta)}
+    return {
+        **config,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if is_seen else "full_attention" for is_seen in seen],
+        "rope_parameters": {"full_attention": {**scaling, "rope_theta": theta}, "sliding_attention": plain},
+    }
+
+
 names = table({**LLAMA, "post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"})
 
 FAMILIES = (
@@ -52,7 +72,7 @@ FAMILIES = (
         architectures=("Olmo2ForCausalLM",),
         read=read_olmo2,
         names=names,
-        gguf=GGUFFamily(architecture="olmo2", config=llama_gguf_config, names=gguf_table()),
+        gguf=GGUFFamily(architecture="olmo2", config=gguf_config, names=gguf_table()),
     ),
     Family(model_type="olmo3", architectures=("Olmo3ForCausalLM",), read=read_olmo3, names=names),
 )

@@ -47,6 +47,10 @@ def read_phi3(c: ConfigReader) -> ModelSpec:
         attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=window), mlp=gated(c), block=before(norm)
     )
     c.ignore("original_max_position_embeddings")  # without a scaling
+    c.require("full_attn_mod", 1)  # Phi 4 mini's
+    c.require("interpolate_factor", 1)
+    c.require("lm_head_bias", False)
+    c.require("mlp_bias", False)
     return model(c, "phi3", lambda i: layer, norm, max_position)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.llama import ROTARY_BUFFERS, names
+from slipstream.model.families.llama import names
 from slipstream.model.families.metadata import llama_gguf_config
 from slipstream.model.families.names import gguf_table
 from slipstream.model.families.pieces import attention, before, called, gated, heads, kinds_of_layers, model, rms, rope
@@ -19,6 +19,7 @@ def read_qwen2(c: ConfigReader) -> ModelSpec:
 
 
 def read_qwen3(c: ConfigReader) -> ModelSpec:
+    c.assume(head_dim=128)
     bias = c.take("attention_bias", bool, False)
     return _read(c, "qwen3", qkv_bias=bias, out_bias=bias, qk_norm=True)
 
@@ -108,7 +109,6 @@ FAMILIES = tuple(
         architectures=(architecture, architecture.replace("CausalLM", "SequenceClassification")),
         read=read,
         names=names,
-        ignored=ROTARY_BUFFERS,
         gguf=GGUFFamily(architecture=name.replace("_", ""), config=config, names=gguf_table()),
     )
     for name, architecture, read, config in (

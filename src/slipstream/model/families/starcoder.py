@@ -25,6 +25,8 @@ def read(c: ConfigReader) -> ModelSpec:
     )
     c.require("norm_type", "layer_norm")
     c.require("mlp_type", "default")
+    c.require("scale_attn_weights", True)
+    c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # always so here
     c.ignore("activation_function", "layer_norm_epsilon")  # StarCoder 1's names for what has another one here
     return model(c, "starcoder2", lambda i: layer, norm, max_position, tied=True)
 

@@ -1,0 +1,93 @@
+"""tiktoken's vocabularies: a file of lines, each a token's bytes in base64 and its rank (tokenizer.model of Llama 3 and GLM-4).
+
+The rank is the token's id, and the order in which neighbours are joined: of all that spell a token together, those of the
+least rank first. So a token has one merge, of the two parts to which the tokens before it reduce its bytes. One that they leave
+in more parts is met only as a whole piece of text, which tiktoken looks up before it joins anything (`ignore_merges`).
+
+The file does not say how a text is cut into pieces, nor which tokens are special: the first is known for the classes below, the
+second stands in tokenizer_config.json (`added_tokens_decoder`).
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from base64 import b64decode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from slipstream.errors import CheckpointError, UnsupportedModelError
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CL100K = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_END
+"""The pattern of OpenAI's vocabulary of that name, which Llama 3 and GLM-4 took over."""
+
+PREFIXES = {"ChatGLM4Tokenizer": ("[gMASK]", "<sop>"), "PreTrainedTokenizerFast": ("<|begin_of_text|>",)}
+"""By `tokenizer_class`, what stands before every text: GLM-4's, and what Llama 3's folders name. Both cut by CL100K."""
+
+
+def is_tiktoken(path: Path) -> bool:
+    """SentencePiece's files, which have the same name, begin with a control character."""
+    with path.open("rb") as file:
+        return re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s", file.read(1024)) is not None
+
+
+def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """`config` is tokenizer_config.json. UnsupportedModelError for a class whose pattern is not known."""
+    kind = config.get("tokenizer_class")
+    if kind not in PREFIXES:
+        raise UnsupportedModelError(
+            f"{path} is a tiktoken file for a {kind}, and does not say how that cuts texts; {', '.join(PREFIXES)} are known; "
+            "pass tokenizer=PATH of a folder with a tokenizer.json",
+            field="tokenizer_class",
+        )
+    ranks = read(path)
+    spell = spelling()
+    names = {token: "".join(spell[b] for b in token) for token in ranks}
+    parts = [join(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
+    merges = [(names[p[0]], names[p[1]]) for p in parts if len(p) == 2]
+    vocab = {names[token]: rank for token, rank in ranks.items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    cut = pre_tokenizers.Split(Regex(CL100K), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def read(path: Path) -> dict[bytes, int]:
+    """Each token's rank. CheckpointError if the ranks are not 0, 1, 2, … or a byte has none."""
+    ranks: dict[bytes, int] = {}
+    try:
+        for line in path.read_bytes().splitlines():
+            if line:
+                token, rank = line.split()
+                ranks[b64decode(token, validate=True)] = int(rank)
+    except (ValueError, binascii.Error) as error:
+        raise CheckpointError(f"{path} can't be read as a tiktoken file: {error}", field=path.name) from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
+        raise CheckpointError(f"{path}: ranks are missing or twice there, or a byte is no token", field=path.name)
+    return ranks
+
+
+def join(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """What the tokens of lesser rank leave of a token's bytes: itself, for one byte."""
+    parts, least = [token[i : i + 1] for i in range(len(token))], ranks[token]
+    while len(parts) > 1:
+        found = [(ranks.get(parts[i] + parts[i + 1], least), i) for i in range(len(parts) - 1)]
+        rank, at = min(found)
+        if rank >= least:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def spelling() -> dict[int, str]:
+    """Byte-level BPE writes each byte as one printable character (Radford et al. 2019)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
