@@ -1,0 +1,41 @@
+"""Which numbers are token ids: told alike by the quick look at all of them and by the one that names the wrong one."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import pytest
+
+from slipstream import SamplingParams
+from slipstream.engine.processor import InputProcessor
+from slipstream.errors import RequestError
+
+
+class Token(enum.IntEnum):
+    THREE = 3
+
+
+@pytest.fixture
+def processor():
+    return InputProcessor(None, vocab_size=10, max_model_len=20, eos_token_ids=())
+
+
+@pytest.mark.parametrize("ids", [(0,), (0, 9), (Token.THREE,), (1, Token.THREE)])
+def test_ids(processor, ids):
+    sampling = SamplingParams(stop_token_ids=ids, logit_bias=dict.fromkeys(ids, 1))
+    prepared = processor.prepare({"prompt_token_ids": ids}, sampling)
+    assert prepared.engine_requests[0].prompt_token_ids == ids
+
+
+@pytest.mark.parametrize("wrong", [10, -1, 2**80, True, np.int64(1), 1.0, float("nan"), "1", None])
+def test_what_is_none_is_named(processor, wrong):
+    for ids in ((wrong,), (1, wrong), (wrong, 1)):
+        with pytest.raises(RequestError, match=r"prompt_token_ids: .* is not a token id") as error:
+            processor.prepare({"prompt_token_ids": ids}, SamplingParams())
+        assert error.value.field == "prompt_token_ids"
+        assert repr(wrong) in str(error.value)
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        processor.prepare({"prompt_token_ids": [1]}, SamplingParams(stop_token_ids=[1, wrong]))
+    with pytest.raises(RequestError, match="logit_bias"):
+        processor.prepare({"prompt_token_ids": [1]}, SamplingParams(logit_bias={10: 1.0}))
