@@ -58,7 +58,7 @@ TORCH_DTYPES = {
     "int8": torch.int8,
 }
 
-SHORT_STEP = 64
+PROBE_TOKENS = 64
 """Tokens of the step that is measured where most of what a step takes is known."""
 
 FEW_ROWS = 8
@@ -177,7 +177,7 @@ class ModelRunner:
             num_rows = few_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
-                num_tokens, known = min(num_tokens, SHORT_STEP), num_tokens * per_token
+                num_tokens, known = min(num_tokens, PROBE_TOKENS), num_tokens * per_token
                 few_rows = min(num_rows, FEW_ROWS)
             length = min(self.config.model.max_model_len, num_tokens)
             kv = self.make_cache(1)
