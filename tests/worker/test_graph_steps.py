@@ -3,6 +3,7 @@ captured each time."""
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker.graphs import StepGraphs, graph_rows, short_inputs, short_ladder, short_sizes
+from slipstream.worker.graphs import SHORT_SEQS, StepGraphs, graph_rows, short_inputs, short_ladder, short_sizes
 from slipstream.worker.input_batch import RowTable, _look_up_after_upload, _look_up_on_host, _upload_together
 from slipstream.worker.model_runner import GRAPH_BYTES
 from tests import tiny_models
@@ -134,6 +135,35 @@ def test_what_graphs_hold(tmp_path):
         room = runner.graph_reserve_bytes() - len(logits) * GRAPH_BYTES
         assert sum(t.numel() * t.element_size() for t in logits) < room
         assert short_sizes(runner.config, encoded=True) == []
+
+
+def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
+    """Memory that runs out fails the step, and the steps behind it can run."""
+    told = []
+    graph = types.SimpleNamespace(
+        capture_begin=lambda **_: told.append("begin"), capture_end=lambda: told.append("end"), pool=lambda: 1
+    )
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def fails(inputs, size):
+        if told:
+            raise torch.OutOfMemoryError
+        return inputs
+
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        runner = llm.core.runner
+        graphs = StepGraphs(runner.model.decoder, runner.kv, runner.rows, runner.config)
+        idle = short_inputs(runner.rows, (), 32)
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs._capture("short", 32, idle, fails)
+        assert told == ["begin", "end"]
+        assert not graphs._captured
+        assert graphs._capture("short", 32, idle, graphs._short).logits.shape[0] == SHORT_SEQS
 
 
 def test_uploads_begin_where_kernels_expect_them():
