@@ -1,0 +1,27 @@
+"""Steps as graphs run them by the Triton kernels, in its interpreter: sequences of no tokens, padding, decodes as prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import SamplingParams
+from slipstream.kernels.triton import TritonOps
+from slipstream.worker import model_runner
+from tests import tiny_models
+from tests.worker.test_graph_steps import answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
+    """With sinks, windows, experts and latents, beside the reference's steps as they are."""
+    tiny_models.build(tmp_path, family)
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
+    expected, _ = answers(str(tmp_path), False, sampling, (3, 12), max_model_len=40)
+    monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: TritonOps())
+    found, graphs = answers(str(tmp_path), True, sampling, (3, 12), max_model_len=40)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-3)
+    assert {kind for kind, _ in graphs.used} == {"decodes", "short"}
