@@ -47,8 +47,8 @@ from slipstream.worker.sampler import (
 _logger = logging.getLogger("slipstream.engine")
 
 GRAPH_BYTES = 40 * 2**20
-"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces: 17 to 34 MiB on an H200
-for 28 and 32 layers is what the records' ledgers (gpu_8b_*.json, gpu_gptj_*.json) leave beside logits and activations."""
+"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces: 14 to 34 MiB on an H200
+is what the ledgers of 13 records (gpu_8b_*.json, gpu_gptj_*.json, gpu_families.json) leave beside logits and activations."""
 
 TORCH_DTYPES = {
     "float32": torch.float32,
