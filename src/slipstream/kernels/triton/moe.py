@@ -26,6 +26,7 @@ from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton.few_experts import few_experts
 from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.parts import shared_bytes
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.model.scheme import BLOCK
@@ -229,10 +230,6 @@ def _group_kernel(
     tl.store(ends_ptr + xs, tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, 0), mask=xs < X)
 
 
-SHARED_BYTES = 227 * 1024
-"""Of a multiprocessor's shared memory what a program may take on Hopper."""
-
-
 def entries_of_a_tile(count: int, num_experts: int) -> int:
     """Tiles grow with the entries that an expert has on average."""
     return next((size for size, most in ((16, 8), (32, 32), (64, 128)) if count <= most * num_experts), 128)
@@ -407,7 +404,7 @@ def experts(
     block_n, block_k, warps, stages = tile or _tile(groups.block, values.element_size(), packed=packed, blocked=blocked)
     if isinstance(w, GroupedLinear):  # a chunk's four pieces of the inputs are under way at once
         taken, each = block_n * w.chunk, groups.block * w.chunk * values.element_size()
-        stages = max(1, min(stages, (SHARED_BYTES - taken) // each))
+        stages = max(1, min(stages, (shared_bytes(values.device) - taken) // each))
     _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
         values,
         x.scales if isinstance(x, Quantized) else values,
