@@ -34,7 +34,7 @@ def logits(model, tokens=TOKENS):
 
 HEADS_REFUSED = {"gptj", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "bloom", "mpt", "falcon", "gptj-whole", "gpt2-untied"}
 HEADS_REFUSED |= {"bigcode-mha", "neox-in-turn", "opt-350m", "bloom-6-heads", "mpt-clip", "falcon-40b", "falcon2-11b"}
-HEADS_REFUSED |= {"falcon-rw", "phi3-long"}
+HEADS_REFUSED |= {"falcon-rw", "phi3-long", "phi4-mini"}
 NOT_YET = ("deepseek", "gpt_oss", "gpt-oss")  # latent attention, experts with biases
 CHANNELS_REFUSED = {"bloom", "bloom-6-heads", "mpt", "mpt-clip"}
 WIDTH_REFUSED = HEADS_REFUSED
