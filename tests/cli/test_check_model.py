@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.bench.adapters.transformers import load_folder
 from slipstream.cli.main import main
+from slipstream.errors import ConfigError
 from slipstream.model.check import compare
 from tests import tiny_models
 from tests.model.harness import load
@@ -141,3 +144,11 @@ def test_rounded_weights_are_compared_exactly(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["kernels"] == "reference"
     assert main(["check-model", str(tmp_path / "model.gguf"), "--kernels=cpu"]) == 1
     assert "they part at: layer 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["folder", "model.gguf"])
+def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[dev\]'"):
+        load_folder(tmp_path / name, "float32")

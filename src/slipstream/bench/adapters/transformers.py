@@ -23,13 +23,13 @@ def load_gguf(path: Path, dtype: str) -> Any:
     Left to itself transformers (from 5.23) would keep them packed and unpack them at every product: another model to
     measure.
     """
-    import torch
-    import transformers
-
-    config = getattr(transformers, "GgufConfig", None)  # not there before, where unpacking was all there was
-    dense = {} if config is None else {"quantization_config": config(dequantize=True)}
-    auto: Any = transformers.AutoModelForCausalLM
     try:
+        import torch
+        import transformers
+
+        config = getattr(transformers, "GgufConfig", None)  # not there before, where unpacking was all there was
+        dense = {} if config is None else {"quantization_config": config(dequantize=True)}
+        auto: Any = transformers.AutoModelForCausalLM
         return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense)
     except (ImportError, ValueError) as error:
         raise ConfigError(
