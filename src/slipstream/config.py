@@ -434,12 +434,15 @@ def _reject_unsupported(
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else checkpoint_kv
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
-    for name, given, off in (("quantization", quantization, "leave it at None"), ("kv_cache_dtype", kv_dtype, kv_off)):
+    weights = "'int8', 'int8-head', 'int4', 'int4-g32', for experts 'mxfp4', and GGUF's blocks as they are: take one"
+    for name, given, here, off in (
+        ("quantization", quantization, weights, "leave it at None"),
+        ("kv_cache_dtype", kv_dtype, "'int8': take that", kv_off),
+    ):
         if on_cpu and given not in (None, *CPU_SCHEMES, "mxfp4", "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"{name}={given!r} needs a GPU; a CPU's kernels have 'int8' (for weights 'int8-head', 'int4', 'int4-g32' too, "
-                f"for experts 'mxfp4', and GGUF's blocks as they are): take that, or {off} (or take kernels='reference', which "
-                "is exact and slow)",
+                f"{name}={given!r} needs a GPU; a CPU's kernels have {here}, or {off} (or take kernels='reference', which is "
+                "exact and slow)",
                 field=name,
             )
     capability = device.compute_capability

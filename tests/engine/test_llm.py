@@ -383,6 +383,19 @@ def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("settings", "there_is"),
+    [
+        ({"quantization": "fp8"}, "'int8', 'int8-head', 'int4', 'int4-g32', for experts 'mxfp4'"),
+        ({"kv_cache_dtype": "fp8"}, "'int8': take that"),
+    ],
+    ids=str,
+)
+def test_a_form_that_needs_a_gpu_names_those_of_a_cpu(path, settings, there_is):
+    with pytest.raises(ConfigError, match=f"needs a GPU; a CPU's kernels have {there_is}"):
+        LLM(str(path), device="cpu", **settings)
+
+
 def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
     tiny_models.build(tmp_path, "llama", vocab_size=250, tie_word_embeddings=False)
     for name, why in (("fp8-head", "vocab_size is 250"), ("int4", "multiples of 128")):
