@@ -122,6 +122,8 @@ def response(status):
     [
         (LocalEntryNotFoundError("no connection"), "check the network"),
         (OSError("disk full"), "disk full"),
+        (OSError("no connection\nPlease check your connection"), r"\(no connection\)$"),
+        (OSError(), r"\(OSError\)$"),
         (RepositoryNotFoundError("404", response=response(404)), "not on the hub"),
         (GatedRepoError("403", response=response(403)), "accept its terms"),
     ],

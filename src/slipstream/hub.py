@@ -290,7 +290,8 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     except RepositoryNotFoundError as error:
         raise DownloadError(f"{name!r} is not on the hub (or is private: `hf auth login`)", field="model") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise DownloadError(f"{name!r} can't be fetched from the hub: {advice} ({error})", field="model") from error
+        said = next(iter(str(error).splitlines()), type(error).__name__)  # more lines only repeat the advice
+        raise DownloadError(f"{name!r} can't be fetched from the hub: {advice} ({said})", field="model") from error
 
 
 def _is_complete(folder: Path) -> bool:
