@@ -241,6 +241,8 @@ def test_roofline(config_only, capsys, monkeypatch):
     assert found["results"]["ceilings"]["read"] > 0
     assert {o["operator"].split()[0] for o in found["results"]["steps"][0]["operators"]} >= {"linear", "attention", "norm"}
     assert main(["bench", *map(str, words)]) == 0
-    assert "bound by" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for shown in ("bound by", "decode 2, 8 tokens each: ", "prefill 8 tokens: "):
+        assert shown in out
     assert main(["bench", "roofline", str(config_only), "--prompt=8", *DUMMY[:1], "--kernels=torch"]) != 0
     assert "kernels" in capsys.readouterr().err

@@ -58,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
     )
     for step in found.steps:
         print()
+        tokens = f", {step.length} tokens each" if step.num_new == 1 else " tokens"
         total = f"{step.seconds * 1e3:.2f} ms, {step.floor_s / step.seconds:.0%} of it floor"
         print_table(
-            f"{step.name}, {step.length} tokens each: {total}",
+            f"{step.name}{tokens}: {total}",
             ("operator", "count", "ms", "of the step", "GB/s", "G op/s", "bound by", "share"),
             [_cells(o, step.seconds) for o in sorted(step.operators, key=lambda o: -o.seconds)],
         )
