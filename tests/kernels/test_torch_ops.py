@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.ops import Heads, Scoring, select_ops
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference import draw as reference_draw
+from slipstream.model.scheme import SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, sampling_cases, step
 
 torch.set_num_threads(1)
@@ -237,3 +239,10 @@ def test_a_seeded_row_does_not_depend_on_the_others() -> None:
         names = ("temperature", "top_k", "top_p", "min_p", "seeds", "history_lens")
         one = dataclasses.replace(params, **{name: getattr(params, name)[row : row + 1] for name in names})
         assert CpuOps().sample(logits[row : row + 1].clone(), one)[0] == together[row]
+
+
+@pytest.mark.parametrize(("built", "advice"), [(True, "leave kernels at 'auto'"), (False, "get the C.. ones: .*slipstream")])
+def test_what_torch_has_no_product_for(monkeypatch: pytest.MonkeyPatch, built: bool, advice: str) -> None:
+    monkeypatch.setattr(cpu, "has_cpu_kernels", lambda: built)
+    with pytest.raises(ConfigError, match=f"no int8 product: use kernels='reference', or {advice}"):
+        CpuOps().prepare_linear(torch.zeros(32, 32), None, SCHEMES["int8"])

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Experts, Heads, Scoring
+from slipstream.kernels.ops import Experts, Heads, Scoring, has_cpu_kernels
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -128,7 +128,7 @@ class CpuOps(ReferenceOps):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
             raise ConfigError(
-                f"the torch kernels have no {scheme.name} product: use kernels='reference', or get the C++ ones: {remedy()}",
+                f"the torch kernels have no {scheme.name} product: use kernels='reference', or {_native_instead()}",
                 field="kernels",
             )
         if not can_pack(weight.dtype):
@@ -138,7 +138,7 @@ class CpuOps(ReferenceOps):
 
     def adopt_linear(self, w: Linear) -> Linear:
         raise ConfigError(
-            f"the torch kernels have no product with rounded weights: use kernels='reference', or get the C++ ones: {remedy()}",
+            f"the torch kernels have no product with rounded weights: use kernels='reference', or {_native_instead()}",
             field="kernels",
         )
 
@@ -228,7 +228,7 @@ class CpuOps(ReferenceOps):
     def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
         if kv.k_scale is not None:
             raise ConfigError(
-                f"the torch kernels have no 8-bit cache; use kv_cache_dtype='auto', or get the C++ ones: {remedy()}",
+                f"the torch kernels have no 8-bit cache; use kv_cache_dtype='auto', or {_native_instead()}",
                 field="kv_cache_dtype",
             )
         h, cos_sin, num_kv_heads, size = heads, heads.cos_sin, heads.num_kv_heads, kv.block_size
@@ -295,6 +295,11 @@ class CpuOps(ReferenceOps):
 
 
 # --- Rotation -------------------------------------------------------------------------------------------------------
+
+
+def _native_instead() -> str:
+    """How the C++ kernels come in the place of these."""
+    return "leave kernels at 'auto'" if has_cpu_kernels() else f"get the C++ ones: {remedy()}"
 
 
 def _turning(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
