@@ -119,6 +119,22 @@ def test_usage_errors(capsys, words):
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "UsageError"
 
 
+@pytest.mark.parametrize(
+    ("words", "whose"),
+    [
+        (["run", "x", "--no-such-option"], "slipstream run"),
+        (["serve", "smollm2", "more"], "slipstream serve"),
+        (["bench", "latency", "x", "-n", "5"], "slipstream bench latency"),
+        (["--no-such-option", "run", "x"], "slipstream"),
+    ],
+)
+def test_what_a_verb_does_not_know_brings_its_own_usage(capsys, words, whose):
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: {whose} [-h]")
+    assert "unrecognized arguments: " in err
+
+
 def test_a_closed_pipe_is_quiet():
     """`slipstream … | head -0`"""
     read, write = os.pipe()

@@ -55,6 +55,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """What a verb does not know is refused here, with the verb's usage; argparse would leave it to the parser above."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized arguments") else []
         near = [m for word in words for m in difflib.get_close_matches(word, self._all_options(), n=1)]
