@@ -434,7 +434,8 @@ def _reject_unsupported(
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else checkpoint_kv
     kv_off = "leave it at 'auto'" if checkpoint_kv is None else "set it to the model's type, such as 'bfloat16'"
     on_cpu = not device.is_cuda and args.kernels != "reference"
-    weights = "'int8', 'int8-head', 'int4', 'int4-g32', for experts 'mxfp4', and GGUF's blocks as they are: take one"
+    named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
+    weights = f"{named}, for experts 'mxfp4', and GGUF's blocks as they are: take one"
     for name, given, here, off in (
         ("quantization", quantization, weights, "leave it at None"),
         ("kv_cache_dtype", kv_dtype, "'int8': take that", kv_off),

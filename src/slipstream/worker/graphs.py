@@ -25,7 +25,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.types import ScheduledSequence, StepPlan
-from slipstream.worker.input_batch import RowTable, SampledRows, look_up, upload
+from slipstream.worker.input_batch import RowTable, SampledRows, laid_out, look_up, upload
 
 SHORT_SEQS = 64
 """Sequences that a short step's graph has room for, the padding's among them."""
@@ -205,19 +205,18 @@ def short_inputs(table: RowTable, scheduled: Sequence[ScheduledSequence], size: 
     num_seqs = len(scheduled)
     host = np.zeros(2 * size + 6 * SHORT_SEQS + 1, np.int32)
     token_rows, positions, seq_lens, rows, index, sample_rows, sample_positions, starts = split_short(host, size)
-    own = np.array([table.rows[s.request_id].index for s in scheduled], np.int32)
-    computed = np.array([s.num_computed_tokens for s in scheduled], np.int32)
-    lengths = np.array([s.num_tokens for s in scheduled], np.int32)
-    ends = lengths.cumsum()
-    total = int(ends[-1]) if num_seqs else 0
-    starts[1 : num_seqs + 1], starts[num_seqs + 1 :] = ends, size
-    sequence_of = np.arange(num_seqs).repeat(lengths)
-    token_rows[:total], token_rows[total:] = own[sequence_of], table.capacity
-    positions[:total] = np.arange(total) + (computed - starts[:num_seqs])[sequence_of]
+    own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
+    computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
+    lengths = np.array([s.num_tokens for s in scheduled], np.int64)
+    of_tokens, at, begins = laid_out(own, computed, lengths)
+    total = len(at)
+    starts[: num_seqs + 1], starts[num_seqs + 1 :] = begins, size
+    token_rows[:total], token_rows[total:] = of_tokens, table.capacity
+    positions[:total] = at
     seq_lens[:num_seqs], seq_lens[num_seqs] = computed + lengths, size - total
     rows[:num_seqs], rows[num_seqs:] = own, table.capacity
     which = [i for i, s in enumerate(scheduled) if s.samples]
-    index[: len(which)] = (ends - 1)[which]
+    index[: len(which)] = (begins[1:] - 1)[which]
     sample_rows[: len(which)] = own[which]
     sample_positions[: len(which)] = seq_lens[:num_seqs][which]
     return host

@@ -178,6 +178,14 @@ class InputBatch:
     sampled: SampledRows
 
 
+def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[LongArray, LongArray, LongArray]:
+    """Of sequences in `rows` [S], of which `lengths` tokens follow `computed` ones: each token's row and position [T], and
+    where the sequences begin [S + 1]."""
+    starts = np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
+    sequence_of = np.arange(len(rows)).repeat(lengths)
+    return rows[sequence_of], np.arange(starts[-1]) + (computed - starts[:-1])[sequence_of], starts
+
+
 def gather(table: RowTable, plan: StepPlan) -> InputBatch:
     """The inputs of `plan`, whose rows `table` already holds: on a GPU one upload, then lookups on the device; on a CPU
     lookups by numpy, whose calls cost a tenth of torch's: at one sequence a step has only some 2 ms."""
@@ -195,10 +203,7 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
         token_rows, positions, num_decodes = rows, computed, num_seqs
         starts = np.arange(num_seqs + 1)
     else:
-        starts = np.concatenate(([0], lengths.cumsum()))
-        sequence_of = np.arange(num_seqs).repeat(lengths)
-        token_rows = rows[sequence_of]
-        positions = np.arange(starts[-1]) + (computed - starts[:-1])[sequence_of]
+        token_rows, positions, starts = laid_out(rows, computed, lengths)
         num_decodes = int(np.argmax(lengths != 1))
     if len(which) == len(positions):
         index, sample_rows, sample_positions = None, rows, seq_lens

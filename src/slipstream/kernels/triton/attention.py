@@ -24,8 +24,8 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import Scoring
+from slipstream.kernels.triton.device import processors
 from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64

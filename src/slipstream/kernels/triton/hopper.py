@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import Scoring
-from slipstream.kernels.triton.parts import processors
+from slipstream.kernels.triton.device import processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)

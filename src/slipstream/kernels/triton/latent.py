@@ -26,8 +26,8 @@ from slipstream.kernels.triton.attention import (
     _tile_of_keys,
     num_splits,
 )
+from slipstream.kernels.triton.device import processors
 from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import processors
 from slipstream.kernels.triton.pointwise import _cached
 
 FEW = 8

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
+from slipstream.kernels.triton.device import shared_bytes
 from slipstream.kernels.triton.few_experts import few_experts
 from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import shared_bytes
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 from slipstream.model.scheme import BLOCK

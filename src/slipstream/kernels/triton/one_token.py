@@ -17,6 +17,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
+from slipstream.kernels.triton.device import processors, shared_bytes
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 
@@ -98,13 +99,12 @@ def one_token(
     """`OpSet.one_token`, for an op set without `deterministic`."""
     if len(layers) < 2 or not runs(shape, product, cos_sin):
         return None
-    device = torch.cuda.get_device_properties(product.weight.device)
-    if shape.num_kv_heads > device.multi_processor_count:  # each head's keys are some program's
+    programs, room = processors(product.weight.device), shared_bytes(product.weight.device)
+    if shape.num_kv_heads > programs:  # each head's keys are some program's
         return None
-    shared_bytes: int = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
-    if stages(shape, product, shared_bytes) < 3:
+    if stages(shape, product, room) < 3:
         return None
-    return OneTokenStep(shape, layers, product, cos_sin, programs=device.multi_processor_count, shared_bytes=shared_bytes)
+    return OneTokenStep(shape, layers, product, cos_sin, programs=programs, shared_bytes=room)
 
 
 def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Tensor | None]:

@@ -1,5 +1,4 @@
-"""What kernels ask of a device; and products whose inner dimension is split over programs: each leaves its part, and the last
-to arrive adds them up in order.
+"""Products whose inner dimension is split over programs: each leaves its part, and the last to arrive adds them up in order.
 
 The order is fixed, so the sum does not depend on who comes last. Counters are shared by all products of a device, so such
 kernels may not run beside each other: one stream only.
@@ -7,12 +6,9 @@ kernels may not run beside each other: one stream only.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
-from triton.compiler.compiler import max_shared_mem
 
 from slipstream.kernels.tiles import NUM_COUNTERS
 
@@ -22,19 +18,6 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Of a multiprocessor's shared memory what one program may take."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
 
 
 @triton.jit
