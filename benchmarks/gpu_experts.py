@@ -2,26 +2,35 @@
 
     python benchmarks/gpu_experts.py OUT.json [--once] [--after FILE]
 
-Both products of one layer (up with the gather, down with the scatter), a prefill step of 16,384 tokens and a decode step of
-1,024, even random routing. `--once` runs each tile once, which compiles it; with `--after` the measurement waits for a file.
+Both products of one layer with a gated activation between, a prefill step of 16,384 tokens and a decode step of 1,024, even
+random routing: of rows in the experts' order by the copy engine ("sorted"), of rows that are gathered ("gathered"), by torch's
+grouped product (CUTLASS; "torch"), and what stands around them. `--once` runs each tile once, which compiles it; with
+`--after` the measurement waits for a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
+from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton import TritonOps, moe
-from slipstream.kernels.triton.pointwise import quantize
+from slipstream.kernels.triton.experts import experts
+from slipstream.kernels.triton.grouping import entries_of_a_tile, group
+from slipstream.kernels.triton.pointwise import activation, quantize
+from slipstream.kernels.triton.sorted_experts import product, sort_rows
 from slipstream.kernels.triton.tuning import microseconds
-from slipstream.kernels.weights import Linear
+from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
 from slipstream.model.description import read_spec
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import MoESpec
@@ -29,10 +38,11 @@ from slipstream.model.spec import MoESpec
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = (("qwen3-30b-a3b", None), ("mixtral-8x7b", "fp8"), ("deepseek-v2-lite", None))
 TOKENS = (16384, 1024)
-TILES = {  # entries of a tile: (BLOCK_N, bytes of BLOCK_K, warps, stages)
-    128: ((128, 128, 8, 3), (256, 128, 8, 3), (256, 128, 8, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4)),
-    64: ((128, 256, 8, 3), (128, 128, 4, 4), (64, 256, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4)),
-}
+GATHERED = {64: ((128, 256, 8, 3),), 128: ((128, 128, 8, 3), (256, 128, 8, 3))}
+"""Entries of a tile: (BLOCK_N, bytes of BLOCK_K, warps, stages)."""
+UP = {64: ((128, 4, 4), (64, 4, 4)), 128: ((128, 8, 3), (128, 8, 4), (64, 4, 4))}
+DOWN = {64: ((128, 4, 4), (256, 4, 4)), 128: ((256, 8, 3), (256, 8, 4), (128, 4, 3), (128, 4, 4))}
+"""Entries of a tile: (BLOCK_N, warps, stages)."""
 
 
 @torch.inference_mode()
@@ -45,10 +55,18 @@ def main() -> None:
     while args.after is not None and not args.after.exists():
         time.sleep(0.1)
     ops, rows = TritonOps(), []
+
+    def timed(call: Callable[[], Any]) -> float:
+        if not args.once:
+            return microseconds([call] * 4)
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            call()
+        return 0.0
+
     for name, scheme in MODELS:
         whole = read_spec(CONFIGS / name).spec
         spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
-        weights: list[Linear] = [
+        up, down = (
             ops.prepare_experts(
                 torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
                 SCHEMES[scheme] if scheme else None,
@@ -56,43 +74,69 @@ def main() -> None:
             )
             for p in spec.products(whole.hidden_size)
             if p.copies > 1
-        ]
+        )
         for num_tokens in TOKENS:
+            x = torch.randn(num_tokens, whole.hidden_size, device="cuda", dtype=torch.bfloat16)
             logits = torch.randn(num_tokens, spec.num_experts, device="cuda")
-            _, chosen = moe.route(logits, spec)
-            usual = moe.entries_of_a_tile(chosen.numel(), spec.num_experts)
-            for block in (usual,) if num_tokens > 4096 else (64, 128):
-                groups = moe.group(chosen, spec.num_experts, block=block)
-                for block_n, num_bytes, warps, stages in TILES[block]:
-                    times = []
-                    for w, gather in zip(weights, (True, False), strict=True):
-                        inner = w.weight.shape[1]
-                        x = torch.randn(num_tokens if gather else chosen.numel(), inner, device="cuda", dtype=torch.bfloat16)
-                        given = x if w.inputs is None else quantize(x, w.inputs)
-                        tile = block_n, num_bytes // w.weight.element_size(), warps, stages
-                        outer = w.out_features // spec.num_experts
-                        call = partial(moe.experts, given, w, groups, spec, outer, torch.bfloat16, gather=gather, tile=tile)
-                        if args.once:
-                            try:
-                                call()
-                            except triton.runtime.errors.OutOfResources:
-                                continue
-                        times.append(0.0 if args.once else microseconds([call] * 4))
-                    flops = 2 * chosen.numel() * sum(w.weight.numel() for w in weights) / spec.num_experts
-                    us = sum(times)
-                    rows.append(
-                        {
-                            "model": name,
-                            "tokens": num_tokens,
-                            "entries": block,
-                            "tile": [block_n, num_bytes, warps, stages],
-                            "usual": block == usual and (block_n, num_bytes, warps, stages) == TILES[block][0],
-                            "us": times,
-                            "tflops": flops / max(us, 1e-9) / 1e6,
-                        }
+            weights, chosen = moe.route(logits, spec)
+            entries, size = chosen.numel(), spec.expert.intermediate_size
+            usual = entries_of_a_tile(entries, spec.num_experts)
+
+            def note(kind: str, us: float, block: int = 0, tile: Sequence[int] = (), share: float = 0.0) -> None:
+                """`share` of both products' multiplications."""
+                row = {"model": name, "tokens": num_tokens, "kind": kind, "entries": block, "tile": list(tile), "us": us}
+                if share:
+                    row["tflops"] = share * 6 * entries * size * whole.hidden_size / max(us, 1e-9) / 1e6
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+
+            def rounded(t: torch.Tensor, w: Linear) -> Activations:
+                return quantize(t, w.inputs) if w.inputs else t
+
+            given = rounded(x, up)
+            for block in sorted({usual, 64, 128}):
+                groups = group(chosen, spec.num_experts, block=block)
+                ordered = sort_rows(given, groups, spec.num_experts_per_token)
+                for tile in UP[block]:
+                    run = partial(product, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
+                    note("sorted up", timed(run), block, tile, 2 / 3)
+                inner = product(ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert)
+                second = rounded(inner, down)
+                for tile in DOWN[block]:
+                    run = partial(product, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
+                    note("sorted down", timed(run), block, tile, 1 / 3)
+                for tile in GATHERED[block]:
+                    bytes_of = tile[0], tile[1] // up.weight.element_size(), *tile[2:]
+                    options = {"gather": True, "tile": bytes_of}
+                    run = partial(experts, given, up, groups, spec, spec.expert.up_rows, x.dtype, **options)
+                    note("gathered up", timed(run), block, tile, 2 / 3)
+                    run = partial(experts, second, down, groups, spec, whole.hidden_size, x.dtype, gather=False, tile=bytes_of)
+                    note("gathered down", timed(run), block, tile, 1 / 3)
+            ends = groups.starts[1:].contiguous()
+            for which, a, w in (("up", ordered, up), ("down", second, down)):
+                stacked = w.weight.view(spec.num_experts, -1, w.weight.shape[1]).transpose(1, 2)
+                if isinstance(w, ScaledLinear) and isinstance(a, Quantized):
+                    scales = a.scales.flatten(), w.scales.view(spec.num_experts, -1)
+                    run = partial(
+                        torch._scaled_grouped_mm, a.values, stacked, *scales, offs=ends, out_dtype=x.dtype, use_fast_accum=True
                     )
-                    print(json.dumps(rows[-1]), flush=True)
-        del weights
+                else:
+                    run = partial(torch._grouped_mm, a, stacked, offs=ends)
+                note(f"torch {which}", timed(run), share=2 / 3 if which == "up" else 1 / 3)
+            y = product(second, down, groups, whole.hidden_size, spec.num_experts, x.dtype)
+            both = torch.empty(entries, spec.expert.up_rows, device="cuda", dtype=x.dtype)
+            for kind, run in {
+                "route": partial(moe.route, logits, spec),
+                "group": partial(group, chosen, spec.num_experts),
+                "sort rows": partial(sort_rows, given, groups, spec.num_experts_per_token),
+                "activation alone": partial(activation, both, spec.expert.activation, spec.expert.gated, down.inputs),
+                "quantize between": partial(rounded, inner, down),
+                "combine": partial(moe.combine, y, weights, groups.places),
+                "all": partial(ops.moe, x, logits, Experts(up, down, spec)),
+            }.items():
+                if kind != "quantize between" or down.inputs:
+                    note(kind, timed(run), share=1.0 if kind == "all" else 0.0)
+        del up, down, ordered, inner, second, y, both
     record = {"command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
     args.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -198,7 +198,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         return {"model": name, "start_s": started}
     pairs = [(generate([(PROMPT, 1)]), generate([(PROMPT, 1 + DECODED)])) for _ in range(3)]
     decode = median([(long - short) / DECODED for short, long in pairs])
-    generate([(PROMPT, 3)] * args.requests)  # compiles, and captures graphs of, what the load needs
+    generate(load)  # compiles, and captures graphs of, what the load needs
     taken = median([generate(load) for _ in range(args.repeat)])
     fits = max(1, llm.ledger.num_kv_tokens // (PROMPT + ANSWER))
     ledger, dtype = llm.ledger.describe(), config.model.dtype

@@ -13,7 +13,7 @@ from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
-from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton import TritonOps, grouping, sorted_experts
 from slipstream.kernels.triton import moe as triton_moe
 from slipstream.kernels.weights import GroupedLinear
 from slipstream.model.scheme import SCHEMES
@@ -129,7 +129,7 @@ def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
 def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
     x, logits, up, down = case({32: 40, 64: 100, 128: 300}[block], spec)
-    assert triton_moe.group(triton_moe.route(logits, spec)[1], 2).block == block
+    assert grouping.group(triton_moe.route(logits, spec)[1], 2).block == block
     expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
     ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -148,6 +148,27 @@ def test_rounded_experts(scheme, num_tokens):
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
 
+@pytest.mark.parametrize("num_tokens", [100, 300])
+@pytest.mark.parametrize("size", [40, 200])
+@pytest.mark.parametrize("kind", ["gated", "plain", "both halves"])
+def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
+    """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases."""
+    clamped = kind == "both halves"
+    activation = ClampedSwiglu(alpha=1.7, limit=0.8) if clamped else "silu" if kind == "gated" else "relu"
+    expert = DenseSpec(intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped)
+    spec, ops = MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True), TritonOps()
+    taken = []
+    product = sorted_experts.sorted_experts
+    monkeypatch.setattr(sorted_experts, "sorted_experts", lambda *a: taken.append(a[3].block) or product(*a))
+    for skew in (0.0, 30.0):
+        x, logits, up, down = (t.half() for t in case(num_tokens, spec, inner=56, skew=skew))
+        biases = (torch.randn(len(up)).half(), torch.randn(len(down)).half()) if clamped else (None, None)
+        expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down, biases=biases), spec))
+        ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down, biases=biases), spec))
+        assert (ours - expected).float().norm() / expected.float().norm() < 2e-3
+    assert taken == [128] * 2 if num_tokens == 300 else taken
+
+
 def test_zero_points_of_a_checkpoint():
     spec, ops = mixture(num_experts=3, size=64), TritonOps()
     x, logits, up, down = case(5, spec, inner=64)
@@ -161,7 +182,9 @@ def test_zero_points_of_a_checkpoint():
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_equal_likelihoods_take_the_first():
+@pytest.mark.parametrize("many", [0, 512])
+def test_equal_likelihoods_take_the_first(monkeypatch, many):
+    monkeypatch.setattr(triton_moe, "MANY_TOKENS", many)
     spec = mixture(num_experts=6, top=3)
     weights, chosen = triton_moe.route(torch.zeros(2, 6), spec)
     assert chosen.tolist() == [[0, 1, 2]] * 2
@@ -171,19 +194,21 @@ def test_equal_likelihoods_take_the_first():
         torch.testing.assert_close(ours, theirs, check_dtype=False)
 
 
-@pytest.mark.parametrize("at_once", [2048, 0])
+@pytest.mark.parametrize("share", [512, 32])
 @pytest.mark.parametrize("load", ["even", "one", "few"])
-def test_groups(monkeypatch, at_once, load):
+def test_groups(monkeypatch, share, load):
     """Every entry once, in its expert's place, in tiles that cover all and no more than there can be."""
-    monkeypatch.setattr(triton_moe, "SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr(grouping, "SHARE", share)
     chosen = {
         "even": torch.arange(6, dtype=torch.int32).repeat(20).view(-1, 2),
         "one": torch.full((60, 2), 3, dtype=torch.int32),
         "few": torch.tensor([[5, 0]], dtype=torch.int32),
     }[load]
-    g = triton_moe.group(chosen, 6)
+    g = grouping.group(chosen, 6)
     flat, order, starts, ends = chosen.flatten().tolist(), g.order.tolist(), g.starts.tolist(), [0, *g.tile_ends.tolist()]
     assert sorted(order) == list(range(len(flat)))
+    assert g.places is not None
+    assert [order[place] for place in g.places.tolist()] == list(range(len(flat)))
     for e in range(6):
         entries = order[starts[e] : starts[e + 1]]
         assert entries == [i for i, x in enumerate(flat) if x == e]
@@ -211,7 +236,7 @@ ROUTERS = [
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("router", ROUTERS, ids=range(len(ROUTERS)))
-def test_routers_of_deepseek(router, normalize):
+def test_routers_of_deepseek(monkeypatch, router, normalize):
     """Written out token by token; the GPU's the same."""
     expert = DenseSpec(intermediate_size=4, activation="silu")
     spec = MoESpec(expert=expert, normalize=normalize, **router)
@@ -231,6 +256,7 @@ def test_routers_of_deepseek(router, normalize):
         total = float(p[best].sum()) if normalize else 1.0
         assert chosen[token].tolist() == best
         torch.testing.assert_close(weights[token], p[best] / total * spec.weight_scale)
+    monkeypatch.setattr(triton_moe, "MANY_TOKENS", 512 if normalize else 0)
     ours = triton_moe.route(logits, spec, correction)
     torch.testing.assert_close(ours[0], weights)
     assert torch.equal(ours[1].long(), chosen)

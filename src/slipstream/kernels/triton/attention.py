@@ -417,11 +417,10 @@ def paged_attention(
         block_g = min(max(8, triton.next_power_of_2(shape["G"])), max(8, GROUP_NUMBERS // block_d))
         groups = triton.cdiv(shape["G"], block_g)
         programs = num_decodes * num_kv_heads * groups
-        few = programs < CTAS_PER_SM * processors(q.device)
-        default = (16, 1, 6) if few or flags["SCALED"] else (32, 1, 3)
-        if q.dtype == torch.float32:
-            default = (16, 1, 3)
-        block_n, warps, stages = decode_tile or default
+        # Few programs ask far ahead. Many share a multiprocessor: with D = 256 the tiles of two would fill its memory.
+        ahead = programs < CTAS_PER_SM * processors(q.device) or flags["SCALED"]
+        wide = block_d * kv.k.element_size() > 256
+        block_n, warps, stages = decode_tile or (16, 1, 6 if ahead and not wide else 3)
         splits = num_splits(programs, meta.max_seq_len, block_n, processors(q.device))
         part = lse = out
         if splits > 1:
