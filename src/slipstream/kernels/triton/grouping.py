@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.overlap import follow, overlapped
 
-SHARE = 512
+SHARE = 256
 """Entries that a program sorts."""
 
 
@@ -41,8 +41,9 @@ def _count_kernel(chosen_ptr, counts_ptr, N, X, SHARE: tl.constexpr, BLOCK_X: tl
     if PDL:
         follow()
     share, at, xs = tl.program_id(0), tl.arange(0, SHARE), tl.arange(0, BLOCK_X)
-    expert = tl.load(chosen_ptr + share * SHARE + at, mask=share * SHARE + at < N, other=X)
-    tl.store(counts_ptr + share * X + xs, tl.histogram(expert, BLOCK_X), mask=xs < X)
+    there = share * SHARE + at < N
+    expert = tl.load(chosen_ptr + share * SHARE + at, mask=there, other=0)
+    tl.store(counts_ptr + share * X + xs, tl.histogram(expert, BLOCK_X, mask=there), mask=xs < X)
 
 
 @triton.jit(do_not_specialize=["N", "num_shares"])
@@ -68,31 +69,33 @@ def _place_kernel(
         follow()
     share, at, xs = tl.program_id(0), tl.arange(0, SHARE), tl.arange(0, BLOCK_X)
     mine = share * SHARE + at
-    expert = tl.load(chosen_ptr + mine, mask=mine < N, other=X)
+    there = mine < N
+    expert = tl.load(chosen_ptr + mine, mask=there, other=0)
     if ALONE:
-        totals = tl.where(xs < X, tl.histogram(expert, BLOCK_X), 0)  # entries beyond the last count as expert X, which is none
+        totals = tl.histogram(expert, BLOCK_X, mask=there)
         before = xs * 0
     else:
         totals = tl.zeros((BLOCK_X,), tl.int32)
         before = totals
         for first in range(0, num_shares, TOGETHER):
             others = first + tl.arange(0, TOGETHER)
-            there = (others < num_shares)[:, None] & (xs < X)[None, :]
-            counts = tl.load(counts_ptr + others[:, None] * X + xs[None, :], mask=there, other=0)
+            known = (others < num_shares)[:, None] & (xs < X)[None, :]
+            counts = tl.load(counts_ptr + others[:, None] * X + xs[None, :], mask=known, other=0)
             totals += tl.sum(counts, 0)
             before += tl.sum(tl.where((others < share)[:, None], counts, 0), 0)
     ends = tl.cumsum(totals, 0)
     ahead = tl.zeros((SHARE,), tl.int32)
     for first in range(0, SHARE, 32):
         others = first + tl.arange(0, 32)
-        them = tl.load(chosen_ptr + share * SHARE + others, mask=share * SHARE + others < N, other=X)
-        alike = (them[None, :] == expert[:, None]) & (others[None, :] < at[:, None])
-        ahead += tl.sum(alike.to(tl.int32), 1)
+        them = tl.load(chosen_ptr + share * SHARE + others, mask=share * SHARE + others < N, other=-1)
+        # others down, a thread's own entries across: no two threads sum together
+        ahead += tl.sum(((them[:, None] == expert[None, :]) & (others[:, None] < at[None, :])).to(tl.int32), 0)
     place = tl.gather(ends - totals + before, expert, 0) + ahead
-    tl.store(order_ptr + place, mine, mask=mine < N)
-    tl.store(places_ptr + mine, place, mask=mine < N)
+    tl.store(order_ptr + place, mine, mask=there)
+    tl.store(places_ptr + mine, place, mask=there)
     if share == 0:
-        tl.store(starts_ptr + xs, ends - totals, mask=xs <= X)
+        tl.store(starts_ptr + xs, ends - totals, mask=xs < X)
+        tl.store(starts_ptr + X, N)
         tl.store(ends_ptr + xs, tl.cumsum((totals + BLOCK_M - 1) // BLOCK_M, 0), mask=xs < X)
 
 
@@ -109,7 +112,7 @@ def tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M: tl.constexpr, BLOCK_X: tl.co
 
 def entries_of_a_tile(count: int, num_experts: int) -> int:
     """Tiles grow with the entries that an expert has on average: one that holds most experts' reads their weights once."""
-    return next((size for size, most in ((16, 8), (32, 32), (64, 64)) if count <= most * num_experts), 128)
+    return next((size for size, most in ((16, 8), (32, 32), (64, 48)) if count <= most * num_experts), 128)
 
 
 def group(chosen: Tensor, num_experts: int, *, block: int | None = None) -> Groups:
@@ -121,11 +124,11 @@ def group(chosen: Tensor, num_experts: int, *, block: int | None = None) -> Grou
     order, places = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     tile_ends = torch.empty(num_experts, dtype=torch.int32, device=device)
-    sizes = dict(SHARE=share, BLOCK_X=triton.next_power_of_2(num_experts + 1), num_warps=8 if share > 128 else 4)
+    sizes = dict(SHARE=share, BLOCK_X=max(16, triton.next_power_of_2(num_experts)))
     counts = starts
     if num_shares > 1:
         counts = torch.empty(num_shares, num_experts, dtype=torch.int32, device=device)
-        _count_kernel[(num_shares,)](chosen, counts, count, num_experts, **sizes, **overlapped(chosen))
+        _count_kernel[(num_shares,)](chosen, counts, count, num_experts, **sizes, num_warps=4, **overlapped(chosen))
     _place_kernel[(num_shares,)](
         chosen,
         counts,
@@ -138,8 +141,9 @@ def group(chosen: Tensor, num_experts: int, *, block: int | None = None) -> Grou
         num_shares,
         ALONE=num_shares == 1,
         BLOCK_M=block,
-        TOGETHER=16,
+        TOGETHER=32,
         **sizes,
+        num_warps=8,
         **overlapped(chosen),
     )
     return Groups(order, places, starts, tile_ends, block, min(count, triton.cdiv(count, block) + num_experts))

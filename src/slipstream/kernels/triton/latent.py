@@ -268,10 +268,16 @@ def _latent_kernel(
 
 
 def latent_attention(
-    q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float, values: Tensor | None = None
+    q: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    values: Tensor | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`. Tiles are
-    guesses that fit an H200's registers and shared memory at DeepSeek's 64 + 512; unmeasured so far."""
+    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`. `tile`:
+    (BLOCK_M, BLOCK_N, warps, stages)."""
     if kv.k_scale is not None:
         raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
     q = q.contiguous()
@@ -287,15 +293,16 @@ def latent_attention(
         BLOCK_C=max(16, triton.next_power_of_2(width)),
     )
     wide = q.dtype == torch.float32
-    block_n = 16 if wide else 32
+    block_n = tile[1] if tile else 16 if wide else 32
 
     def launch(first: int, count: int, max_query_len: int, splits: int, part: Tensor, lse: Tensor) -> None:
         num_rows = max_query_len * num_heads
         block_m = 16 if wide else min(64, max(16, triton.next_power_of_2(num_rows)))
+        block_m, _, warps, stages = tile or (block_m, block_n, 8 if block_m == 64 else 4, 2)
         _latent_kernel[(count, triton.cdiv(num_rows, block_m), splits)](
             q, kv.k, out, part, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale, meta.block_table.stride(0),
-            first, splits, BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=8 if block_m == 64 else 4,
-            num_stages=2, **shape, **overlapped(q),
+            first, splits, BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps,
+            num_stages=stages, **shape, **overlapped(q),
         )  # fmt: skip
 
     if num_decodes:

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.triton.device import processors
 from slipstream.kernels.triton.grouping import Groups, tile_of
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import activate, activation_arguments, quantize
@@ -183,7 +182,7 @@ def product(
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     gated = expert is not None and expert.gated
     y = torch.empty(values.shape[0], outer, dtype=dtype, device=values.device)
-    block_n, warps, stages = tile or _tile(groups, outer, gated=gated, device=values.device)
+    block_n, warps, stages = tile or _tile(groups, gated=gated, eight_bits=values.element_size() == 1)
     block_k = BLOCK_BYTES // values.element_size()
     _sorted_kernel[(groups.max_tiles * triton.cdiv(outer, block_n),)](
         TensorDescriptor(values, list(values.shape), list(values.stride()), [groups.block, block_k]),
@@ -216,11 +215,11 @@ def product(
     return y
 
 
-def _tile(groups: Groups, outer: int, *, gated: bool, device: torch.device) -> tuple[int, int, int]:
-    """(BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_experts.py`): wide unless too few programs are left."""
+def _tile(groups: Groups, *, gated: bool, eight_bits: bool) -> tuple[int, int, int]:
+    """(BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_experts.py`)."""
     if groups.block == 64:
         return 128, 4, 4
-    if gated:
-        return 128, 8, 3
-    few = groups.max_tiles * triton.cdiv(outer, 256) < 4 * processors(device)
-    return (128, 4, 4) if few else (256, 8, 4)
+    if eight_bits:
+        return (128, 8, 4) if gated else (256, 8, 3)
+    bound_by_weights = groups.order.numel() <= 256 * groups.tile_ends.numel()
+    return (128, 8, 4 if bound_by_weights else 3) if gated else (128, 4, 3)
