@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.overlap import follow, overlapped
 
-SHARE = 256
+SHARE = 512
 """Entries that a program sorts."""
 
 
@@ -75,14 +75,15 @@ def _place_kernel(
         totals = tl.histogram(expert, BLOCK_X, mask=there)
         before = xs * 0
     else:
-        totals = tl.zeros((BLOCK_X,), tl.int32)
-        before = totals
+        sums = tl.zeros((TOGETHER, BLOCK_X), tl.int32)
+        sums_before = sums
         for first in range(0, num_shares, TOGETHER):
             others = first + tl.arange(0, TOGETHER)
             known = (others < num_shares)[:, None] & (xs < X)[None, :]
             counts = tl.load(counts_ptr + others[:, None] * X + xs[None, :], mask=known, other=0)
-            totals += tl.sum(counts, 0)
-            before += tl.sum(tl.where((others < share)[:, None], counts, 0), 0)
+            sums += counts
+            sums_before += tl.where((others < share)[:, None], counts, 0)
+        totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
     ahead = tl.zeros((SHARE,), tl.int32)
     for first in range(0, SHARE, 32):

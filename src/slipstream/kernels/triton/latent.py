@@ -293,12 +293,15 @@ def latent_attention(
         BLOCK_C=max(16, triton.next_power_of_2(width)),
     )
     wide = q.dtype == torch.float32
-    block_n = tile[1] if tile else 16 if wide else 32
+    def of_rows(count: int) -> tuple[int, int, int, int]:
+        """Measured on an H200 (`benchmarks/results/gpu_latent_tiles.json`)."""
+        if wide:
+            return 16, 16, 4, 2
+        return (16, 16, 2, 3) if count <= 16 else (32, 32, 4, 2)
 
     def launch(first: int, count: int, max_query_len: int, splits: int, part: Tensor, lse: Tensor) -> None:
         num_rows = max_query_len * num_heads
-        block_m = 16 if wide else min(64, max(16, triton.next_power_of_2(num_rows)))
-        block_m, _, warps, stages = tile or (block_m, block_n, 8 if block_m == 64 else 4, 2)
+        block_m, block_n, warps, stages = tile or of_rows(num_rows)
         _latent_kernel[(count, triton.cdiv(num_rows, block_m), splits)](
             q, kv.k, out, part, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale, meta.block_table.stride(0),
             first, splits, BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps,
@@ -307,7 +310,7 @@ def latent_attention(
 
     if num_decodes:
         programs = num_decodes * triton.cdiv(num_heads, 64)
-        splits = num_splits(programs, meta.max_seq_len, block_n, processors(q.device))
+        splits = num_splits(programs, meta.max_seq_len, 32, processors(q.device))
         part = lse = out
         if splits > 1:
             rows = num_decodes * num_heads * splits
@@ -327,4 +330,8 @@ def latent_attention(
             )
     if num_seqs > num_decodes:
         launch(num_decodes, num_seqs - num_decodes, meta.max_query_len, 1, out, out)
-    return out if values is None else torch.bmm(out.transpose(0, 1), values).transpose(0, 1).flatten(1)
+    if values is None:
+        return out
+    made = torch.empty(num_tokens, num_heads, values.shape[2], dtype=q.dtype, device=q.device)
+    torch.bmm(out.transpose(0, 1), values, out=made.transpose(0, 1))
+    return made.flatten(1)
