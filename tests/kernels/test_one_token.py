@@ -231,6 +231,11 @@ def eight_bits(layer, dtype, turned):
         ("qwen3", SMALL, "int4", None),
         ("opt", {"hidden_size": 256, "ffn_dim": 576, "word_embed_proj_dim": 256, "num_attention_heads": 2}, "int8", None),
         ("qwen3", SMALL, "fp8", torch.float8_e4m3fn),
+        ("qwen3_moe", {**SMALL, "moe_intermediate_size": 96}, None, None),
+        ("mixtral", {**SMALL, "intermediate_size": 192}, "fp8", None),
+        ("mixtral", {**SMALL, "intermediate_size": 192}, "int8", None),
+        ("qwen2_moe", {**SMALL, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160}, None, None),
+        ("glm4_moe", {**SMALL, "moe_intermediate_size": 128, "intermediate_size": 320}, "fp8", None),
     ],
     ids=lambda x: str(x) if x is None or isinstance(x, str | torch.dtype) else "",
 )

@@ -358,7 +358,10 @@ class Decoder:
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
                 if self.compiled is not None:
                     self.compiled.count_experts(i, counts)
-        return {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
+        found = {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
+        if found:  # which that kernel is to know
+            self.one_token = one_token_step(self)
+        return found
 
     @property
     def token_bytes(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from slipstream.model.spec import (
     AttentionSpec,
     DenseSpec,
     LayerSpec,
+    MoESpec,
     NormSpec,
     ParallelBlock,
     QKNormSpec,
@@ -23,15 +24,15 @@ from slipstream.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.model.decoder import Decoder
+    from slipstream.model.decoder import Decoder, MoE
 
 OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 
 
 def one_token_step(decoder: Decoder) -> OneToken | None:
     """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, or have what the kernel
-    does not (mixtures, windows, biases by distance, norms after a branch), or the op set has no such kernel."""
-    from slipstream.model.decoder import MLP, Attention
+    does not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
+    from slipstream.model.decoder import MLP, Attention, MoE
 
     spec = decoder.spec
     if spec.encoder is not None or spec.is_encoder or not decoder.layers or (shape := shape_of(spec.layers)) is None:
@@ -41,10 +42,9 @@ def one_token_step(decoder: Decoder) -> OneToken | None:
     for layer in decoder.layers:
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
         assert isinstance(attention, Attention)
-        assert isinstance(mlp, MLP)
         first = norms["norm" if shape.parallel else "pre_attention"]
         second = norms.get("mlp_norm" if shape.parallel else "pre_mlp")
-        own = {"qkv": attention.qkv, "out": attention.out, "up": mlp.up, "down": mlp.down}
+        own: dict[str, Linear] = {"qkv": attention.qkv, "out": attention.out, "up": mlp.up, "down": mlp.down}
         tensors: dict[str, Tensor | None] = {
             "norm": first.weight,
             "norm_bias": first.bias,
@@ -52,18 +52,39 @@ def one_token_step(decoder: Decoder) -> OneToken | None:
             "mlp_norm_bias": None if second is None else second.bias,
             "q_norm": attention.heads.q_norm,
             "k_norm": attention.heads.k_norm,
+            "expert_counts": layer.expert_counts,
         }
+        if isinstance(mlp, MoE):
+            if not router_as_it_is(mlp, first.weight):
+                return None
+            tensors |= {"router": mlp.router.weight, "router_bias": mlp.router.bias, "correction": mlp.experts.correction}
+            if mlp.shared is not None:
+                own |= {"shared_up": mlp.shared.up, "shared_down": mlp.shared.down}
+            if mlp.shared_weight is not None:
+                tensors["shared_weight"] = mlp.shared_weight.weight
         for name, w in own.items():
             tensors[name] = w.weight
             tensors[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
             tensors[f"{name}_bias"] = w.bias
         layers.append(tensors)
         products += own.values()
-    if not alike(products) or any(x.keys() != layers[0].keys() or _there(x) != _there(layers[0]) for x in layers):
+    if not alike(products):
         return None
+    for found in ([x for x in layers if ("router" in x) == mixture] for mixture in (False, True)):
+        if any(x.keys() != found[0].keys() or _there(x) != _there(found[0]) for x in found):
+            return None
     first_attention = decoder.layers[0].attention
     assert isinstance(first_attention, Attention)
     return decoder.ops.one_token(shape, layers, products[0], first_attention.heads.cos_sin)
+
+
+def router_as_it_is(mlp: MoE, like: Tensor) -> bool:
+    """Whether the router, and the shared expert's weight, are plain products of the model's type."""
+    return all(
+        type(w) is Linear and w.weight.dtype == like.dtype and w.weight.is_contiguous() and w.weight.data_ptr() % 16 == 0
+        for w in (mlp.router, mlp.shared_weight)
+        if w is not None
+    )
 
 
 def _there(tensors: Mapping[str, Tensor | None]) -> tuple[bool, ...]:
@@ -85,10 +106,14 @@ def alike(products: Sequence[Linear]) -> bool:
 
 def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     layer = layers[0]
-    if any(other != layer for other in layers):
+    if any(dataclasses.replace(other, mlp=layer.mlp) != layer for other in layers):
         return None
-    a, m, block = layer.attention, layer.mlp, layer.block
-    if not isinstance(a, AttentionSpec) or not isinstance(m, DenseSpec) or not isinstance(m.activation, str):
+    if (mlps := mlps_of(layers)) is None:
+        return None
+    a, block, (dense, experts) = layer.attention, layer.block, mlps
+    m = dense if experts is None else experts.expert
+    assert m is not None
+    if not isinstance(a, AttentionSpec) or not isinstance(m.activation, str):
         return None
     if (
         layer.residual_scale != 1.0
@@ -115,7 +140,7 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     qk = a.qk_norm or QKNormSpec(over="head", eps=0.0)
     return TokenShape(
         hidden_size=first.size,
-        intermediate_size=m.intermediate_size,
+        intermediate_size=0 if dense is None else dense.intermediate_size,
         num_heads=a.num_heads,
         num_kv_heads=a.num_kv_heads,
         head_dim=a.head_dim,
@@ -131,4 +156,24 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
         qk_eps=qk.eps,
         qk_offset=qk.weight_offset,
         scale=a.scale,
+        experts=experts,
     )
+
+
+def mlps_of(layers: Sequence[LayerSpec]) -> tuple[DenseSpec | None, MoESpec | None] | None:
+    """The dense MLP and the mixture that there are; None if there are two of a kind, or a mixture and a dense one that are not
+    alike: all have one activation then, and no biases."""
+    dense, mixtures = [], []
+    for layer in layers:
+        found: list[Any] = mixtures if isinstance(layer.mlp, MoESpec) else dense
+        if layer.mlp not in found:
+            found.append(layer.mlp)
+    if len(dense) > 1 or len(mixtures) > 1:
+        return None
+    if not mixtures:
+        return dense[0], None
+    experts = mixtures[0]
+    every = [experts.expert, *dense, *([] if experts.shared is None else [experts.shared.mlp])]
+    if any(m.bias or (m.activation, m.gated) != (experts.expert.activation, experts.expert.gated) for m in every):
+        return None
+    return (dense[0] if dense else None), experts

@@ -113,6 +113,10 @@ __device__ __forceinline__ u32 add_and_read(u32* counter) {  // what it was
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(seen) : "l"(counter) : "memory");
     return seen;
 }
+__device__ __forceinline__ void count(u64* number) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(number) : "memory"); }
+
+// The largest of a warp's numbers.
+__device__ __forceinline__ u32 largest(u32 x) { return __reduce_max_sync(~0u, x); }
 
 // c += a · b of tensor cores: a [16, 16 or 32], b [16 or 32, 8].
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -2,7 +2,7 @@
 the kernel is told of them.
 
 All programs must run at once, one on each multiprocessor; the launch is refused where they cannot. Weights of 16 bits, FP8 or
-INT8 by rows, and INT4 by groups.
+INT8 by rows, and INT4 by groups; of experts all but the last.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.device import processors, shared_bytes
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.model.spec import MoESpec
 
-PARTS = ("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token.cu")
+PARTS = ("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_experts.cu", "one_token.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 """In this order one text."""
 NORMS = {"rms": 1, "layer": 2}
@@ -38,10 +39,18 @@ Measured on an H200."""
 COLUMN = 64
 """Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
+MOST_EXPERTS = 512
+"""Each lane of a warp holds a 32nd of them."""
+MOST_CHOSEN = 16
+"""Experts of a token: the threads that multiply have a tile's row of each."""
+MOST_MIDS = 32768
+"""Numbers of a token's experts between their two products, which the threads hold at once."""
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
     *(f"{name}{part}" for name in ("qkv", "out", "up", "down") for part in ("", "_scales", "_bias")),
+    *("router", "router_bias", "correction", "shared_up", "shared_up_scales", "shared_down", "shared_down_scales"),
+    *("shared_weight", "expert_counts", "logits"),
 )
 """What a layer's row of the kernel's table points at, in this order; 0 where there is nothing."""
 
@@ -62,7 +71,9 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
             return False
     elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
         return False
-    sizes = (s.hidden_size, s.num_heads * s.head_dim, s.intermediate_size)
+    sizes = [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
+    if s.experts is not None and (grouped or not takes_experts(s.experts, s)):
+        return False
     bits = 4 if grouped else product.weight.dtype.itemsize * 8
     return (
         all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in sizes)
@@ -74,11 +85,38 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     )
 
 
+def widths(s: TokenShape) -> tuple[int, int, int]:
+    """Numbers between the products of a dense MLP, of an expert and of the shared expert; 0: there is none."""
+    shared = None if s.experts is None else s.experts.shared
+    return (
+        s.intermediate_size,
+        0 if s.experts is None else s.experts.expert.intermediate_size,
+        0 if shared is None else shared.mlp.intermediate_size,
+    )
+
+
+def takes_experts(m: MoESpec, s: TokenShape) -> bool:
+    top = m.num_experts_per_token
+    return (
+        not s.parallel
+        and m.groups is None
+        and top <= min(MOST_CHOSEN, m.num_experts)
+        and top * m.expert.intermediate_size <= MOST_MIDS
+        and m.num_experts <= MOST_EXPERTS
+    )
+
+
+def mids(s: TokenShape) -> int:
+    """The most numbers that a layer's down products read."""
+    dense, expert, shared = widths(s)
+    return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
+
+
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     """Pieces that the ring in shared memory holds beside a product's row, or attention, whatever the cache's type (the sizes at
     the top of `one_token_products.cu`); three are needed."""
     s, heads = shape, shape.num_heads // shape.num_kv_heads
-    widest = max(s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim)
+    widest = max(s.hidden_size, mids(s), s.num_heads * s.head_dim)
     form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
     piece = PIECES[form][0]
     stage, row, sums = 16 * (piece + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
@@ -89,7 +127,8 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
         alike = WARPS * 32 // s.head_dim if size == 1 else WARPS
         attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
-    other = 512 + 2 * 8 * 32 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
+    other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
+    other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
 
@@ -146,9 +185,10 @@ class OneTokenStep:
         self.dtype = norm.dtype
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         self._qkv = torch.zeros(q + 2 * kv, dtype=self.dtype, device=device)
-        self._mid = torch.zeros(s.intermediate_size, dtype=self.dtype, device=device)
+        self._mid = torch.zeros(mids(s), dtype=self.dtype, device=device)
         self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
         self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
+        self._logits = torch.zeros(0 if s.experts is None else s.experts.num_experts + 1, dtype=torch.float32, device=device)
         self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
@@ -175,13 +215,14 @@ class OneTokenStep:
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
         """The names in capitals that the kernel's source leaves open."""
         s, layer, w = self.shape, self.layers[0], self.product
-        sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": s.intermediate_size}
+        dense, expert, _ = widths(s)
+        sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
         grouped = isinstance(w, GroupedLinear)
         size = w.group_size if isinstance(w, GroupedLinear) else 128  # then of no effect
         form = GROUPED if grouped else FORMS[w.weight.dtype]
         return {
             "E": s.hidden_size,
-            "F": s.intermediate_size,
+            "F": dense or expert,
             "H": s.num_heads,
             "HK": s.num_kv_heads,
             "D": s.head_dim,
@@ -202,6 +243,7 @@ class OneTokenStep:
             "NORM_BIAS": layer.get("norm_bias") is not None,
             "QK_NORM": layer.get("q_norm") is not None,
             **{f"{name.upper()}_BIAS": layer.get(f"{name}_bias") is not None for name in ("qkv", "out", "up", "down")},
+            **self._mixture(),
             "INTERLEAVED": s.interleaved,
             "EPS": float(s.norm_eps),
             "MLP_EPS": float(s.mlp_norm_eps),
@@ -217,10 +259,28 @@ class OneTokenStep:
             "ASKERS": ASKERS,
         }
 
+    def _mixture(self) -> dict[str, int | float]:
+        """The definitions of what layers with experts have."""
+        m, (dense, expert, shared) = self.shape.experts, widths(self.shape)
+        return {
+            "X": 0 if m is None else m.num_experts,
+            "TOP": 1 if m is None else m.num_experts_per_token,
+            "FE": expert or dense,
+            "FS": shared,
+            "DENSE": dense > 0,
+            "SIGMOID": m is not None and m.scores == "sigmoid",
+            "CORRECTED": m is not None and m.correction,
+            "NORMALIZE": m is not None and m.normalize,
+            "WEIGHT_SCALE": 1.0 if m is None else float(m.weight_scale),
+            "ROUTER_BIAS": m is not None and m.router_bias,
+            "WEIGHED": m is not None and m.shared is not None and m.shared.weighed,
+        }
+
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
         table = []
         for layer, cache in zip(self.layers, kv, strict=True):
             tensors = {**layer, "k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            tensors["logits"] = self._logits
             table.append([self._address(tensors.get(name)) for name in POINTERS])
         return torch.tensor(table, dtype=torch.int64).to(self.device)
 
