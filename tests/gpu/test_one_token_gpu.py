@@ -28,6 +28,8 @@ KINDS = [torch.bfloat16, torch.float8_e4m3fn]
 def test_a_step(tmp_path, family, kind, scheme):
     """No farther from float32, with the same rounded weights, inputs and cache, than the layers kernel by kernel are; and into
     the cache what they write."""
+    if family in steps.MIXTURES and scheme is not None and scheme.startswith("int4"):
+        pytest.skip("the kernel has no experts in 4 bits")
     from slipstream.kernels.triton import TritonOps  # not at the top: tests/kernels imports it for Triton's interpreter
 
     steps.build(tmp_path, family)
