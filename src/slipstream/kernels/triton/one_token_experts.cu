@@ -3,7 +3,8 @@
 //     norm → router | (shared expert's up) best experts → their ups, activation | (shared expert's down) their downs
 //
 // with a meeting at each bar. Every program chooses the experts for itself, from the router's numbers of all programs; whoever
-// asks for weights waits for those numbers too, and until then asks for the shared expert's.
+// asks for weights waits for those numbers too, and until then asks for the shared expert's, and has memory bring the next
+// layer's q, k, v into the cache.
 //
 // Rounded to the model's type, as kernels of their own leave them: the router's numbers and what stands between two products. All
 // experts of a token are summed in float32, with their weights, as in `few_experts`; a shared one goes into the residual first.
@@ -173,6 +174,28 @@ __device__ __forceinline__ float prepare_each(const u16* mid, float weight, u8* 
     return lane < TOP ? weight * scratch[WARPS + lane] : 0.0f;
 }
 
+// As long as the barrier's phase lasts, this program's rows of a product [N, K] are brought into the cache, a chunk of each asker in
+// AHEAD cycles, which is memory's pace: what stands behind them, meetings among it, does not wait long. First comes what is
+// under way into the ring.
+template <int N, int K>
+__device__ __forceinline__ void ahead_until(const u8* weight, u32 barrier, u32 parity, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane) {
+    constexpr u32 CHUNK_BYTES = 4096;
+    for (u32 left = asked < DEPTH ? asked : DEPTH; left; left--) {
+        until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
+        arrived.next();
+    }
+    asked = 0;
+    const long long end = (long long)first_tile<N / 16>(program + 1) * 16 * row_bytes(K);
+    long long at = (long long)first_tile<N / 16>(program) * 16 * row_bytes(K) + asker * CHUNK_BYTES;
+    u32 last = cycles() - AHEAD;
+    while (at < end && !over(barrier, parity))
+        if (cycles() - last >= AHEAD) {
+            last += AHEAD;
+            if (lane == 0) bring_near(weight + at, end - at < CHUNK_BYTES ? (u32)(end - at) : CHUNK_BYTES);
+            at += ASKERS * CHUNK_BYTES;
+        }
+}
+
 template <int X_>
 struct Mixture {
     static constexpr int SIZE = FS ? FS : 16;  // of the shared expert, if there is one
@@ -184,11 +207,12 @@ struct Mixture {
     // For those who ask for weights. A program that has nothing of the experts' does not wait for the choice: only so is a
     // program never two choices ahead of its own.
     template <typename Pointer>
-    static __device__ __forceinline__ void ask(Pointer pointer, Place& place, Place& arrived, u32& asked, u32& routed, u32 smem, int program, int asker, int lane, u64 policy) {
+    static __device__ __forceinline__ void ask(Pointer pointer, const u8* next_qkv, Place& place, Place& arrived, u32& asked, u32& routed, u32 smem, int program, int asker, int lane, u64 policy) {
         if (FS) ::ask<SIZE, E, GATED>(pointer(SHARED_UP_W), pointer(SHARED_UP_S), place, arrived, asked, smem, program, asker, lane, policy);
         Chosen chosen;
         if (first_tile<Up::TOTAL>(program) < first_tile<Up::TOTAL>(program + 1) || first_tile<Down::TOTAL>(program) < first_tile<Down::TOTAL>(program + 1)) {
             const float *logits = (const float*)pointer(LOGITS), *correction = (const float*)pointer(CORRECTION);
+            if (AHEAD && next_qkv) ahead_until<QKV, E>(next_qkv, smem + ROUTED, routed, arrived, asked, smem, program, asker, lane);
             until(smem + ROUTED, routed);
             routed ^= 1;
             chosen = route<X_>(logits, correction);
