@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 def one_token_step(decoder: Decoder) -> OneToken | None:
     """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, or have what the kernel
     does not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
-    from slipstream.model.decoder import MLP, Attention, MoE
+    from slipstream.model.decoder import Attention, MoE
 
     spec = decoder.spec
     if spec.encoder is not None or spec.is_encoder or not decoder.layers or (shape := shape_of(spec.layers)) is None:
@@ -163,17 +163,14 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
 def mlps_of(layers: Sequence[LayerSpec]) -> tuple[DenseSpec | None, MoESpec | None] | None:
     """The dense MLP and the mixture that there are; None if there are two of a kind, or a mixture and a dense one that are not
     alike: all have one activation then, and no biases."""
-    dense, mixtures = [], []
-    for layer in layers:
-        found: list[Any] = mixtures if isinstance(layer.mlp, MoESpec) else dense
-        if layer.mlp not in found:
-            found.append(layer.mlp)
+    dense = dict.fromkeys(layer.mlp for layer in layers if isinstance(layer.mlp, DenseSpec))
+    mixtures = dict.fromkeys(layer.mlp for layer in layers if isinstance(layer.mlp, MoESpec))
     if len(dense) > 1 or len(mixtures) > 1:
         return None
-    if not mixtures:
-        return dense[0], None
-    experts = mixtures[0]
-    every = [experts.expert, *dense, *([] if experts.shared is None else [experts.shared.mlp])]
-    if any(m.bias or (m.activation, m.gated) != (experts.expert.activation, experts.expert.gated) for m in every):
-        return None
-    return (dense[0] if dense else None), experts
+    plain, experts = next(iter(dense), None), next(iter(mixtures), None)
+    if experts is not None:
+        one = experts.expert
+        for m in (one, *dense, *([] if experts.shared is None else [experts.shared.mlp])):
+            if m.bias or (m.activation, m.gated) != (one.activation, one.gated):
+                return None
+    return plain, experts

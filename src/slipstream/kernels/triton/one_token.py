@@ -37,8 +37,8 @@ PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
 Measured on an H200."""
 AHEAD = 550
-"""Cycles between two pieces of the next layer's weights that an asker has brought into the cache while it waits for the choice of
-experts: at 132 programs some 3.5 TB/s. 0: none are."""
+"""Cycles between two pieces of the next layer's weights that an asker has brought into the cache while it waits for the choice
+of experts: of 132 programs some 3.5 TB/s. 0: none are."""
 COLUMN = 64
 """Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
