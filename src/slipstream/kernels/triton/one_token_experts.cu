@@ -177,12 +177,12 @@ __device__ __forceinline__ float prepare_each(const u16* mid, float weight, u8* 
 // What an asker does while it waits for the choice: memory brings into the cache what is likely to be read next, this program's
 // share of it, a piece in AHEAD cycles, so that what stands behind them, meetings among it, does not wait long.
 struct Waiting {
-    u32 barrier, parity, last = cycles();
-    __device__ __forceinline__ Waiting(u32 barrier, u32 parity) : barrier(barrier), parity(parity) {}
+    u32 barrier, parity;
     __device__ __forceinline__ bool on() const { return !__shfl_sync(~0u, (int)over(barrier, parity), 0); }
     __device__ __forceinline__ void bring(const u8* from, long long bytes, int program) {
         constexpr u32 MOST = 4096;
         const long long end = bytes / 16 * (program + 1) / PROGRAMS * 16;
+        u32 last = cycles() - AHEAD;
         for (long long at = bytes / 16 * program / PROGRAMS * 16; at < end && on();)
             if (__shfl_sync(~0u, cycles(), 0) - last >= AHEAD) {
                 last += AHEAD;
@@ -241,7 +241,7 @@ struct Mixture {
                     arrived.next();
                 }
                 asked = 0;
-                Waiting waiting(smem + ROUTED, routed_times & 1);
+                Waiting waiting{smem + ROUTED, routed_times & 1};
                 if (GUESS) {
                     while (waiting.on() && __shfl_sync(~0u, read(counters + 3), 0) < (routed_times + 1) * PROGRAMS) {
                     }
