@@ -127,9 +127,21 @@ inline T taken(const T& x, int lane) {
 template <typename T> inline T __shfl_sync(u32, T x, int lane) { return taken(x, lane); }
 template <typename T> inline T __shfl_xor_sync(u32, T x, int mask) { return taken(x, now->index % 32 ^ mask); }
 template <typename T> inline T __shfl_down_sync(u32, T x, int by) { return taken(x, now->index % 32 + by); }
+inline u32 __ballot_sync(u32, bool x) {
+    const u8(*all)[32] = exchanged(x);
+    u32 y = 0;
+    for (int lane = 0; lane < 32; lane++) y |= (u32)all[lane][0] << lane;
+    return y;
+}
+inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+inline u32 largest(u32 x) {
+    for (int i = 16; i; i >>= 1) x = std::max(x, __shfl_xor_sync(~0u, x, i));
+    return x;
+}
 inline float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __int_as_float(int x) { return __uint_as_float((u32)x); }
 inline u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+inline u32 __float_as_uint(float x) { return bits_of(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
@@ -194,11 +206,16 @@ inline void bring(u32 to, const void* from, u32 bytes, u32 address, u64) {
     barrier.bytes -= bytes;
     barrier.check();
 }
+inline bool over(u32 address, u32 parity) { yield(); return (barrier_at(address).phase & 1) != parity; }
+inline void bring_near(const void*, u32) {}
+inline u32 cycles() { static u32 time; return time += 100; }
 inline u64 read_once() { return 0; }
+inline u64 read_again() { return 0; }
 
 // --- counters in memory
 inline void add(u32* counter) { ++*counter; }
 inline u32 read(const u32* counter) { yield(); return *counter; }
+inline void count(u64* number) { ++*number; }
 inline u32 add_and_read(u32* counter) { return (*counter)++; }
 
 // --- tensor cores: a lane holds rows g and g + 8 of a, column g of b, columns 2 t and 2 t + 1 of c, g = lane / 4 and t = lane % 4

@@ -21,10 +21,16 @@ from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.model.one_token import shape_of
 from slipstream.model.scheme import SCHEMES
+from slipstream.model.spec import GroupLimit
 from tests import one_token_steps, tiny_models
 from tests.model.harness import CPU, Paged
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+LATENT = dict(
+    **dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, first_k_dense_replace=2, kv_lora_rank=256),
+    **dict(num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=32),
+)
 
 
 def spec_of(path, family, **overrides):
@@ -43,6 +49,7 @@ def weight_of(scheme):
         ("qwen3", WIDE),
         ("gptj", {"n_embd": 512, "n_inner": 1024, "n_head": 4, "rotary_dim": 16}),
         ("opt", {"hidden_size": 512, "ffn_dim": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 8}),
+        ("deepseek_v2", {**LATENT, "hidden_size": 512, "intermediate_size": 1024, "v_head_dim": 128}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -54,12 +61,68 @@ def test_taken(tmp_path, family, overrides, scheme):
     assert one_token.takes(shape, product, shape.head_dim)
 
 
+MIXTURE = {**WIDE, "num_experts": 40, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4"])
+def test_mixtures_taken(tmp_path, scheme):
+    """4-bit experts are not."""
+    shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE).layers)
+    product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    assert one_token.takes(shape, product, 64) == (scheme != "int4")
+    assert shape.intermediate_size == 0
+
+
+def test_leading_dense_layers(tmp_path):
+    spec = spec_of(tmp_path, "glm4_moe", **WIDE, moe_intermediate_size=128, n_group=1, topk_group=1)
+    shape = shape_of(spec.layers)
+    assert one_token.widths(shape) == (1024, 128, 128)
+    assert one_token.takes(shape, Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16)), 32)
+    biased = dataclasses.replace(spec.layers[0].mlp, bias=True)
+    assert shape_of([dataclasses.replace(spec.layers[0], mlp=biased), *spec.layers[1:]]) is None
+    wider = dataclasses.replace(spec.layers[0].mlp, intermediate_size=512)
+    assert shape_of([dataclasses.replace(spec.layers[0], mlp=wider), *spec.layers]) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "of_expert"),
+    [
+        ({"num_experts_per_token": 17}, {}),
+        ({"num_experts": 1024}, {}),
+        ({"groups": GroupLimit(num_groups=4, num_chosen=2, by="best")}, {}),
+        ({}, {"intermediate_size": 136}),
+        ({"num_experts_per_token": 8}, {"intermediate_size": 8192}),
+    ],
+    ids=str,
+)
+def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
+    shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE).layers)
+    experts = dataclasses.replace(shape.experts, expert=dataclasses.replace(shape.experts.expert, **of_expert), **changed)
+    product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    assert one_token.takes(shape, product, 64)
+    assert not one_token.takes(dataclasses.replace(shape, experts=experts), product, 64)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"), [("mistral", WIDE), ("gemma2", WIDE), ("bloom", {"hidden_size": 512, "n_head": 8})]
 )
 def test_layers_it_does_not_know(tmp_path, family, sizes):
     """Windows, soft caps, ALiBi."""
     assert shape_of(spec_of(tmp_path, family, **sizes).layers) is None
+
+
+@pytest.mark.parametrize("changed", [{"q_lora_rank": 128}, {"attention_bias": True}], ids=str)
+def test_latents_it_does_not_know(tmp_path, changed):
+    assert shape_of(spec_of(tmp_path, "deepseek_v2", **{**LATENT, **changed}).layers) is None
+
+
+@pytest.mark.parametrize("changed", [{"plain_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str)
+def test_latents_it_does_not_take(tmp_path, changed):
+    shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT).layers)
+    product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    assert one_token.takes(shape, product, 16)
+    latent = dataclasses.replace(shape.latent, **changed)
+    assert not one_token.takes(dataclasses.replace(shape, latent=latent), product, latent.rotary_dim)
 
 
 def test_norms_of_two_kinds(tmp_path):
@@ -150,7 +213,8 @@ def test_order_of_the_table():
         for long, short in endings.items():
             if name.endswith(long):
                 return name.removesuffix(long).upper() + short
-        return name.upper() if name.startswith(("q_", "k_", "v_")) else name.upper() + "_W"
+        plain = name.startswith(("q_", "k_", "v_")) or name in ("correction", "expert_counts", "logits")
+        return name.upper() if plain else name.upper() + "_W"
 
     assert [name.strip() for name in listed.split(",")] == [called(name) for name in one_token.POINTERS]
 
@@ -204,6 +268,8 @@ class OnCpuOps(ReferenceOps):
 
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+MANY = {"num_experts": 40, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CACHED = 86
 
 
@@ -231,6 +297,10 @@ def eight_bits(layer, dtype, turned):
         ("qwen3", SMALL, "int4", None),
         ("opt", {"hidden_size": 256, "ffn_dim": 576, "word_embed_proj_dim": 256, "num_attention_heads": 2}, "int8", None),
         ("qwen3", SMALL, "fp8", torch.float8_e4m3fn),
+        ("qwen3_moe", {**SMALL, **MANY}, None, None),
+        ("mixtral", {**SMALL, "intermediate_size": 192, "seed": 3}, "fp8", None),
+        ("qwen2_moe", {**SMALL, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320}, "int8", None),
+        ("glm4_moe", {**SMALL, **ONE_GROUP, "moe_intermediate_size": 96, "intermediate_size": 320}, None, None),
     ],
     ids=lambda x: str(x) if x is None or isinstance(x, str | torch.dtype) else "",
 )
@@ -289,6 +359,50 @@ def test_the_kernel_as_judged(tmp_path, scheme, heads):
     sizes = {"n_embd": 256, "n_inner": 512, "n_layer": 2, "rotary_dim": 64, "initializer_range": 0.04}
     one_token_steps.build(tmp_path, "gptj", n_head=heads, **sizes)
     judged(tmp_path, scheme, torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_experts_as_judged(tmp_path):
+    """A layer without experts first, then some with a shared one, by scales of their own; and who was chosen."""
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 128, "head_dim": 64, "num_hidden_layers": 3}
+    one_token_steps.build(tmp_path, "glm4_moe", **sizes)
+    judged(tmp_path, "fp8", torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_choice_of_experts(tmp_path):
+    """Of equals the first, counted as the reference counts them; padding is not."""
+    tiny_models.build(tmp_path, "qwen3_moe", **SMALL, **MANY)
+    theirs, ours = (
+        load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16) for ops in (ReferenceOps(), OnCpuOps(tmp_path))
+    )
+    counts = [model.decoder.count_experts() for model in (theirs, ours)]
+    for model in (theirs, ours):
+        steps(model, None)
+    assert all(int(c.sum()) == 2 * 3 for c in counts[1].values())
+    assert all(torch.equal(counts[0][i], counts[1][i]) for i in range(2))
+    kv = one_token_steps.caches(ours.spec, torch.bfloat16, CPU)
+    with torch.inference_mode():
+        for layer in ours.decoder.layers:
+            layer.mlp.router.weight.zero_()
+            layer.expert_counts.zero_()
+        for block in (3, 0):
+            meta = one_token_steps.last_of(5, torch.tensor([[block, 1]], dtype=torch.int32))
+            ours.decoder.forward(torch.tensor([9]), kv, meta)
+    assert all(c.tolist() == [1, 1, 1] + 37 * [0] for c in counts[1].values())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("scheme", "num_dense", "apart"), [(None, 2, 4096), (None, 1, 64), ("fp8", 1, 4096), ("int4-g32", 2, 4096)]
+)
+def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
+    """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many
+    parts as programs."""
+    monkeypatch.setattr(one_token, "APART", apart)
+    few = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "n_shared_experts": 1}
+    one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **few, "first_k_dense_replace": num_dense})
+    judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 16, 200, 900))
 
 
 @pytest.fixture(scope="module")

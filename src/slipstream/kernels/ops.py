@@ -83,14 +83,26 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Latent attention in a `TokenShape`."""
+
+    plain_dim: int
+    rotary_dim: int
+    rank: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
-    """What all layers of a decoder have in common, for `OpSet.one_token`."""
+    """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense or the mixture `experts`, which has
+    the dense ones' activation and no biases but a router's; `intermediate_size` is 0 without dense ones."""
 
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # those that keys are shared out by: with latents, which have none, as many as heads
+    head_dim: int  # of what attention gives
+    latent: LatentShape | None
     gated: bool
     activation: NamedActivation
     parallel: bool
@@ -103,6 +115,7 @@ class TokenShape:
     qk_eps: float
     qk_offset: float
     scale: float
+    experts: MoESpec | None = None
 
 
 class OpSet(ABC):
@@ -176,7 +189,8 @@ class OpSet(ABC):
         cos_sin: Tensor | None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | None:
         """All layers of a step of one sequence at once: x [1, E] → the residual after the last layer [1, E]. None: this op set
-        runs them one by one. `layers` are the tensors of each, by name; `product` is one of the products, all of one form."""
+        runs them one by one. `layers` are the tensors of each, by name (with a "router", it has experts);
+        `product` is one of the products, all of one form."""
         return None
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:

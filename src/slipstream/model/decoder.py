@@ -114,6 +114,10 @@ class Attention:
         """The form of rows that it reads."""
         return self.qkv.inputs
 
+    @property
+    def cos_sin(self) -> Tensor | None:
+        return self.heads.cos_sin
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
@@ -358,7 +362,10 @@ class Decoder:
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
                 if self.compiled is not None:
                     self.compiled.count_experts(i, counts)
-        return {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
+        found = {i: x.expert_counts for i, x in enumerate(self.layers) if x.expert_counts is not None}
+        if found:  # which that kernel is to know
+            self.one_token = one_token_step(self)
+        return found
 
     @property
     def token_bytes(self) -> int | None:

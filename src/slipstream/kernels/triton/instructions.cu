@@ -93,9 +93,28 @@ __device__ __forceinline__ void bring(u32 to, const void* from, u32 bytes, u32 b
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+__device__ __forceinline__ bool over(u32 barrier, u32 parity) {  // whether `until` would go on
+    u32 y;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(y) : "r"(barrier), "r"(parity) : "memory");
+    return y;
+}
+__device__ __forceinline__ void bring_near(const void* from, u32 bytes) {  // into the cache that all share
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ u32 cycles() {
+    u32 y;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(y)::"memory");
+    return y;
+}
 __device__ __forceinline__ u64 read_once() {  // a policy for `bring`
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ u64 read_again() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
@@ -113,6 +132,10 @@ __device__ __forceinline__ u32 add_and_read(u32* counter) {  // what it was
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(seen) : "l"(counter) : "memory");
     return seen;
 }
+__device__ __forceinline__ void count(u64* number) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(number) : "memory"); }
+
+// The largest of a warp's numbers.
+__device__ __forceinline__ u32 largest(u32 x) { return __reduce_max_sync(~0u, x); }
 
 // c += a · b of tensor cores: a [16, 16 or 32], b [16 or 32, 8].
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -1,5 +1,5 @@
 // All layers of a decode step of one sequence in one kernel (`one_token.py` says when, and defines the capitals). It stands
-// below `instructions.cu`, `one_token_products.cu` and `one_token_attention.cu` when it is compiled.
+// below `instructions.cu` and the other files of `SOURCES` when it is compiled.
 //
 // Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
 // ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
@@ -8,7 +8,7 @@
 //     norm → q, k, v | rope, cache, attention | parts together → output, into the residual | norm → up, activation | down
 //
 // with a meeting at each bar: a counter in memory that all programs add to and wait for. In a parallel block up stands beside
-// q, k, v and down beside output, so there are three. Every program makes the whole row that a product reads for itself, which
+// q, k, v and down beside output, so there are three; a mixture of experts, in place of up and down, has one more. Every program makes the whole row that a product reads for itself, which
 // is cheaper than waiting for one to do it.
 //
 // A product's rows are dealt out in tiles of 16 (of a gated one 8 gates and their 8 ups), each program a stretch of them. A
@@ -30,49 +30,63 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
             make_barrier(smem + BARRIERS + i * 16, ASKERS);
             make_barrier(smem + BARRIERS + i * 16 + 8, WARPS);
         }
+        if (X) make_barrier(smem + ROUTED, 1);
         barriers_made();
     }
     u64* rows = (u64*)(memory + ROWS);
     if (threadIdx.x < NUM_POINTERS) rows[threadIdx.x] = table[threadIdx.x];
     __syncthreads();
+    const Shares shares = shares_of(seq_lens[0]);
     Place place;
     if (warp >= WARPS) {
         const int asker = warp - WARPS;
         const u64 policy = read_once();
-        u64 row = lane < NUM_POINTERS ? table[lane] : 0;
+        auto of_table = [&](int layer, int i) { return i < NUM_POINTERS && layer < num_layers ? table[layer * NUM_POINTERS + i] : 0; };
+        u64 row = of_table(0, lane), more = of_table(0, 32 + lane);
         Place arrived;
-        u32 asked = 0;
-        auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, row, i); };
+        u32 asked = 0, routed = 0;
+        auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, i < 32 ? row : more, i % 32); };
         for (int layer = 0; layer < num_layers; layer++) {
-            const u64 next = lane < NUM_POINTERS && layer + 1 < num_layers ? table[(layer + 1) * NUM_POINTERS + lane] : 0;
-            ask<QKV, E, false>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
+            const u64 next = of_table(layer + 1, lane), more_of_next = of_table(layer + 1, 32 + lane);
+            ask<ASKING, E, false, ONE, 0, QKV / 16>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (LATENT)
+                ask<LATENTS, E, false, ONE, ASKING / 16, QKV / 16>(pointer(LATENT_W), pointer(LATENT_S), place, arrived, asked, smem, program, asker, lane, policy);
             if (PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask_attention(shares, pointer, block_table, place, arrived, asked, smem, program, asker, lane, policy);
             ask<E, Q, false>(pointer(OUT_W), pointer(OUT_S), place, arrived, asked, smem, program, asker, lane, policy);
-            if (!PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
-            ask<E, F, false>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (X && (!DENSE || pointer(ROUTER_W)))
+                Mixture<X>::ask(pointer, (const u8*)__shfl_sync(~0u, next, QKV_W), x, counters, place, arrived, asked, routed, smem, program, asker, lane, policy);
+            else {
+                if (!PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+                ask<E, F, false>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
+            }
             row = next;
+            more = more_of_next;
         }
         return;
     }
-    typedef Product<QKV, E, CODES_E, STORE, QKV_BIAS> Qkv;
+    typedef Product<ASKING, E, CODES_E, STORE, QKV_BIAS, ONE, 0, QKV / 16> Qkv;
+    typedef Product<LATENTS, E, CODES_E, STORE, false, ONE, ASKING / 16, QKV / 16> Latent;
     typedef Product<E, Q, CODES_Q, ADD, OUT_BIAS> Out;
     typedef Product<F, E, CODES_E, ACTIVATE, UP_BIAS> Up;
     typedef Product<E, F, CODES_F, ADD, DOWN_BIAS> Down;
-    const int length = seq_lens[0], splits = splits_of(length), items = splits * HK;
-    const int each = ((length + splits - 1) / splits + 63) / 64 * 64;  // keys of a split
+    const int splits = shares.splits;
     const float* angles = cos_sin + positions[0] * R;
+    const bool counted = X && program == 0 && block_table[(shares.length - 1) / BLOCK_SIZE] > 0;  // not in the null block, as padding is
     u32 met = 0, attended = 0;
     auto residual = [&](int v, float* y) { numbers(fresh16((const uint4*)x + v), y); };
     auto middle = [&](int v, float* y) { numbers(fresh16((const uint4*)mid + v), y); };
     for (int layer = 0; layer < num_layers; layer++) {
-        const u64* row = rows + layer % 2 * 32;
-        if (warp == WARPS - 1 && lane < NUM_POINTERS && layer + 1 < num_layers) rows[(layer + 1) % 2 * 32 + lane] = table[(layer + 1) * NUM_POINTERS + lane];
+        const u64* row = rows + layer % 2 * TABLE;
+        if (warp == WARPS - 1 && layer + 1 < num_layers)
+            for (int i = lane; i < NUM_POINTERS; i += 32) rows[(layer + 1) % 2 * TABLE + i] = table[(layer + 1) * NUM_POINTERS + i];
         const u16 *norm = (const u16*)row[NORM_W], *norm_bias = (const u16*)row[NORM_B], *mlp = (const u16*)row[MLP_W], *mlp_bias = (const u16*)row[MLP_B];
         // --- q, k, v
         AtEnd ahead = Qkv::first(program, row, QKV_S, x);
         if (layer) wait(counters, met);
         float x_scale = prepare<E, NORM>(residual, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
         Qkv::run(ahead, row, QKV_S, qkv, x_scale, place, memory, program);
+        if (LATENT) Latent::run(Latent::first(program, row, LATENT_S, x), row, LATENT_S, qkv + ASKING, x_scale, place, memory, program);
         if (PARALLEL) {
             ahead = Up::first(program, row, UP_S, x);
             if (MLP_NORM) {
@@ -87,22 +101,11 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         }
         met += PROGRAMS;
         // --- attention
-        if (program < items) {
-            Attention a;
-            const int split = program / HK;
-            a.table = block_table;
-            a.head = program % HK;
-            a.first = split * each;
-            a.old = min((split + 1) * each, length - 1);
-            a.last = length - 1 < (split + 1) * each && length - 1 >= split * each;
-            a.k = (u8*)row[K_AT];
-            a.v = (u8*)row[V_AT];
-            a.ask(row, angles, length);
-            wait(counters, met);
-            a.run(row, qkv, length, split, parts, tops, memory);
+        if (program < shares.items) {
+            attend(shares, program, row, block_table, angles, qkv, parts, tops, counters, met, place, memory);
             if (threadIdx.x == 0) add(counters + 1);
         }
-        attended += items;
+        attended += shares.items;
         // --- output
         ahead = Out::first(program, row, OUT_S, x);
         wait(counters + 1, attended);
@@ -144,29 +147,25 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
             x_scale = prepare<Q, 0>(seen, nullptr, nullptr, 0.0f, 0.0f, memory);
         }
         Out::run(ahead, row, OUT_S, x, x_scale, place, memory, program);
-        // --- up
-        if (!PARALLEL) {
-            if (warp == 0) {
-                __syncwarp();
-                if (lane == 0) add(counters);
+        if (X && (!DENSE || row[ROUTER_W])) {
+            Mixture<X>::run(row, x, mid, counters, met, counted, place, memory, program);
+        } else {
+            // --- up
+            if (!PARALLEL) {
+                meet(counters, met);
+                ahead = Up::first(program, row, UP_S, x);
+                wait(counters, met);
+                x_scale = prepare<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
+                Up::run(ahead, row, UP_S, mid, x_scale, place, memory, program);
+                meet(counters, met);
             }
-            met += PROGRAMS;
-            ahead = Up::first(program, row, UP_S, x);
-            wait(counters, met);
-            x_scale = prepare<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, OFFSET_OF_NORM, memory);
-            Up::run(ahead, row, UP_S, mid, x_scale, place, memory, program);
-            if (warp == 0) {
-                __syncwarp();
-                if (lane == 0) add(counters);
-            }
-            met += PROGRAMS;
+            // --- down
+            ahead = Down::first(program, row, DOWN_S, x);
+            if (PARALLEL) together();  // all are through with the input before
+            else wait(counters, met);
+            x_scale = prepare<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
+            Down::run(ahead, row, DOWN_S, x, x_scale, place, memory, program);
         }
-        // --- down
-        ahead = Down::first(program, row, DOWN_S, x);
-        if (PARALLEL) together();  // all are through with the input before
-        else wait(counters, met);
-        x_scale = prepare<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
-        Down::run(ahead, row, DOWN_S, x, x_scale, place, memory, program);
         if (warp == 0) {
             __syncwarp();
             if (lane == 0 && layer + 1 < num_layers) add(counters);
@@ -174,5 +173,5 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         met += PROGRAMS;
     }
     // The last to leave makes the counters ready for the next step.
-    if (threadIdx.x == 0 && add_and_read(counters + 2) == PROGRAMS - 1) counters[0] = counters[1] = counters[2] = 0;
+    if (threadIdx.x == 0 && add_and_read(counters + 2) == PROGRAMS - 1) counters[0] = counters[1] = counters[2] = counters[3] = 0;
 }

@@ -2,7 +2,7 @@
 the kernel is told of them.
 
 All programs must run at once, one on each multiprocessor; the launch is refused where they cannot. Weights of 16 bits, FP8 or
-INT8 by rows, and INT4 by groups.
+INT8 by rows, and INT4 by groups; of experts all but the last.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import TokenShape
+from slipstream.kernels.ops import LatentShape, TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.device import processors, shared_bytes
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.model.spec import MoESpec
 
-PARTS = ("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token.cu")
+PARTS = (
+    *("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_latents.cu"),
+    *("one_token_experts.cu", "one_token.cu"),
+)
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 """In this order one text."""
 NORMS = {"rms": 1, "layer": 2}
@@ -35,15 +40,37 @@ ASKERS = 2
 PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
 Measured on an H200."""
+AHEAD = 275
+"""Cycles between two pieces of 4 KiB that a program has brought into the cache while it waits for the choice of experts: of 132
+programs some 3.5 TB/s. 0: none are."""
+GUESS = True
+"""Such pieces are of experts first that may be chosen."""
 COLUMN = 64
 """Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
+MOST_EXPERTS = 512
+"""Each lane of a warp holds a 32nd of them."""
+MOST_CHOSEN = 16
+"""Experts of a token: the threads that multiply have a tile's row of each."""
+MOST_MIDS = 32768
+"""Numbers of a token's experts between their two products, which the threads hold at once."""
+APART = 4096
+"""Up to such a length a program attends over latents for one head; beyond, it reads a row for TOGETHER of them, if the heads
+are a multiple of that."""
+TOGETHER = 4
+MOST_LATENT_SPLITS = 32
+LATENT_DEPTH = 6
+"""Pieces under way where a program attends over latents: others read the same ones, from the cache that all share."""
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
     *(f"{name}{part}" for name in ("qkv", "out", "up", "down") for part in ("", "_scales", "_bias")),
+    *("router", "router_bias", "correction", "shared_up", "shared_up_scales", "shared_down", "shared_down_scales"),
+    *("shared_weight", "expert_counts", "logits"),
+    *("latent", "latent_scales", "keys", "values"),
 )
-"""What a layer's row of the kernel's table points at, in this order; 0 where there is nothing."""
+"""What a layer's row of the kernel's table points at, in this order; 0 where there is nothing. With latent attention `qkv`
+makes queries alone, `k_norm` is the latent's, and `v` a part of `k`."""
 
 
 def runs(shape: TokenShape, product: Linear, cos_sin: Tensor | None) -> bool:
@@ -62,7 +89,11 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
             return False
     elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
         return False
-    sizes = (s.hidden_size, s.num_heads * s.head_dim, s.intermediate_size)
+    if s.latent is not None and not takes_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
+        return False
+    sizes = [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
+    if s.experts is not None and (grouped or not takes_experts(s.experts, s)):
+        return False
     bits = 4 if grouped else product.weight.dtype.itemsize * 8
     return (
         all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in sizes)
@@ -74,11 +105,55 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     )
 
 
+def widths(s: TokenShape) -> tuple[int, int, int]:
+    """Numbers between the products of a dense MLP, of an expert and of the shared expert; 0: there is none."""
+    shared = None if s.experts is None else s.experts.shared
+    return (
+        s.intermediate_size,
+        0 if s.experts is None else s.experts.expert.intermediate_size,
+        0 if shared is None else shared.mlp.intermediate_size,
+    )
+
+
+def takes_experts(m: MoESpec, s: TokenShape) -> bool:
+    top = m.num_experts_per_token
+    return (
+        not s.parallel
+        and m.groups is None
+        and top <= min(MOST_CHOSEN, m.num_experts)
+        and top * m.expert.intermediate_size <= MOST_MIDS
+        and m.num_experts <= MOST_EXPERTS
+    )
+
+
+def mids(s: TokenShape) -> int:
+    """The most numbers that a layer's down products read."""
+    dense, expert, shared = widths(s)
+    return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
+
+
+def takes_latents(shape: TokenShape, latent: LatentShape, form: int) -> bool:
+    """The sizes of latent attention."""
+    queries, row = shape.num_heads * (latent.plain_dim + latent.rotary_dim), latent.rank + latent.rotary_dim
+    return (
+        latent.rotary_dim % 8 == 0
+        and 0 < latent.rotary_dim <= 64
+        and latent.rank % 256 == 0
+        and 0 < latent.rank * 2 <= PIECES[form][0]
+        and latent.plain_dim % 16 == queries % 16 == row % 16 == 0
+    )
+
+
+def together(shape: TokenShape) -> int:
+    """Heads for which a program reads a latent of a long sequence."""
+    return TOGETHER if shape.num_heads % TOGETHER == 0 else 1
+
+
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     """Pieces that the ring in shared memory holds beside a product's row, or attention, whatever the cache's type (the sizes at
     the top of `one_token_products.cu`); three are needed."""
     s, heads = shape, shape.num_heads // shape.num_kv_heads
-    widest = max(s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim)
+    widest = max(s.hidden_size, mids(s), s.num_heads * s.head_dim)
     form = GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
     piece = PIECES[form][0]
     stage, row, sums = 16 * (piece + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
@@ -89,7 +164,11 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
         alike = WARPS * 32 // s.head_dim if size == 1 else WARPS
         attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
-    other = 512 + 2 * 8 * 32 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
+    if (own := s.latent) is not None:
+        row_of_cache = own.rank + own.rotary_dim
+        attention = 4 * ((together(s) + 1) * row_of_cache + own.plain_dim + WARPS * (own.rank + 2))
+    other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
+    other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
 
@@ -111,13 +190,21 @@ def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Te
     """A layer of grouped weights with copies of its scales [in / group_size, out] as a tile of 16 rows reads them,
     [tile, group, 16]: a gated tile is 8 gates and their 8 ups."""
     found = dict(layer)
-    for name in ("qkv", "out", "up", "down"):
-        scales = layer[f"{name}_scales"]
-        assert scales is not None
+    for name in ("qkv", "latent", "out", "up", "down"):
+        scales = layer.get(f"{name}_scales")
+        if scales is None:
+            continue
         sides = 2 if name == "up" and gated else 1
         tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
         found[f"{name}_scales"] = tiles.reshape(-1, len(scales), 16).contiguous()
     return found
+
+
+def by_rows(layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """A layer with a copy of what makes values of latents, [H, rank, V], a value's weights side by side: [H, V, rank]."""
+    values = layer["values"]
+    assert values is not None
+    return {**layer, "values": values.transpose(1, 2).contiguous()}
 
 
 class OneTokenStep:
@@ -139,17 +226,24 @@ class OneTokenStep:
         self.device = device = product.weight.device
         self.programs, self.shared_bytes = programs, shared_bytes
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
+        if s.latent is not None:
+            self.splits = max(1, min(MOST_LATENT_SPLITS, self.programs // (s.num_heads // together(s))))
+            self.layers = [by_rows(layer) for layer in layers]
         if isinstance(product, GroupedLinear):
-            self.layers = [by_tiles(layer, gated=s.gated) for layer in layers]
+            self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
         norm = layers[0]["norm"]
         assert norm is not None
         self.dtype = norm.dtype
-        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        self._qkv = torch.zeros(q + 2 * kv, dtype=self.dtype, device=device)
-        self._mid = torch.zeros(s.intermediate_size, dtype=self.dtype, device=device)
+        q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        if (own := s.latent) is not None:
+            made = s.num_heads * (own.plain_dim + own.rotary_dim) + own.rank + own.rotary_dim
+        self._qkv = torch.zeros(made, dtype=self.dtype, device=device)
+        self._mid = torch.zeros(mids(s), dtype=self.dtype, device=device)
         self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
         self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
+        num_logits = 0 if s.experts is None else 2 * s.experts.num_experts + 1  # and the guessed ones
+        self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one of its time
@@ -175,13 +269,17 @@ class OneTokenStep:
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
         """The names in capitals that the kernel's source leaves open."""
         s, layer, w = self.shape, self.layers[0], self.product
-        sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": s.intermediate_size}
+        dense, expert, _ = widths(s)
+        sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
+        own = s.latent or LatentShape(plain_dim=0, rotary_dim=0, rank=0, eps=0.0)
+        if s.latent is not None and CACHES[cache] != 16:
+            raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
         grouped = isinstance(w, GroupedLinear)
         size = w.group_size if isinstance(w, GroupedLinear) else 128  # then of no effect
         form = GROUPED if grouped else FORMS[w.weight.dtype]
         return {
             "E": s.hidden_size,
-            "F": s.intermediate_size,
+            "F": dense or expert,
             "H": s.num_heads,
             "HK": s.num_kv_heads,
             "D": s.head_dim,
@@ -202,6 +300,7 @@ class OneTokenStep:
             "NORM_BIAS": layer.get("norm_bias") is not None,
             "QK_NORM": layer.get("q_norm") is not None,
             **{f"{name.upper()}_BIAS": layer.get(f"{name}_bias") is not None for name in ("qkv", "out", "up", "down")},
+            **self._mixture(),
             "INTERLEAVED": s.interleaved,
             "EPS": float(s.norm_eps),
             "MLP_EPS": float(s.mlp_norm_eps),
@@ -209,6 +308,13 @@ class OneTokenStep:
             "QK_EPS": float(s.qk_eps),
             "QK_OFFSET": float(s.qk_offset),
             "SCALE": float(s.scale),
+            "LATENT": s.latent is not None,
+            "PLAIN": own.plain_dim,
+            "RANK": own.rank,
+            "LATENT_EPS": float(own.eps),
+            "APART": APART,
+            "LATENT_DEPTH": LATENT_DEPTH,
+            "TOGETHER": together(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,
             "PROGRAMS": self.programs,
@@ -217,10 +323,30 @@ class OneTokenStep:
             "ASKERS": ASKERS,
         }
 
+    def _mixture(self) -> dict[str, int | float]:
+        """The definitions of what layers with experts have."""
+        m, (dense, expert, shared) = self.shape.experts, widths(self.shape)
+        return {
+            "AHEAD": AHEAD,
+            "GUESS": GUESS and self.shape.norm == "rms" and expert * m.num_experts_per_token >= 16 * self.programs if m else 0,
+            "X": 0 if m is None else m.num_experts,
+            "TOP": 1 if m is None else m.num_experts_per_token,
+            "FE": expert or dense,
+            "FS": shared,
+            "DENSE": dense > 0,
+            "SIGMOID": m is not None and m.scores == "sigmoid",
+            "CORRECTED": m is not None and m.correction,
+            "NORMALIZE": m is not None and m.normalize,
+            "WEIGHT_SCALE": 1.0 if m is None else float(m.weight_scale),
+            "ROUTER_BIAS": m is not None and m.router_bias,
+            "WEIGHED": m is not None and m.shared is not None and m.shared.weighed,
+        }
+
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
         table = []
         for layer, cache in zip(self.layers, kv, strict=True):
             tensors = {**layer, "k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            tensors["logits"] = self._logits
             table.append([self._address(tensors.get(name)) for name in POINTERS])
         return torch.tensor(table, dtype=torch.int64).to(self.device)
 
