@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from array import array
 
@@ -15,12 +16,10 @@ from slipstream.worker.model_runner import GRAPH_BYTES
 from slipstream.worker.texts import TextGraphs, lay_out, most_texts, text_inputs, text_ladder
 from tests import tiny_models
 
-SETTINGS = dict(
-    kernels="reference", dtype="float32", device="cpu", num_threads=1, max_model_len=128, max_num_seqs=6, max_num_batched_tokens=250
-)
-TEXTS = [
-    {"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]} for n in (1, 5, 128, 16, 45, 100, 17, 1, 1, 1, 33, 64, 9, 127, 2)
-]
+SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)
+SETTINGS |= dict(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=250)
+LENGTHS = (1, 5, 128, 16, 45, 100, 17, 1, 1, 1, 33, 64, 9, 127, 2)
+TEXTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]} for n in LENGTHS]
 
 
 class Replayed(TextGraphs):
@@ -126,7 +125,7 @@ def test_the_ladder_wastes_little():
     sizes = text_ladder(16384)
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1], len(sizes)) == (32, 16384, 32)
-    assert all(b - a <= max(32, b / 5) for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b - a <= max(32, b / 5) for a, b in itertools.pairwise(sizes))
     assert text_ladder(20) == [20]
     assert text_ladder(33) == [32, 33]
 

@@ -260,8 +260,8 @@ class OpSet(ABC):
     def whole_attention(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads, scoring: Scoring
     ) -> Tensor:
-        """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], of whole texts that are not causal. Nothing is
-        kept of them: what is in the cache then is unspecified. Tokens of no text (in a graph, behind the last) give finite
+        """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], of whole texts that are not causal. Nothing
+        is kept of them: what is in the cache then is unspecified. Tokens of no text (in a graph, behind the last) give finite
         numbers."""
         return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, scoring)
 

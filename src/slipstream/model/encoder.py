@@ -1,7 +1,8 @@
 """What encoders add to the decoder's pieces: attention to another text's states, a classifier, and pooling.
 
 An encoder's layers are the decoder's with attention that is not causal. Nothing of it is kept: its layers write keys and
-values into one cache in turn and read them back in the same step, so texts are whole and a step holds all of each.
+values into one cache in turn and read them back in the same step (on a GPU they are read where the product leaves them), so
+texts are whole and a step holds all of each.
 
 In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are made once a
 request and stand in blocks of the layers' own caches, found by a table of their own (`AttentionMetadata.cross`). The encoder

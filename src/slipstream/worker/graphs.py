@@ -57,7 +57,7 @@ def graph_rows(decodes: list[int], short: list[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # int32, as what was captured reads it
     output: Tensor  # of the graph's own: `graph_rows` counts those that are logits [n, V]
@@ -68,14 +68,14 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._captured: dict[tuple[str, int], _Captured] = {}
+        self._captured: dict[tuple[str, int], Captured] = {}
         self._pool: Any = None  # of the first graph; the others share it
         self._stream: torch.cuda.Stream | None = None
 
     @torch.inference_mode()
     def _capture(
         self, kind: str, size: int, idle: npt.NDArray[np.int32], forward: Callable[[Tensor, int], Tensor]
-    ) -> _Captured:
+    ) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
         inputs = torch.from_numpy(idle).to(self.device)
         graph, stream = torch.cuda.CUDAGraph(), self._stream or torch.cuda.Stream()
@@ -94,7 +94,7 @@ class Graphs:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or graph.pool()
-        captured = self._captured[kind, size] = _Captured(graph, inputs, output)
+        captured = self._captured[kind, size] = Captured(graph, inputs, output)
         return captured
 
 class StepGraphs(Graphs):
@@ -141,7 +141,7 @@ class StepGraphs(Graphs):
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
         return captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
 
-    def _decode_graph(self, size: int) -> _Captured:
+    def _decode_graph(self, size: int) -> Captured:
         known = self._captured.get(("decodes", size))
         return known or self._capture("decodes", size, self._idle_decodes(size), self._decodes)
 

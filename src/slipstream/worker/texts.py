@@ -2,8 +2,8 @@
 
 A small encoder's kernels take the GPU less time than their launches take the host, and a single text's by far. A graph covers
 everything from the uploaded tokens to the finished vectors. It runs the steps of up to so many tokens, of any texts: its
-kernels' launches depend on the number of tokens alone (`OpSet.whole_attention`). The tokens too many belong to no text, stand at
-position 0 and see themselves; the texts too many have no tokens, and nobody reads their vectors.
+kernels' launches depend on the number of tokens alone (`OpSet.whole_attention`). The tokens too many belong to no text, stand
+at position 0 and see themselves; the texts too many have no tokens, and nobody reads their vectors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.pooling import PoolingSpec
 from slipstream.types import TextsPlan
-from slipstream.worker.graphs import Graphs
+from slipstream.worker.graphs import Captured, Graphs
 from slipstream.worker.input_batch import IntArray
 
 
@@ -75,7 +75,7 @@ class TextGraphs(Graphs):
         captured.graph.replay()
         return captured.output[: len(plan.lengths) // 4]
 
-    def _of(self, kind: str, size: int) -> Any:
+    def _of(self, kind: str, size: int) -> Captured:
         known = self._captured.get((kind, size))
         if known is not None:
             return known

@@ -6,7 +6,7 @@ the tokens from the beginning of its first one's text to the end of its last one
 a program's rows, and the launch depends on the number of tokens alone, as a CUDA graph wants it. Otherwise this is
 FlashAttention-2 (Dao 2023), with scores in units of log 2.
 
-How a text's sums are cut into tiles depends on where it stands in its step: in `deterministic` mode the paged kernel runs instead.
+How a text's sums are cut into tiles depends on where it stands in its step: in `deterministic` mode the paged kernel runs.
 """
 
 from __future__ import annotations
