@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,6 +43,19 @@ from slipstream.types import (
 )
 
 Message = dict[str, Any]
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Put off Python's search for cycles of garbage, which with torch's million objects stops a step for 50 ms and more, many
+    times a second. What a step leaves behind has no cycles."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class LLM:
@@ -180,7 +194,13 @@ class LLM:
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
-        return as_embeddings(self._vectors(prompts, truncate, progress=progress), dimensions)
+        found: dict[int, list[EmbeddingOutput]] = {}  # by the first one's place
+
+        def take(first: int, vectors: Vectors) -> None:
+            found[first] = as_embeddings(vectors, dimensions)
+
+        self._read(prompts, truncate, take, progress=progress)
+        return list(chain.from_iterable(found[first] for first in sorted(found)))
 
     def rerank(
         self,
@@ -194,7 +214,8 @@ class LLM:
         """The documents that answer the query best, best first: by a cross-encoder's scores of (query, document), or by the
         cosine of their embeddings, from −1 to 1, if the model gives embeddings."""
         texts = rerank_texts(self.core.description, query, documents)
-        return rank(self.core.description, documents, self._vectors(texts, truncate, progress=progress), top_n)
+        answer = self._read(texts, truncate, lambda first, vectors: None, progress=progress)
+        return rank(self.core.description, documents, answer.vectors(), top_n)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
@@ -259,24 +280,34 @@ class LLM:
                 raise
         return self._finish_all(requests, progress=progress)
 
-    def _vectors(self, texts: Sequence[Prompt | tuple[str, str]], truncate: bool, *, progress: bool) -> Vectors:
-        """What the model says of each of the texts, in order."""
+    @no_collections()
+    def _read(
+        self,
+        texts: Sequence[Prompt | tuple[str, str]],
+        truncate: bool,
+        take: Callable[[int, Vectors], None],
+        *,
+        progress: bool,
+    ) -> TextsAnswer:
+        """What the model says of each of the texts. `take` is given what there is of it while the rest is computed, of the
+        texts from its first argument on."""
         prepared = self._input.prepare_texts(texts, truncate_to=-1 if truncate else None)
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
-            return answer.vectors()
+            return answer
         self._check_idle()
         try:
             self.core.add_texts(request)
-            with _progress(len(prepared.prompts), shown=progress) as advance, no_collections():
+            with _progress(len(prepared.prompts), shown=progress) as advance:
                 while not answer.finished:
                     for output in self._core_step():
                         if output.request_id == request.request_id:
-                            count = answer.take(output)
-                            advance(count, sum(map(len, prepared.token_ids[output.first_text :][:count])))
+                            vectors = answer.take(output)
+                            take(output.first_text, vectors)
+                            advance(len(vectors.prompts), sum(map(len, vectors.prompt_token_ids)))
         finally:
             self.core.abort([request.request_id])
-        return answer.vectors()
+        return answer
 
     def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
         """Their complete answers, in order."""
@@ -314,19 +345,6 @@ class LLM:
             check_alive(core)
             core.wait()
         return outputs
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Put off Python's search for cycles of garbage, which with torch's million objects stops a step for 50 ms and more, many
-    times a second. What a step leaves behind has no cycles."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager

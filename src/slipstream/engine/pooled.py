@@ -49,15 +49,20 @@ class TextsAnswer:
         self._parts: list[tuple[int, bytes]] = []
         self.finished = False
 
-    def take(self, output: EngineOutput) -> int:
-        """How many texts' vectors it brings. EngineError if the engine failed, or ended the request before its time."""
+    def take(self, output: EngineOutput) -> Vectors:
+        """What it brings, of the texts from `output.first_text` on. EngineError if the engine failed, or ended the request
+        before its time."""
         if output.embedding is not None:
             self._parts.append((output.first_text, output.embedding))
         if output.finish_reason is not None:
             self.finished = True
             if output.finish_reason is not FinishReason.STOP:
                 raise EngineError(output.error or f"the engine ended the request: {output.finish_reason}")
-        return output.num_texts
+        which = slice(output.first_text, output.first_text + output.num_texts)
+        prepared = self._prepared
+        return Vectors(
+            prompts=prepared.prompts[which], prompt_token_ids=prepared.token_ids[which], data=output.embedding or b""
+        )
 
     def vectors(self) -> Vectors:
         data = b"".join([part for _, part in sorted(self._parts)])
@@ -78,9 +83,9 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
     if not vectors.prompts:
         return []
     found = rows(vectors, dimensions)
-    data, width = found.tobytes(), 4 * found.shape[1]
+    data, width = vectors.data if found.nbytes == len(vectors.data) else found.tobytes(), 4 * found.shape[1]
     return [
-        EmbeddingOutput(prompt=prompt, prompt_token_ids=ids, data=data[width * i : width * (i + 1)])
+        EmbeddingOutput(prompt=prompt, prompt_token_ids=list(ids), data=data[width * i : width * (i + 1)])
         for i, (prompt, ids) in enumerate(zip(vectors.prompts, vectors.prompt_token_ids, strict=True))
     ]
 
