@@ -194,11 +194,12 @@ def test_equal_likelihoods_take_the_first(monkeypatch, many):
         torch.testing.assert_close(ours, theirs, check_dtype=False)
 
 
-@pytest.mark.parametrize("share", [512, 32])
+@pytest.mark.parametrize(("share", "many"), [(512, 128), (32, 128), (16, 2)])
 @pytest.mark.parametrize("load", ["even", "one", "few"])
-def test_groups(monkeypatch, share, load):
+def test_groups(monkeypatch, share, many, load):
     """Every entry once, in its expert's place, in tiles that cover all and no more than there can be."""
     monkeypatch.setattr(grouping, "SHARE", share)
+    monkeypatch.setattr(grouping, "MANY_SHARES", many)
     chosen = {
         "even": torch.arange(6, dtype=torch.int32).repeat(20).view(-1, 2),
         "one": torch.full((60, 2), 3, dtype=torch.int32),

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from slipstream.kernels.triton.overlap import follow, overlapped
 
-SHARE = 512
-"""Entries that a program sorts."""
+SHARE = 256
+"""Entries that a program sorts; of many twice as many, since each reads what all have counted."""
+MANY_SHARES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def group(chosen: Tensor, num_experts: int, *, block: int | None = None) -> Grou
     """chosen int32 [T, k] → its entries by expert, in tiles of `block`."""
     count, device = chosen.numel(), chosen.device
     block = block or entries_of_a_tile(count, num_experts)
-    share = min(SHARE, max(32, triton.next_power_of_2(count)))
+    share = 2 * SHARE if count > MANY_SHARES * SHARE else min(SHARE, max(32, triton.next_power_of_2(count)))
     num_shares = triton.cdiv(count, share)
     order, places = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
