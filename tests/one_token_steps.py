@@ -44,8 +44,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(moe_intermediate_size=512, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1),
     },
     "gptj": {"n_embd": 1024, "n_layer": 4, "n_head": 4, "rotary_dim": 64, "n_positions": 2048},
+    "deepseek_v2": {
+        **SIZES,
+        **dict(num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=512),
+        **dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        **dict(n_routed_experts=40, num_experts_per_tok=4, moe_intermediate_size=512, n_shared_experts=2),
+    },
 }
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2")
 MOST = {None: 0.03, "int4": 0.03, "int4-g32": 0.03, "int8": 0.08, "fp8": 0.15}
 """How far from float32 hidden states may be, over all lengths, as a part of them. Measured of the reference in bfloat16: up to
 0.021, of INT8 0.059 and of FP8 0.113 (inputs on the other side of two codes, in every product)."""
@@ -99,7 +105,11 @@ def another(kv: Sequence[LayerKV], dtype: torch.dtype | None = None) -> list[Lay
     def copied(t: Tensor) -> Tensor:
         return t.clone() if dtype is None or t.dtype.itemsize == 1 else t.to(dtype, copy=True)
 
-    return [LayerKV(copied(x.k), copied(x.v), x.k_scale, x.v_scale) for x in kv]
+    def both(x: LayerKV) -> tuple[Tensor, Tensor]:
+        k = copied(x.k)
+        return k, k[..., k.shape[3] - x.v.shape[3] :] if x.latent else copied(x.v)
+
+    return [LayerKV(*both(x), x.k_scale, x.v_scale) for x in kv]
 
 
 def last_of(length: int, table: Tensor) -> AttentionMetadata:
@@ -118,10 +128,10 @@ def last_of(length: int, table: Tensor) -> AttentionMetadata:
 
 
 def kept(kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-    """What the caches hold of the step's token, in float32 [layers, k and v, heads, D]."""
+    """What the caches hold of the step's token, in float32 [layers, heads, keys and values]."""
     slot = int(meta.slot_mapping[0])
     block, inside = divmod(slot, BLOCK_SIZE)
-    return torch.stack([torch.stack([x.k[block, :, inside].float(), x.v[block, :, inside].float()]) for x in kv])
+    return torch.stack([torch.cat([x.k[block, :, inside].float(), x.v[block, :, inside].float()], dim=1) for x in kv])
 
 
 class Judged:

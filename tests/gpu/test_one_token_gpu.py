@@ -25,13 +25,16 @@ KINDS = [torch.bfloat16, torch.float8_e4m3fn]
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", steps.FAMILIES)
-def test_a_step(tmp_path, family, kind, scheme):
+def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     """No farther from float32, with the same rounded weights, inputs and cache, than the layers kernel by kernel are; and into
-    the cache what they write."""
+    the cache what they write. Over latents, beyond 256 keys, programs attend for several heads."""
     if family in steps.MIXTURES and scheme is not None and scheme.startswith("int4"):
         pytest.skip("the kernel has no experts in 4 bits")
-    from slipstream.kernels.triton import TritonOps  # not at the top: tests/kernels imports it for Triton's interpreter
+    if family == "deepseek_v2" and kind.itemsize == 1:
+        pytest.skip("latents have no cache of 8 bits")
+    from slipstream.kernels.triton import TritonOps, one_token  # not at the top: tests/kernels imports it for Triton's interpreter
 
+    monkeypatch.setattr(one_token, "APART", 256)
     steps.build(tmp_path, family)
     device = torch.device("cuda")
     named = SCHEMES[scheme] if scheme else None

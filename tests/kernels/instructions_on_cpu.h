@@ -210,6 +210,7 @@ inline bool over(u32 address, u32 parity) { yield(); return (barrier_at(address)
 inline void bring_near(const void*, u32) {}
 inline u32 cycles() { static u32 time; return time += 100; }
 inline u64 read_once() { return 0; }
+inline u64 read_again() { return 0; }
 
 // --- counters in memory
 inline void add(u32* counter) { ++*counter; }

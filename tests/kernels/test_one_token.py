@@ -27,6 +27,11 @@ from tests.model.harness import CPU, Paged
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
+LATENT = dict(
+    **dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, first_k_dense_replace=2, kv_lora_rank=256),
+    **dict(num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=32),
+)
+
 
 def spec_of(path, family, **overrides):
     tiny_models.build(path, family, **overrides)
@@ -44,6 +49,7 @@ def weight_of(scheme):
         ("qwen3", WIDE),
         ("gptj", {"n_embd": 512, "n_inner": 1024, "n_head": 4, "rotary_dim": 16}),
         ("opt", {"hidden_size": 512, "ffn_dim": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 8}),
+        ("deepseek_v2", {**LATENT, "hidden_size": 512, "intermediate_size": 1024, "v_head_dim": 128}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -103,6 +109,20 @@ def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
 def test_layers_it_does_not_know(tmp_path, family, sizes):
     """Windows, soft caps, ALiBi."""
     assert shape_of(spec_of(tmp_path, family, **sizes).layers) is None
+
+
+@pytest.mark.parametrize("changed", [{"q_lora_rank": 128}, {"attention_bias": True}], ids=str)
+def test_latents_it_does_not_know(tmp_path, changed):
+    assert shape_of(spec_of(tmp_path, "deepseek_v2", **{**LATENT, **changed}).layers) is None
+
+
+@pytest.mark.parametrize("changed", [{"plain_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str)
+def test_latents_it_does_not_take(tmp_path, changed):
+    shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT).layers)
+    product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    assert one_token.takes(shape, product, 16)
+    latent = dataclasses.replace(shape.latent, **changed)
+    assert not one_token.takes(dataclasses.replace(shape, latent=latent), product, latent.rotary_dim)
 
 
 def test_norms_of_two_kinds(tmp_path):
@@ -370,6 +390,19 @@ def test_the_choice_of_experts(tmp_path):
             meta = one_token_steps.last_of(5, torch.tensor([[block, 1]], dtype=torch.int32))
             ours.decoder.forward(torch.tensor([9]), kv, meta)
     assert all(c.tolist() == [1, 1, 1] + 37 * [0] for c in counts[1].values())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("scheme", "num_dense", "apart"), [(None, 2, 4096), (None, 1, 64), ("fp8", 1, 4096), ("int4-g32", 2, 4096)]
+)
+def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
+    """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many
+    parts as programs."""
+    monkeypatch.setattr(one_token, "APART", apart)
+    few = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "n_shared_experts": 1}
+    one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **few, "first_k_dense_replace": num_dense})
+    judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 16, 200, 900))
 
 
 @pytest.fixture(scope="module")

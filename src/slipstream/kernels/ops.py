@@ -83,6 +83,16 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Latent attention in a `TokenShape`."""
+
+    plain_dim: int
+    rotary_dim: int
+    rank: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
     """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense or the mixture `experts`, which has
     the dense ones' activation and no biases but a router's; `intermediate_size` is 0 without dense ones."""
@@ -90,8 +100,9 @@ class TokenShape:
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # those that keys are shared out by: with latents, which have none, as many as heads
+    head_dim: int  # of what attention gives
+    latent: LatentShape | None
     gated: bool
     activation: NamedActivation
     parallel: bool

@@ -114,6 +114,10 @@ class Attention:
         """The form of rows that it reads."""
         return self.qkv.inputs
 
+    @property
+    def cos_sin(self) -> Tensor | None:
+        return self.heads.cos_sin
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import TokenShape
+from slipstream.kernels.ops import LatentShape, TokenShape
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.spec import (
-    AttentionSpec,
+    AttentionKind,
     DenseSpec,
+    LatentAttentionSpec,
     LayerSpec,
     MoESpec,
     NormSpec,
@@ -24,7 +25,7 @@ from slipstream.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.model.decoder import Decoder, MoE
+    from slipstream.model.decoder import Attention, Decoder, LatentAttention, MoE
 
 OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 
@@ -32,7 +33,7 @@ OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 def one_token_step(decoder: Decoder) -> OneToken | None:
     """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, or have what the kernel
     does not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
-    from slipstream.model.decoder import Attention, MoE
+    from slipstream.model.decoder import MoE
 
     spec = decoder.spec
     if spec.encoder is not None or spec.is_encoder or not decoder.layers or (shape := shape_of(spec.layers)) is None:
@@ -41,17 +42,16 @@ def one_token_step(decoder: Decoder) -> OneToken | None:
     products: list[Linear] = []
     for layer in decoder.layers:
         attention, mlp, norms = layer.attention, layer.mlp, layer.norms
-        assert isinstance(attention, Attention)
         first = norms["norm" if shape.parallel else "pre_attention"]
         second = norms.get("mlp_norm" if shape.parallel else "pre_mlp")
-        own: dict[str, Linear] = {"qkv": attention.qkv, "out": attention.out, "up": mlp.up, "down": mlp.down}
+        of_attention, small = _attention(attention)
+        own: dict[str, Linear] = {**of_attention, "up": mlp.up, "down": mlp.down}
         tensors: dict[str, Tensor | None] = {
             "norm": first.weight,
             "norm_bias": first.bias,
             "mlp_norm": None if second is None else second.weight,
             "mlp_norm_bias": None if second is None else second.bias,
-            "q_norm": attention.heads.q_norm,
-            "k_norm": attention.heads.k_norm,
+            **small,
             "expert_counts": layer.expert_counts,
         }
         if isinstance(mlp, MoE):
@@ -73,9 +73,18 @@ def one_token_step(decoder: Decoder) -> OneToken | None:
     for found in ([x for x in layers if ("router" in x) == mixture] for mixture in (False, True)):
         if any(x.keys() != found[0].keys() or _there(x) != _there(found[0]) for x in found):
             return None
-    first_attention = decoder.layers[0].attention
-    assert isinstance(first_attention, Attention)
-    return decoder.ops.one_token(shape, layers, products[0], first_attention.heads.cos_sin)
+    return decoder.ops.one_token(shape, layers, products[0], decoder.layers[0].attention.cos_sin)
+
+
+def _attention(attention: Attention | LatentAttention) -> tuple[dict[str, Linear], dict[str, Tensor | None]]:
+    """Its products, and what else it reads."""
+    from slipstream.model.decoder import Attention
+
+    if isinstance(attention, Attention):
+        heads = attention.heads
+        return {"qkv": attention.qkv, "out": attention.out}, {"q_norm": heads.q_norm, "k_norm": heads.k_norm}
+    products = {"qkv": attention.q, "latent": attention.latent, "out": attention.out}
+    return products, {"k_norm": attention.k_norm, "keys": attention.keys, "values": attention.values}
 
 
 def router_as_it_is(mlp: MoE, like: Tensor) -> bool:
@@ -104,6 +113,15 @@ def alike(products: Sequence[Linear]) -> bool:
     )
 
 
+def _plain(a: AttentionKind) -> bool:
+    """Whether the kernel knows such attention."""
+    if isinstance(a, LatentAttentionSpec):
+        return a.q_rank is None and not a.bias
+    rotated = a.position is None or isinstance(a.position, RopeSpec)
+    bare = a.window is None and a.softcap is None and a.clip_qkv is None and not a.sinks and a.causal
+    return rotated and bare and (a.qk_norm is None or a.qk_norm.over == "head")
+
+
 def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     layer = layers[0]
     if any(dataclasses.replace(other, mlp=layer.mlp) != layer for other in layers):
@@ -113,17 +131,9 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     a, block, (dense, experts) = layer.attention, layer.block, mlps
     m = dense if experts is None else experts.expert
     assert m is not None
-    if not isinstance(a, AttentionSpec) or not isinstance(m.activation, str):
+    if not _plain(a) or not isinstance(m.activation, str):
         return None
-    if (
-        layer.residual_scale != 1.0
-        or layer.cross is not None
-        or not (a.position is None or isinstance(a.position, RopeSpec))
-    ):
-        return None
-    if a.window is not None or a.softcap is not None or a.clip_qkv is not None or a.sinks or not a.causal:
-        return None
-    if a.qk_norm is not None and a.qk_norm.over != "head":
+    if layer.residual_scale != 1.0 or layer.cross is not None:
         return None
     second: NormSpec | None
     if isinstance(block, SequentialBlock):
@@ -137,13 +147,19 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     for own in (first, second or first):
         if own.kind not in ("rms", "layer") or dataclasses.replace(own, eps=first.eps) != first:
             return None
-    qk = a.qk_norm or QKNormSpec(over="head", eps=0.0)
+    latent = None
+    qk = QKNormSpec(over="head", eps=0.0)
+    if isinstance(a, LatentAttentionSpec):
+        latent = LatentShape(plain_dim=a.plain_dim, rotary_dim=a.rotary_dim, rank=a.kv_rank, eps=a.eps)
+    else:
+        qk = a.qk_norm or qk
     return TokenShape(
         hidden_size=first.size,
         intermediate_size=0 if dense is None else dense.intermediate_size,
         num_heads=a.num_heads,
-        num_kv_heads=a.num_kv_heads,
-        head_dim=a.head_dim,
+        num_kv_heads=a.num_heads if isinstance(a, LatentAttentionSpec) else a.num_kv_heads,
+        head_dim=a.value_dim if isinstance(a, LatentAttentionSpec) else a.head_dim,
+        latent=latent,
         gated=m.gated,
         activation=m.activation,
         parallel=isinstance(block, ParallelBlock),

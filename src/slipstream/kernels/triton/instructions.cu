@@ -112,6 +112,12 @@ __device__ __forceinline__ u64 read_once() {  // a policy for `bring`
     return policy;
 }
 
+__device__ __forceinline__ u64 read_again() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // --- counters in memory
 __device__ __forceinline__ void add(u32* counter) {  // what this thread knows is there before it
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");

@@ -1,6 +1,5 @@
 // All layers of a decode step of one sequence in one kernel (`one_token.py` says when, and defines the capitals). It stands
-// below `instructions.cu` and the parts `one_token_products.cu`, `one_token_attention.cu` and `one_token_experts.cu` when it is
-// compiled.
+// below `instructions.cu` and the other files of `SOURCES` when it is compiled.
 //
 // Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
 // ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
@@ -37,6 +36,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     u64* rows = (u64*)(memory + ROWS);
     if (threadIdx.x < NUM_POINTERS) rows[threadIdx.x] = table[threadIdx.x];
     __syncthreads();
+    const Shares shares = shares_of(seq_lens[0]);
     Place place;
     if (warp >= WARPS) {
         const int asker = warp - WARPS;
@@ -48,8 +48,11 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, i < 32 ? row : more, i % 32); };
         for (int layer = 0; layer < num_layers; layer++) {
             const u64 next = of_table(layer + 1, lane), more_of_next = of_table(layer + 1, 32 + lane);
-            ask<QKV, E, false>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask<ASKING, E, false, ONE, 0, QKV / 16>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
+            if (LATENT)
+                ask<LATENTS, E, false, ONE, ASKING / 16, QKV / 16>(pointer(LATENT_W), pointer(LATENT_S), place, arrived, asked, smem, program, asker, lane, policy);
             if (PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+            ask_attention(shares, pointer, block_table, place, arrived, asked, smem, program, asker, lane, policy);
             ask<E, Q, false>(pointer(OUT_W), pointer(OUT_S), place, arrived, asked, smem, program, asker, lane, policy);
             if (X && (!DENSE || pointer(ROUTER_W)))
                 Mixture<X>::ask(pointer, (const u8*)__shfl_sync(~0u, next, QKV_W), x, counters, place, arrived, asked, routed, smem, program, asker, lane, policy);
@@ -62,14 +65,14 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         }
         return;
     }
-    typedef Product<QKV, E, CODES_E, STORE, QKV_BIAS> Qkv;
+    typedef Product<ASKING, E, CODES_E, STORE, QKV_BIAS, ONE, 0, QKV / 16> Qkv;
+    typedef Product<LATENTS, E, CODES_E, STORE, false, ONE, ASKING / 16, QKV / 16> Latent;
     typedef Product<E, Q, CODES_Q, ADD, OUT_BIAS> Out;
     typedef Product<F, E, CODES_E, ACTIVATE, UP_BIAS> Up;
     typedef Product<E, F, CODES_F, ADD, DOWN_BIAS> Down;
-    const int length = seq_lens[0], splits = splits_of(length), items = splits * HK;
-    const int each = ((length + splits - 1) / splits + 63) / 64 * 64;  // keys of a split
+    const int splits = shares.splits;
     const float* angles = cos_sin + positions[0] * R;
-    const bool counted = X && program == 0 && block_table[(length - 1) / BLOCK_SIZE] > 0;  // not in the null block, as padding is
+    const bool counted = X && program == 0 && block_table[(shares.length - 1) / BLOCK_SIZE] > 0;  // not in the null block, as padding is
     u32 met = 0, attended = 0;
     auto residual = [&](int v, float* y) { numbers(fresh16((const uint4*)x + v), y); };
     auto middle = [&](int v, float* y) { numbers(fresh16((const uint4*)mid + v), y); };
@@ -83,6 +86,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         if (layer) wait(counters, met);
         float x_scale = prepare<E, NORM>(residual, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
         Qkv::run(ahead, row, QKV_S, qkv, x_scale, place, memory, program);
+        if (LATENT) Latent::run(Latent::first(program, row, LATENT_S, x), row, LATENT_S, qkv + ASKING, x_scale, place, memory, program);
         if (PARALLEL) {
             ahead = Up::first(program, row, UP_S, x);
             if (MLP_NORM) {
@@ -97,22 +101,11 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         }
         met += PROGRAMS;
         // --- attention
-        if (program < items) {
-            Attention a;
-            const int split = program / HK;
-            a.table = block_table;
-            a.head = program % HK;
-            a.first = split * each;
-            a.old = min((split + 1) * each, length - 1);
-            a.last = length - 1 < (split + 1) * each && length - 1 >= split * each;
-            a.k = (u8*)row[K_AT];
-            a.v = (u8*)row[V_AT];
-            a.ask(row, angles, length);
-            wait(counters, met);
-            a.run(row, qkv, length, split, parts, tops, memory);
+        if (program < shares.items) {
+            attend(shares, program, row, block_table, angles, qkv, parts, tops, counters, met, place, memory);
             if (threadIdx.x == 0) add(counters + 1);
         }
-        attended += items;
+        attended += shares.items;
         // --- output
         ahead = Out::first(program, row, OUT_S, x);
         wait(counters + 1, attended);

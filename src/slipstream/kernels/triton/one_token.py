@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import TokenShape
+from slipstream.kernels.ops import LatentShape, TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.device import processors, shared_bytes
@@ -22,7 +23,10 @@ from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.spec import MoESpec
 
-PARTS = ("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_experts.cu", "one_token.cu")
+PARTS = (
+    *("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_latents.cu"),
+    *("one_token_experts.cu", "one_token.cu"),
+)
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 """In this order one text."""
 NORMS = {"rms": 1, "layer": 2}
@@ -50,14 +54,21 @@ MOST_CHOSEN = 16
 """Experts of a token: the threads that multiply have a tile's row of each."""
 MOST_MIDS = 32768
 """Numbers of a token's experts between their two products, which the threads hold at once."""
+APART = 4096
+"""Up to such a length a program attends over latents for one head; beyond, it reads a row for TOGETHER of them, if the heads
+are a multiple of that."""
+TOGETHER = 4
+MOST_LATENT_SPLITS = 32
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
     *(f"{name}{part}" for name in ("qkv", "out", "up", "down") for part in ("", "_scales", "_bias")),
     *("router", "router_bias", "correction", "shared_up", "shared_up_scales", "shared_down", "shared_down_scales"),
     *("shared_weight", "expert_counts", "logits"),
+    *("latent", "latent_scales", "keys", "values"),
 )
-"""What a layer's row of the kernel's table points at, in this order; 0 where there is nothing."""
+"""What a layer's row of the kernel's table points at, in this order; 0 where there is nothing. With latent attention `qkv`
+makes queries alone, `k_norm` is the latent's, and `v` a part of `k`."""
 
 
 def runs(shape: TokenShape, product: Linear, cos_sin: Tensor | None) -> bool:
@@ -75,6 +86,8 @@ def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
         if product.codes != "int4" or product.zeros is not None:
             return False
     elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
+        return False
+    if s.latent is not None and not takes_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
         return False
     sizes = [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
     if s.experts is not None and (grouped or not takes_experts(s.experts, s)):
@@ -117,6 +130,23 @@ def mids(s: TokenShape) -> int:
     return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
 
 
+def takes_latents(shape: TokenShape, latent: LatentShape, form: int) -> bool:
+    """The sizes of latent attention."""
+    queries, row = shape.num_heads * (latent.plain_dim + latent.rotary_dim), latent.rank + latent.rotary_dim
+    return (
+        latent.rotary_dim % 8 == 0
+        and 0 < latent.rotary_dim <= 64
+        and latent.rank % 256 == 0
+        and 0 < latent.rank * 2 <= PIECES[form][0]
+        and latent.plain_dim % 16 == queries % 16 == row % 16 == 0
+    )
+
+
+def together(shape: TokenShape) -> int:
+    """Heads for which a program reads a latent of a long sequence."""
+    return TOGETHER if shape.num_heads % TOGETHER == 0 else 1
+
+
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     """Pieces that the ring in shared memory holds beside a product's row, or attention, whatever the cache's type (the sizes at
     the top of `one_token_products.cu`); three are needed."""
@@ -132,6 +162,9 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
         alike = WARPS * 32 // s.head_dim if size == 1 else WARPS
         attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
+    if (own := s.latent) is not None:
+        row_of_cache = own.rank + own.rotary_dim
+        attention = 4 * ((together(s) + 1) * row_of_cache + own.plain_dim + WARPS * (own.rank + 2))
     other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
     other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
     return (shared_bytes - other - sums - max(row, attention)) // stage
@@ -155,13 +188,21 @@ def by_tiles(layer: Mapping[str, Tensor | None], *, gated: bool) -> dict[str, Te
     """A layer of grouped weights with copies of its scales [in / group_size, out] as a tile of 16 rows reads them,
     [tile, group, 16]: a gated tile is 8 gates and their 8 ups."""
     found = dict(layer)
-    for name in ("qkv", "out", "up", "down"):
-        scales = layer[f"{name}_scales"]
-        assert scales is not None
+    for name in ("qkv", "latent", "out", "up", "down"):
+        scales = layer.get(f"{name}_scales")
+        if scales is None:
+            continue
         sides = 2 if name == "up" and gated else 1
         tiles = scales.view(len(scales), sides, -1, 16 // sides).permute(2, 0, 1, 3)
         found[f"{name}_scales"] = tiles.reshape(-1, len(scales), 16).contiguous()
     return found
+
+
+def by_rows(layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """A layer with a copy of what makes values of latents, [H, rank, V], a value's weights side by side: [H, V, rank]."""
+    values = layer["values"]
+    assert values is not None
+    return {**layer, "values": values.transpose(1, 2).contiguous()}
 
 
 class OneTokenStep:
@@ -183,13 +224,18 @@ class OneTokenStep:
         self.device = device = product.weight.device
         self.programs, self.shared_bytes = programs, shared_bytes
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
+        if s.latent is not None:
+            self.splits = max(1, min(MOST_LATENT_SPLITS, self.programs // (s.num_heads // together(s))))
+            self.layers = [by_rows(layer) for layer in layers]
         if isinstance(product, GroupedLinear):
-            self.layers = [by_tiles(layer, gated=s.gated) for layer in layers]
+            self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
         norm = layers[0]["norm"]
         assert norm is not None
         self.dtype = norm.dtype
-        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        self._qkv = torch.zeros(q + 2 * kv, dtype=self.dtype, device=device)
+        q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        if (own := s.latent) is not None:
+            made = s.num_heads * (own.plain_dim + own.rotary_dim) + own.rank + own.rotary_dim
+        self._qkv = torch.zeros(made, dtype=self.dtype, device=device)
         self._mid = torch.zeros(mids(s), dtype=self.dtype, device=device)
         self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
         self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
@@ -223,6 +269,9 @@ class OneTokenStep:
         s, layer, w = self.shape, self.layers[0], self.product
         dense, expert, _ = widths(s)
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
+        own = s.latent or LatentShape(plain_dim=0, rotary_dim=0, rank=0, eps=0.0)
+        if s.latent is not None and CACHES[cache] != 16:
+            raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
         grouped = isinstance(w, GroupedLinear)
         size = w.group_size if isinstance(w, GroupedLinear) else 128  # then of no effect
         form = GROUPED if grouped else FORMS[w.weight.dtype]
@@ -257,6 +306,12 @@ class OneTokenStep:
             "QK_EPS": float(s.qk_eps),
             "QK_OFFSET": float(s.qk_offset),
             "SCALE": float(s.scale),
+            "LATENT": s.latent is not None,
+            "PLAIN": own.plain_dim,
+            "RANK": own.rank,
+            "LATENT_EPS": float(own.eps),
+            "APART": APART,
+            "TOGETHER": together(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,
             "PROGRAMS": self.programs,

@@ -1,4 +1,28 @@
-// Part of `one_token.cu`: rope, the cache and attention of one token, the keys of a head in parts.
+// Part of `one_token.cu`: rope, the cache and attention of one token. A program takes a part of the keys for some heads. What
+// `one_token.cu` calls: `Shares`, `ask_attention` of the warps that ask, and `attend`; over latents they are one_token_latents.cu's.
+
+// Splits of the keys of a head: short parts cost less than they save, and all parts are read by every program.
+__device__ __forceinline__ int splits_of(int length, int most) {
+    const int wanted = (length + 63) / 64, least = length <= 1024 ? most < 8 ? most : 8 : most;
+    return wanted < least ? wanted : least;
+}
+
+// How a step's keys are dealt out: a program of the first `items` takes a part of them for `heads` heads of keys.
+struct Shares {
+    int length, heads, splits, each, items;
+    __device__ __forceinline__ Shares(int length, int heads, int most)
+        : length(length), heads(heads), splits(splits_of(length, most)), each(((length + splits - 1) / splits + 63) / 64 * 64), items(splits * (HK / heads)) {}
+};
+struct Share {
+    int head, split, first, old;  // the first of its heads, its keys first … old − 1 from the cache
+    bool last;                    // and whether the new one
+    __device__ __forceinline__ Share(const Shares& all, int program)
+        : head(program % (HK / all.heads) * all.heads),
+          split(program / (HK / all.heads)),
+          first(split * all.each),
+          old(min(first + all.each, all.length - 1)),
+          last(all.length - 1 < first + all.each && all.length - 1 >= first) {}
+};
 
 __device__ __forceinline__ void cached(const uint4& v, float* y) {  // a lane's numbers of the cache
     if (CACHE == 16) return numbers(v, y);
@@ -13,11 +37,14 @@ __device__ __forceinline__ void cached(const uint4& v, float* y) {  // a lane's 
             for (int j = 0; j < 4; j++) y[4 * i + j] = (float)(signed char)(words[i] >> 8 * j);
 }
 
+__device__ __forceinline__ u16 finite(float x) {
+    const u16 code = rounded(x);
+    return fabsf(number(code)) < __int_as_float(0x7f800000) ? code : 0;
+}
 // A number as the cache keeps it (finite: attention reads whole blocks), into the cache and back.
 __device__ __forceinline__ float kept(float x, float scale, u8* to, long long at) {
     if (CACHE == 16) {
-        u16 code = rounded(x);
-        if (!(fabsf(number(code)) < __int_as_float(0x7f800000))) code = 0;
+        const u16 code = finite(x);
         ((u16*)to)[at] = code;
         return number(code);
     }
@@ -34,14 +61,15 @@ __device__ __forceinline__ float kept(float x, float scale, u8* to, long long at
     return (float)code;
 }
 
-struct Attention {
+struct Attention : Share {
     const int* table;  // of blocks
-    int head, first, old, last;  // this program's kv head, its keys first … old − 1 from the cache, and whether the new one
     u8 *k, *v;
     uint4 keys[DEEP], values[DEEP];
     float k_scale, v_scale, cos[PER_LANE], sin[PER_LANE];
     long long block;  // of the new key, with the head
 
+    __device__ __forceinline__ Attention(const Shares& all, int program, const u64* row, const int* table)
+        : Share(all, program), table(table), k((u8*)row[K_AT]), v((u8*)row[V_AT]) {}
     __device__ __forceinline__ void ask_keys(int start) {
 #pragma unroll
         for (int i = 0; i < DEEP; i++) {
@@ -81,7 +109,7 @@ struct Attention {
 
     // Its part of the heads' sums to `parts` [SPLITS, H, D] and `tops` [SPLITS, H, 2]: not yet divided, the largest score and the
     // sum of weights.
-    __device__ __forceinline__ void run(const u64* row, const u16* qkv, int length, int split, float* parts, float* tops, u8* memory) {
+    __device__ __forceinline__ void run(const u64* row, const u16* qkv, int length, float* parts, float* tops, u8* memory) {
         float* q = (float*)(memory + INPUT_AT);  // [G, D], a lane's four numbers beside the next lane's
         float* new_k = q + G * D;
         float* new_v = new_k + D;
@@ -241,9 +269,15 @@ struct Attention {
     }
 };
 
-// Splits of the keys of a head: short parts cost less than they save, and all parts are read by every program.
-__device__ __forceinline__ int splits_of(int length) {
-    const int wanted = (length + 63) / 64, least = length <= 1024 ? SPLITS < 8 ? SPLITS : 8 : SPLITS;
-    return wanted < least ? wanted : least;
+#if !LATENT
+__device__ __forceinline__ Shares shares_of(int length) { return Shares(length, 1, SPLITS); }
+template <typename Pointer>
+__device__ __forceinline__ void ask_attention(const Shares&, Pointer, const int*, Place&, Place&, u32&, u32, int, int, int, u64) {}  // no weights
+__device__ __forceinline__ void attend(const Shares& shares, int program, const u64* row, const int* table, const float* angles, const u16* qkv,
+                                       float* parts, float* tops, const u32* counters, u32 met, Place&, u8* memory) {
+    Attention a(shares, program, row, table);
+    a.ask(row, angles, shares.length);
+    wait(counters, met);
+    a.run(row, qkv, shares.length, parts, tops, memory);
 }
-
+#endif

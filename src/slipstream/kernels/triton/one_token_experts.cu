@@ -15,11 +15,6 @@ __device__ __forceinline__ u32 ordered(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float logistic(float x) { return 1.0f / (1.0f + power2(-1.4426950408889634f * x)); }
-__device__ __forceinline__ float over_warp(float x) {
-#pragma unroll
-    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
-    return x;
-}
 
 // The TOP best of X experts, of equals the first, and their weights, by each warp for itself. Of a softmax without a correction
 // the experts are compared by the router's numbers, which have its order.

@@ -1,7 +1,10 @@
 // Part of `one_token.cu`: its sizes and shared memory, the ring of weights, the products, and the rows that they read.
 
 // --- what is computed from one_token.py's numbers
-constexpr int Q = H * D, QKV = (H + 2 * HK) * D, G = H / HK;
+constexpr int G = H / HK;
+constexpr int ASKING = LATENT ? H * (PLAIN + R) : (H + 2 * HK) * D;  // rows of the weight that makes queries (and keys and values)
+constexpr int LATENTS = LATENT ? RANK + R : 16;                      // of the one that makes a latent and the key beside it
+constexpr int QKV = ASKING + (LATENT ? LATENTS : 0), Q = H * D;      // numbers before attention and behind it
 constexpr int ROW = PIECE + 64;  // rows of a piece must not meet in shared memory's banks
 constexpr int SCALE_BYTES = FORM == 2 ? PIECE * 2 / GROUP * 32 : 0;  // of a piece with 4-bit codes
 constexpr int STAGE = 16 * ROW + SCALE_BYTES;
@@ -21,7 +24,8 @@ constexpr int KEYS = THREADS / LANES;          // taken at once
 constexpr int DEEP = 4, CHUNK = DEEP * KEYS;   // asked for at once
 constexpr int PER_LANE = (D + 31) / 32;        // numbers of a head
 constexpr int ALIKE = BYTES == 1 ? THREADS / D : WARPS;  // partial sums of a value's number, when all keys are through
-constexpr int ATTEND = 4 * (G * D + 2 * D + (G + 2) * D + G * CHUNK + G + ALIKE * G * D);
+constexpr int ATTEND = 4 * (LATENT ? TOGETHER * (R + RANK) + PLAIN + R + RANK + WARPS * (RANK + 2)
+                                   : G * D + 2 * D + (G + 2) * D + G * CHUNK + G + ALIKE * G * D);
 
 // --- shared memory
 constexpr int TABLE = 64;  // pointers of a layer there is room for
@@ -32,12 +36,13 @@ constexpr int RING = (INPUT_AT + most(INPUT, ATTEND) + 127) / 128 * 128;
 constexpr int STAGES = (SHARED - RING) / STAGE < 16 ? (SHARED - RING) / STAGE : 16;
 static_assert(STAGES >= 3, "too little shared memory");
 static_assert(STAGES <= 16 && ROUTED + 8 <= ROWS, "the barriers' places");
-static_assert(E % 16 == 0 && F % 16 == 0 && QKV % 16 == 0 && G <= 8 && LANES <= 32, "a shape that one_token.py should refuse");
+static_assert(E % 16 == 0 && F % 16 == 0 && ASKING % 16 == 0 && LATENTS % 16 == 0 && G <= 8 && LANES <= 32,
+              "a shape that one_token.py should refuse");
 
 // What a layer's row of the table points at, in this order (`POINTERS`).
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B, UP_W,
        UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W, SHARED_DOWN_S,
-       SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, NUM_POINTERS };
+       SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W, NUM_POINTERS };
 
 __device__ __forceinline__ u32 pair(float low, float high) { return rounded(low) | (u32)rounded(high) << 16; }
 __device__ __forceinline__ void numbers(const uint4& v, float* y) {  // 8 of the model's type
@@ -74,7 +79,12 @@ __device__ __forceinline__ void meet(u32* counter, u32& arrivals) {  // when war
     arrivals += PROGRAMS;
 }
 
-// --- sums and maxima over the threads that multiply
+// --- sums and maxima over a warp, and over the threads that multiply
+__device__ __forceinline__ float over_warp(float x) {
+#pragma unroll
+    for (int i = 16; i; i >>= 1) x += __shfl_xor_sync(~0u, x, i);
+    return x;
+}
 template <bool MAXIMUM>
 __device__ __forceinline__ float over_all(float x, float* scratch) {
 #pragma unroll
@@ -112,37 +122,46 @@ __device__ __forceinline__ int row_in(int expert, int tile, int t) {
     return GATES ? expert * (2 * N) + (t < 8 ? 0 : N - 8) + tile * 8 + t : expert * N + tile * 16 + t;
 }
 
-template <int TILES_>
-__device__ __forceinline__ int first_tile(int program) { return (int)((long long)program * TILES_ / PROGRAMS); }
+// Tiles are dealt out to the programs; those of a product that stands among AMONG tiles, behind BEFORE of them, together with the others.
+template <int TILES_, int BEFORE = 0, int AMONG = 0>
+__device__ __forceinline__ int first_tile(int program) {
+    const int tile = (int)((long long)program * (AMONG ? AMONG : TILES_) / PROGRAMS) - BEFORE;
+    return tile < 0 ? 0 : tile < TILES_ ? tile : TILES_;
+}
+
+// Asks for 16 rows of a piece, `bytes` of each and `more` behind them (the last asker); `from` is the row of this lane, if it has one.
+__device__ __forceinline__ void ask_piece(const u8* from, int bytes, const u8* from_more, int more, Place& place, Place& arrived, u32& asked, u32 smem, int asker, int lane, u64 policy) {
+    const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
+    until(full + 8, place.parity ^ 1);
+    if (asked++ >= DEPTH) {
+        until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
+        arrived.next();
+    }
+    if (lane == 0) expect(full, 16 / ASKERS * bytes + more);
+    __syncwarp();
+    if (lane < 16 / ASKERS) bring(to + (asker * (16 / ASKERS) + lane) * ROW, from, bytes, full, policy);
+    if (more && lane == 0) bring(to + 16 * ROW, from_more, more, full, policy);
+    place.next();
+}
 
 // Asks for this program's tiles of a product [N, K]; a gated one's N counts its gates alone. A copy costs the warp that asks for
 // it some 60 cycles, so ASKERS share a piece's rows. No more than DEPTH pieces are under way: beyond what keeps the memory busy,
 // it only becomes slower, for the meetings too. The scales of 4-bit codes lie as they are wanted: [tile, group, 16].
-template <int N, int K, bool GATES, Matrices OF = ONE>
+template <int N, int K, bool GATES, Matrices OF = ONE, int BEFORE = 0, int AMONG = 0>
 __device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane, u64 policy, Chosen chosen = {}) {
     constexpr int EACH_ = N / (GATES ? 8 : 16), TOTAL = OF == BESIDE ? TOP * EACH_ : EACH_, PARTS = OF == SUMMED ? TOP : 1;
     constexpr int BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
-    const int end = first_tile<TOTAL>(program + 1), mine = asker * (16 / ASKERS) + lane;
-    for (int step = first_tile<TOTAL>(program) * PARTS; step < end * PARTS; step++) {
+    const int end = first_tile<TOTAL, BEFORE, AMONG>(program + 1), mine = asker * (16 / ASKERS) + lane;
+    for (int step = first_tile<TOTAL, BEFORE, AMONG>(program) * PARTS; step < end * PARTS; step++) {
         const int tile = step / PARTS;
         const int expert = OF == ONE ? 0 : chosen.of(OF == BESIDE ? tile / EACH_ : step % PARTS);
         const u8* from = weight + (long long)row_in<N, GATES>(expert, tile % EACH_, mine) * BYTES_OF_ROW;
         const u8* from_scales = scales + (long long)tile * (K / GROUP * 32);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; piece++) {
-            const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
             const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
             const int more = FORM == 2 && asker == ASKERS - 1 ? bytes * 2 / GROUP * 32 : 0;
-            until(full + 8, place.parity ^ 1);
-            if (asked++ >= DEPTH) {
-                until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
-                arrived.next();
-            }
-            if (lane == 0) expect(full, 16 / ASKERS * bytes + more);
-            __syncwarp();
-            if (lane < 16 / ASKERS) bring(to + mine * ROW, from + piece * PIECE, bytes, full, policy);
-            if (FORM == 2 && more && lane == 0) bring(to + 16 * ROW, from_scales + piece * SCALE_BYTES, more, full, policy);
-            place.next();
+            ask_piece(from + piece * PIECE, bytes, from_scales + piece * SCALE_BYTES, more, place, arrived, asked, smem, asker, lane, policy);
         }
     }
 }
@@ -160,7 +179,7 @@ enum { STORE, ACTIVATE, ADD };
 
 // This program's tiles of a product with the input that `prepare` left, to out (STORE, ACTIVATE) or into the residual (ADD). What
 // is summed over experts has the inputs of each, one beside the other, and all that a part's sums are multiplied with.
-template <int N, int K, int CODES, int END, bool BIASED, Matrices OF = ONE>
+template <int N, int K, int CODES, int END, bool BIASED, Matrices OF = ONE, int BEFORE = 0, int AMONG = 0>
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM == 1 || FORM == 3;
     static constexpr int OF_ONE = N / (GATES ? 8 : 16), TOTAL = OF == BESIDE ? TOP * OF_ONE : OF_ONE, PARTS = OF == SUMMED ? TOP : 1;
@@ -180,16 +199,16 @@ struct Product {
         return end;
     }
     static __device__ __forceinline__ AtEnd first(int program, const u64* row, int scales, const u16* residual, Chosen chosen = {}) {
-        return end_of(first_tile<TOTAL>(program), first_tile<TOTAL>(program + 1), row, scales, residual, chosen);
+        return end_of(first_tile<TOTAL, BEFORE, AMONG>(program), first_tile<TOTAL, BEFORE, AMONG>(program + 1), row, scales, residual, chosen);
     }
     // `ahead` is what `first` said; x_scale what the input's codes are to be multiplied with, or in lane j part j's sums; `input`
     // where it is.
     static __device__ void run(AtEnd ahead, const u64* row, int scales, u16* out, float x_scale, Place& place, u8* memory, int program, Chosen chosen = {}, int input = INPUT_AT) {
         const u32 smem = shared(memory);
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = first_tile<TOTAL>(program + 1);
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = first_tile<TOTAL, BEFORE, AMONG>(program + 1);
         const u32 mine = (lane / 4) * ROW + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS);
-        for (int tile = first_tile<TOTAL>(program); tile < end; tile++) {
+        for (int tile = first_tile<TOTAL, BEFORE, AMONG>(program); tile < end; tile++) {
             const AtEnd now = ahead;
             ahead = end_of(tile + 1, end, row, scales, out, chosen);
             if (OF == SUMMED) {
