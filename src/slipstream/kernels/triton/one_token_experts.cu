@@ -248,7 +248,7 @@ struct Mixture {
                         }
                     }
                 }
-                if (next_qkv) waiting.bring(next_qkv, (long long)QKV * row_bytes(E), program);
+                if (next_qkv) waiting.bring(next_qkv, (long long)ASKING * row_bytes(E), program);
             }
             until(smem + ROUTED, routed_times & 1);
             routed_times++;
