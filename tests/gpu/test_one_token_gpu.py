@@ -32,7 +32,8 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
         pytest.skip("the kernel has no experts in 4 bits")
     if family == "deepseek_v2" and kind.itemsize == 1:
         pytest.skip("latents have no cache of 8 bits")
-    from slipstream.kernels.triton import TritonOps, one_token  # not at the top: tests/kernels imports it for Triton's interpreter
+    # Not at the top: tests/kernels imports it for Triton's interpreter.
+    from slipstream.kernels.triton import TritonOps, one_token
 
     monkeypatch.setattr(one_token, "APART", 256)
     steps.build(tmp_path, family)

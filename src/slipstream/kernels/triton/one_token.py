@@ -59,6 +59,8 @@ APART = 4096
 are a multiple of that."""
 TOGETHER = 4
 MOST_LATENT_SPLITS = 32
+LATENT_DEPTH = 6
+"""Pieces under way where a program attends over latents: others read the same ones, from the cache that all share."""
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
@@ -311,6 +313,7 @@ class OneTokenStep:
             "RANK": own.rank,
             "LATENT_EPS": float(own.eps),
             "APART": APART,
+            "LATENT_DEPTH": LATENT_DEPTH,
             "TOGETHER": together(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,

@@ -231,11 +231,10 @@ struct Mixture {
                     guess_logits(x, (const u16*)norm, (const u16*)router, (const u16*)bias, guesses, program);
                     if (lane == 0) add(counters + 3);
                 }
-                for (u32 left = asked < DEPTH ? asked : DEPTH; left; left--) {  // what is wanted first
+                for (; asked; asked--) {  // what is wanted first
                     until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
                     arrived.next();
                 }
-                asked = 0;
                 Waiting waiting{smem + ROUTED, routed_times & 1};
                 if (GUESS) {
                     while (waiting.on() && __shfl_sync(~0u, read(counters + 3), 0) < (routed_times + 1) * PROGRAMS) {

@@ -6,13 +6,15 @@
 // those of other attention do, and there is no meeting more. The other parts' programs read the head's `keys` and `values`, too, from
 // the cache that all share. These and the latents come through the ring, long before the queries are there: a piece is 16 rows of
 // RANK numbers of `keys` [PLAIN, RANK] (a row counts as often as the query's number says), of the cache, or of `values` [D, RANK].
-// A warp takes two rows of a piece, a lane 8 numbers of each 256, which stay in registers for both uses of a latent.
+// A warp takes two rows of a piece, a lane 8 numbers of each 256. Latents stay in the ring until they are read as values, too: in
+// registers there is no room for them.
 #if LATENT
 static_assert(RANK % 256 == 0 && RANK * 2 <= PIECE && PLAIN % 16 == 0 && D % 16 == 0 && R <= 64 && H % TOGETHER == 0 && CACHE == 16,
               "a shape that one_token.py should refuse");
-constexpr int OWN = RANK / 256 * 8;      // a lane's numbers of a latent
+constexpr int OWN = RANK / 256 * 8;       // a lane's numbers of a latent
 constexpr int ROWS_OF_WARP = 16 / WARPS;  // of a piece
-constexpr int TURNED = R / 2;            // pairs of a rotary key: a lane's, if it has one
+constexpr int TURNED = R / 2;             // pairs of a rotary key: a lane's, if it has one
+constexpr u32 UNDER_WAY = LATENT_DEPTH < STAGES ? LATENT_DEPTH : STAGES;
 
 __device__ __forceinline__ Shares shares_of(int length) {
     const int heads = length <= APART ? 1 : TOGETHER;
@@ -28,7 +30,7 @@ __device__ __forceinline__ void ask_attention(const Shares& shares, Pointer poin
     auto weights = [&](const u8* from, int rows) {
         from += ((long long)share.head * rows + mine) * RANK * 2;
 #pragma unroll 1
-        for (int row = 0; row < shares.heads * rows; row += 16) ask_piece(from + row * RANK * 2, RANK * 2, nullptr, 0, place, arrived, asked, smem, asker, lane, policy);
+        for (int row = 0; row < shares.heads * rows; row += 16) ask_piece(from + row * RANK * 2, RANK * 2, nullptr, 0, place, arrived, asked, smem, asker, lane, policy, UNDER_WAY);
     };
     const u64 again = read_again();
     int block = share.first < share.old ? block_of(share.first + mine) : 0;
@@ -38,7 +40,7 @@ __device__ __forceinline__ void ask_attention(const Shares& shares, Pointer poin
     for (int start = share.first; start < share.old; start += 16) {
         const int key = min(start + mine, share.old - 1), here = block;  // rows beyond are not used
         block = block_of(start + 16 + mine);
-        ask_piece(latents + ((long long)here * BLOCK_SIZE + key % BLOCK_SIZE) * (R + RANK) * 2, RANK * 2, nullptr, 0, place, arrived, asked, smem, asker, lane, again);
+        ask_piece(latents + ((long long)here * BLOCK_SIZE + key % BLOCK_SIZE) * (R + RANK) * 2, RANK * 2, nullptr, 0, place, arrived, asked, smem, asker, lane, again, UNDER_WAY);
     }
     weights(pointer(VALUES_W), D);
 }
@@ -114,6 +116,22 @@ struct LatentAttention : Share {
     static __device__ __forceinline__ void wide(const uint4 (&v)[RANK / 256], float (&y)[OWN]) {
 #pragma unroll
         for (int i = 0; i < RANK / 256; i++) numbers(v[i], y + i * 8);
+    }
+    // Sums of N numbers over a warp's lanes: lane i's y[0] is number i / (32 / N)'s then.
+    template <int N, int MASK = 16>
+    static __device__ __forceinline__ void over_lanes(float* y) {
+        if constexpr (N > 1) {
+            const bool upper = threadIdx.x & MASK;
+#pragma unroll
+            for (int i = 0; i < N / 2; i++) {
+                const float given = upper ? y[i] : y[i + N / 2];
+                y[i] = (upper ? y[i + N / 2] : y[i]) + __shfl_xor_sync(~0u, given, MASK);
+            }
+            over_lanes<N / 2, MASK / 2>(y);
+        } else if constexpr (MASK > 0) {
+            y[0] += __shfl_xor_sync(~0u, y[0], MASK);
+            over_lanes<1, MASK / 2>(y);
+        }
     }
     // Numbers of a latent, from or to shared memory.
     static __device__ __forceinline__ void load(const float* from, float (&y)[OWN]) {
@@ -288,17 +306,22 @@ struct LatentAttention : Share {
         together();
 #pragma unroll 1
         for (int g = 0; g < HEADS; g++) {
+            constexpr int VALUES = D / 16 * ROWS_OF_WARP;  // of this warp
+            float value[VALUES];
             load(q + g * RANK, x);
-            float* own = parts + (long long)split * Q + (head + g) * D;
-#pragma unroll 1
-            for (int start = 0; start < D; start += 16)
-                take(place, memory, [&](int r, const float(&y)[OWN]) {
-                    float value = 0.0f;
 #pragma unroll
-                    for (int j = 0; j < OWN; j++) value += x[j] * y[j];
-                    value = over_warp(value);
-                    if (lane == 0) own[start + warp * ROWS_OF_WARP + r] = value;
+            for (int piece = 0; piece < D / 16; piece++)
+                take(place, memory, [&](int r, const float(&y)[OWN]) {
+                    float& own = value[piece * ROWS_OF_WARP + r];
+                    own = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < OWN; j++) own += x[j] * y[j];
                 });
+            static_assert(VALUES <= 32 && (VALUES & (VALUES - 1)) == 0, "halved until one is left");
+            over_lanes<VALUES>(value);
+            const int which = lane / (32 / VALUES);
+            if (lane % (32 / VALUES) == 0)
+                parts[(long long)split * Q + (head + g) * D + which / ROWS_OF_WARP * 16 + warp * ROWS_OF_WARP + which % ROWS_OF_WARP] = value[0];
         }
         together();
     }

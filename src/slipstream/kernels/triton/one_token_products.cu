@@ -129,14 +129,16 @@ __device__ __forceinline__ int first_tile(int program) {
     return tile < 0 ? 0 : tile < TILES_ ? tile : TILES_;
 }
 
-// Asks for 16 rows of a piece, `bytes` of each and `more` behind them (the last asker); `from` is the row of this lane, if it has one.
-__device__ __forceinline__ void ask_piece(const u8* from, int bytes, const u8* from_more, int more, Place& place, Place& arrived, u32& asked, u32 smem, int asker, int lane, u64 policy) {
+// Asks for 16 rows of a piece, `bytes` of each and `more` behind them (the last asker), with up to `depth` pieces under way then;
+// `from` is the row of this lane, if it has one.
+__device__ __forceinline__ void ask_piece(const u8* from, int bytes, const u8* from_more, int more, Place& place, Place& arrived, u32& asked, u32 smem, int asker, int lane, u64 policy, u32 depth = DEPTH) {
     const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
     until(full + 8, place.parity ^ 1);
-    if (asked++ >= DEPTH) {
+    for (; asked >= depth; asked--) {
         until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
         arrived.next();
     }
+    asked++;
     if (lane == 0) expect(full, 16 / ASKERS * bytes + more);
     __syncwarp();
     if (lane < 16 / ASKERS) bring(to + (asker * (16 / ASKERS) + lane) * ROW, from, bytes, full, policy);
