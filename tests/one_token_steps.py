@@ -7,7 +7,7 @@ one key decides a head, some head stands near the edge, and a last bit, by way o
 many keys count.
 
 Experts that are nearly as good as one another are the other such edge: here the numbers that a router gives are fixed multiples
-of one number, so that their order is the same whatever was rounded, unless its sign is not.
+of one, a part that all embeddings have, so that their order is the same whatever was rounded.
 """
 
 from __future__ import annotations
@@ -73,10 +73,13 @@ def build(path: Path, family: str, **overrides: Any) -> None:
     sizes = {**FAMILIES[family], "initializer_range": 0.02, **overrides}
     model = tiny_models.build(path, family, **sizes).bfloat16()
     torch.manual_seed(3)
-    for name, weight in model.named_parameters():
-        if name.endswith(".gate.weight"):  # a router [X, E]
-            multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]
-            weight.data = torch.outer(multiples, 0.1 * torch.randn(weight.shape[1])).bfloat16()
+    routers = [weight for name, weight in model.named_parameters() if name.endswith(".gate.weight")]  # [X, E]
+    if routers:
+        common = torch.randn(routers[0].shape[1])
+        model.get_input_embeddings().weight.data += (0.02 * common).bfloat16()
+    for weight in routers:
+        multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]
+        weight.data = torch.outer(multiples, common * (6 / len(common))).bfloat16()
     model.save_pretrained(path)
 
 
