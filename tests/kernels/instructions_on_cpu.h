@@ -206,9 +206,6 @@ inline void bring(u32 to, const void* from, u32 bytes, u32 address, u64) {
     barrier.bytes -= bytes;
     barrier.check();
 }
-inline bool over(u32 address, u32 parity) { yield(); return (barrier_at(address).phase & 1) != parity; }
-inline void bring_near(const void*, u32) {}
-inline u32 cycles() { static u32 time; return time += 100; }
 inline u64 read_once() { return 0; }
 inline u64 read_again() { return 0; }
 

@@ -93,19 +93,6 @@ __device__ __forceinline__ void bring(u32 to, const void* from, u32 bytes, u32 b
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
-__device__ __forceinline__ bool over(u32 barrier, u32 parity) {  // whether `until` would go on
-    u32 y;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(y) : "r"(barrier), "r"(parity) : "memory");
-    return y;
-}
-__device__ __forceinline__ void bring_near(const void* from, u32 bytes) {  // into the cache that all share
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ u32 cycles() {
-    u32 y;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(y)::"memory");
-    return y;
-}
 __device__ __forceinline__ u64 read_once() {  // a policy for `bring`
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

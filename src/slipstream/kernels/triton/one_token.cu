@@ -55,7 +55,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
             ask_attention(shares, pointer, block_table, place, arrived, asked, smem, program, asker, lane, policy);
             ask<E, Q, false>(pointer(OUT_W), pointer(OUT_S), place, arrived, asked, smem, program, asker, lane, policy);
             if (X && (!DENSE || pointer(ROUTER_W)))
-                Mixture<X>::ask(pointer, (const u8*)__shfl_sync(~0u, next, QKV_W), x, counters, place, arrived, asked, routed, smem, program, asker, lane, policy);
+                Mixture<X>::ask(pointer, place, arrived, asked, routed, smem, program, asker, lane, policy);
             else {
                 if (!PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
                 ask<E, F, false>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
@@ -173,5 +173,5 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
         met += PROGRAMS;
     }
     // The last to leave makes the counters ready for the next step.
-    if (threadIdx.x == 0 && add_and_read(counters + 2) == PROGRAMS - 1) counters[0] = counters[1] = counters[2] = counters[3] = 0;
+    if (threadIdx.x == 0 && add_and_read(counters + 2) == PROGRAMS - 1) counters[0] = counters[1] = counters[2] = 0;
 }

@@ -40,11 +40,6 @@ ASKERS = 2
 PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
 Measured on an H200."""
-AHEAD = 275
-"""Cycles between two pieces of 4 KiB that a program has brought into the cache while it waits for the choice of experts: of 132
-programs some 3.5 TB/s. 0: none are."""
-GUESS = True
-"""Such pieces are of experts first that may be chosen."""
 COLUMN = 64
 """Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
@@ -241,9 +236,9 @@ class OneTokenStep:
         self._mid = torch.zeros(mids(s), dtype=self.dtype, device=device)
         self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
         self._tops = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
-        num_logits = 0 if s.experts is None else 2 * s.experts.num_experts + 1  # and the guessed ones
+        num_logits = 0 if s.experts is None else s.experts.num_experts + 1
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._kv: Sequence[LayerKV] | None = None
         self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one of its time
@@ -327,8 +322,6 @@ class OneTokenStep:
         """The definitions of what layers with experts have."""
         m, (dense, expert, shared) = self.shape.experts, widths(self.shape)
         return {
-            "AHEAD": AHEAD,
-            "GUESS": GUESS and self.shape.norm == "rms" and expert * m.num_experts_per_token >= 16 * self.programs if m else 0,
             "X": 0 if m is None else m.num_experts,
             "TOP": 1 if m is None else m.num_experts_per_token,
             "FE": expert or dense,

@@ -3,8 +3,9 @@
 //     norm → router | (shared expert's up) best experts → their ups, activation | (shared expert's down) their downs
 //
 // with a meeting at each bar. Every program chooses the experts for itself, from the router's numbers of all programs; whoever
-// asks for weights waits for those numbers too, and until then asks for the shared expert's, and has memory bring into the cache
-// the experts that the residual before attention would choose, and the next layer's q, k, v.
+// asks for weights waits for those numbers too, and until then asks for the shared expert's. Memory is idle in between; having it
+// bring into the cache what is read later (the next layer's q, k, v; experts that the residual before attention would choose,
+// after Eliseev and Mazur, 2023) was slower than nothing on an H200 (benchmarks/results/gpu_experts_ahead.json).
 //
 // Rounded to the model's type, as kernels of their own leave them: the router's numbers and what stands between two products. All
 // experts of a token are summed in float32, with their weights, as in `few_experts`; a shared one goes into the residual first.
@@ -169,44 +170,6 @@ __device__ __forceinline__ float prepare_each(const u16* mid, float weight, u8* 
     return lane < TOP ? weight * scratch[WARPS + lane] : 0.0f;
 }
 
-// What an asker does while it waits for the choice: memory brings into the cache what is likely to be read next, this program's
-// share of it, a piece in AHEAD cycles, so that what stands behind them, meetings among it, does not wait long.
-struct Waiting {
-    u32 barrier, parity;
-    __device__ __forceinline__ bool on() const { return !__shfl_sync(~0u, (int)over(barrier, parity), 0); }
-    __device__ __forceinline__ void bring(const u8* from, long long bytes, int program) {
-        constexpr u32 MOST = 4096;
-        const long long end = bytes / 16 * (program + 1) / PROGRAMS * 16;
-        u32 last = cycles() - AHEAD;
-        for (long long at = bytes / 16 * program / PROGRAMS * 16; at < end && on();)
-            if (__shfl_sync(~0u, cycles(), 0) - last >= AHEAD) {
-                last += AHEAD;
-                if (threadIdx.x % 32 == 0) bring_near(from + at, end - at < MOST ? (u32)(end - at) : MOST);
-                at += MOST;
-            }
-    }
-};
-
-// The router's numbers of the residual as it is before attention, by one warp: which experts it leads to is mostly which are chosen
-// after it (Eliseev and Mazur, 2023, look ahead so by a layer). Only a guess: it may read what is just being written.
-__device__ __forceinline__ void guess_logits(const u16* x, const u16* norm, const u16* router, const u16* bias, float* logits, int program) {
-    const int lane = threadIdx.x % 32;
-    for (int r = program; r < X; r += PROGRAMS) {
-        float sum = 0.0f, squares = 0.0f;
-#pragma unroll 8
-        for (int v = lane; v < E / 8; v += 32) {
-            float y[8], w[8], z[8];
-            numbers(fresh16((const uint4*)x + v), y);
-            numbers(((const uint4*)norm)[v], w);
-            numbers(((const uint4*)(router + (long long)r * E))[v], z);
-#pragma unroll
-            for (int j = 0; j < 8; j++) sum += y[j] * (w[j] + OFFSET_OF_NORM) * z[j], squares += y[j] * y[j];
-        }
-        sum = over_warp(sum) * rsqrtf(over_warp(squares) / E + MLP_EPS) + (ROUTER_BIAS ? number(bias[r]) : 0.0f);
-        if (lane == 0) logits[r] = sum;
-    }
-}
-
 template <int X_>
 struct Mixture {
     static constexpr int SIZE = FS ? FS : 16;  // of the shared expert, if there is one
@@ -218,37 +181,12 @@ struct Mixture {
     // For those who ask for weights. A program that has nothing of the experts' does not wait for the choice: only so is a
     // program never two choices ahead of its own.
     template <typename Pointer>
-    static __device__ __forceinline__ void ask(Pointer pointer, const u8* next_qkv, const u16* x, u32* counters, Place& place, Place& arrived, u32& asked, u32& routed_times, u32 smem, int program, int asker, int lane, u64 policy) {
+    static __device__ __forceinline__ void ask(Pointer pointer, Place& place, Place& arrived, u32& asked, u32& routed_times, u32 smem, int program, int asker, int lane, u64 policy) {
         if (FS) ::ask<SIZE, E, GATED>(pointer(SHARED_UP_W), pointer(SHARED_UP_S), place, arrived, asked, smem, program, asker, lane, policy);
         Chosen chosen;
         if (first_tile<Up::TOTAL>(program) < first_tile<Up::TOTAL>(program + 1) || first_tile<Down::TOTAL>(program) < first_tile<Down::TOTAL>(program + 1)) {
             float* logits = (float*)pointer(LOGITS);
             const float* correction = (const float*)pointer(CORRECTION);
-            if (AHEAD && asker == 0) {
-                float* guesses = logits + X_ + 1;
-                const u8 *up = pointer(UP_W), *down = pointer(DOWN_W), *norm = pointer(MLP_W), *router = pointer(ROUTER_W), *bias = pointer(ROUTER_B);
-                if (GUESS) {
-                    guess_logits(x, (const u16*)norm, (const u16*)router, (const u16*)bias, guesses, program);
-                    if (lane == 0) add(counters + 3);
-                }
-                for (; asked; asked--) {  // what is wanted first
-                    until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
-                    arrived.next();
-                }
-                Waiting waiting{smem + ROUTED, routed_times & 1};
-                if (GUESS) {
-                    while (waiting.on() && __shfl_sync(~0u, read(counters + 3), 0) < (routed_times + 1) * PROGRAMS) {
-                    }
-                    if (waiting.on()) {
-                        const Chosen guess = route<X_>(guesses, correction);
-                        for (int j = 0; j < TOP; j++) {
-                            waiting.bring(up + (long long)guess.of(j) * (GATED ? 2 * FE : FE) * row_bytes(E), (long long)(GATED ? 2 * FE : FE) * row_bytes(E), program);
-                            waiting.bring(down + (long long)guess.of(j) * E * row_bytes(FE), (long long)E * row_bytes(FE), program);
-                        }
-                    }
-                }
-                if (next_qkv) waiting.bring(next_qkv, (long long)ASKING * row_bytes(E), program);
-            }
             until(smem + ROUTED, routed_times & 1);
             routed_times++;
             chosen = route<X_>(logits, correction);

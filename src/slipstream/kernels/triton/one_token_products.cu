@@ -62,7 +62,7 @@ __device__ __forceinline__ float activate(float x) {
     return KIND == 3 ? x : x * x;
 }
 
-// --- meetings: of all programs (counter 0), and of those that attend (1); counter 2 counts who leaves, 3 who has guessed at experts
+// --- meetings: of all programs (counter 0), and of those that attend (1); counter 2 counts who leaves
 __device__ __forceinline__ void wait(const u32* counter, u32 arrivals, u32 tell = 0) {  // `tell`: a barrier to arrive at then
     if (threadIdx.x == 0) {
         while (read(counter) < arrivals) {
