@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hi
 
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import LatentAttentionSpec, MoESpec
+from slipstream.model.spec import LatentAttentionSpec, ModelSpec, MoESpec
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -383,13 +383,19 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             facts=device,
             kernels=args.kernels,  # type: ignore[arg-type]
             tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
-            enforce_eager=args.enforce_eager or not device.is_cuda or not spec.writes,
+            enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(spec, args),
             deterministic=args.deterministic,
             dense_copies=dense_copies,
             num_threads=threads,
         ),
         origins=origins,
     )
+
+
+def _has_graphs(spec: ModelSpec, args: EngineArgs) -> bool:
+    """Decoders that write, and encoders unless a text's sums are to be the same in any step: then the number of tokens does not
+    say how kernels are launched."""
+    return spec.writes or (spec.is_encoder and not args.deterministic)
 
 
 def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine import pooled
+from slipstream.engine.processor import whole_numbers
 from slipstream.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.model.description import read_spec
 from tests import tiny_models
@@ -95,6 +99,41 @@ def test_texts_and_tokens_mix_and_what_is_wrong_is_named(llm):
     with pytest.raises(RequestError, match="Unicode"):
         llm.embed(["the", "\ud800"])
     assert llm.stats().num_waiting == 0
+
+
+def test_tokens_are_looked_at_together():
+    """Nothing but `int`s of 32 bits passes, wherever it stands."""
+    given = [[1, 2], [105], [3, 4, 5, -7, 2**31 - 1, -(2**31)]]
+    found = whole_numbers(given)
+    assert found.dtype == np.int32
+    assert found.tolist() == [token for ids in given for token in ids]
+    assert whole_numbers([[1]]).tolist() == [1]
+    kinds = (2**31, -(2**31) - 1, np.int64(3), enum.IntEnum("E", "x").x)
+    for wrong in (True, 2.5, None, "a", (7,), [7], [], 1j, object(), *kinds):
+        for lists in ([[wrong]], [[1, 2], [wrong]], [[wrong, 105], [105, 105]], [[1, wrong, 2], [3]]):
+            assert whole_numbers(lists) is None, lists
+    assert whole_numbers([[1.0, True, 105, 105]]) is None  # ten bytes, as of two numbers
+
+
+def test_an_answer_has_token_lists_of_its_own(llm):
+    given = [5, 6, 7]
+    (output,) = llm.embed({"prompt_token_ids": given})
+    given.append(8)
+    assert output.prompt_token_ids == [5, 6, 7]
+    (output,) = llm.embed({"prompt_token_ids": np.array(given).tolist()})
+    assert output.prompt_token_ids == given
+    torch.testing.assert_close(
+        torch.tensor(llm.embed({"prompt_token_ids": tuple(given)})[0].embedding), torch.tensor(output.embedding)
+    )
+
+
+def test_answers_are_made_while_the_rest_is_computed(llm, monkeypatch):
+    events, launch, make = [], llm.core.runner.launch, pooled.as_embeddings
+    monkeypatch.setattr(llm.core.runner, "launch", lambda plan: events.append("launch") or launch(plan))
+    monkeypatch.setattr("slipstream.engine.llm.as_embeddings", lambda *given: events.append("make") or make(*given))
+    assert len(llm.embed(TEXTS * 2)) == 12
+    assert events == ["launch", "make"] * (len(events) // 2)
+    assert len(events) > 4
 
 
 def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(llm, monkeypatch):

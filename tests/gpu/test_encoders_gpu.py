@@ -5,10 +5,18 @@ Run: pytest -m gpu tests/gpu/test_encoders_gpu.py
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.triton import TritonOps
+from slipstream.types import TextsPlan
+from slipstream.worker.texts import lay_out, text_inputs
 from tests import tiny_models
 
 pytestmark = [
@@ -37,6 +45,55 @@ def cosines(ours, theirs):
 def test_embeddings(tmp_path, settings, least):
     tiny_models.build_encoder(tmp_path, **WIDE)
     assert cosines(vectors(tmp_path, max_num_seqs=4, **settings), vectors(tmp_path, **EXACT)).min() > least
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "eurobert"])
+def test_graphs_of_texts(tmp_path, family):
+    """The same vectors as without, in batches and one at a time, and again: nothing is left of what was replayed before."""
+    tiny_models.build_encoder(tmp_path, family, **WIDE)
+    settings = dict(skip_tokenizer_init=True, dtype="float32", max_num_seqs=4)
+    eager = vectors(tmp_path, dtype="float32", enforce_eager=True)
+    exact = vectors(tmp_path, dtype="float32", deterministic=True)
+    assert cosines(exact, eager).min() > 1 - 1e-7
+    with LLM(str(tmp_path), **settings) as llm:
+        assert llm.core.runner.text_graphs is not None
+        assert llm.ledger.graph_bytes > 0
+        for texts in (TEXTS, TEXTS[::-1], TEXTS * 40):
+            found = torch.tensor([output.embedding for output in llm.embed(texts)], dtype=torch.float64)
+            order = [TEXTS.index(text) for text in texts]
+            assert cosines(found, eager[order]).min() > 1 - 1e-7
+        for text, theirs in zip(TEXTS, eager, strict=True):
+            ours = torch.tensor(llm.embed(text)[0].embedding, dtype=torch.float64)
+            assert cosines(ours, theirs[None]) > 1 - 1e-7
+
+
+@pytest.mark.parametrize(("dim", "turned", "window"), [(32, False, None), (64, False, None), (64, True, 65), (128, True, None)])
+@pytest.mark.parametrize("longest", [40, 700, 3000])
+def test_attention_of_whole_texts(dim, turned, window, longest):
+    """In bfloat16 at an encoder's sizes, beside the reference in float32 on the same numbers."""
+    rng = torch.Generator().manual_seed(longest)
+    lengths = torch.randint(1, longest + 1, (6000 // longest,), generator=rng).tolist()
+    total, num_heads, num_kv_heads = sum(lengths) + 37, 6, 6 if window is None else 3
+    lens = array("i", lengths).tobytes()
+    inputs = torch.from_numpy(text_inputs(TextsPlan(1, bytes(4 * sum(lengths)), lens), total, len(lengths), 16))
+    sizes = dict(block_size=16, longest=max(lengths), pairs=False)
+    qkv = torch.randn(total, (num_heads + 2 * num_kv_heads) * dim, generator=rng).bfloat16()
+    angles = torch.rand(longest, dim // 2, generator=rng) * 6.3
+    table = torch.cat((angles.cos(), angles.sin()), dim=1) if turned else None
+    cache = torch.zeros(sum(-(-n // 16) for n in lengths) + 1, num_kv_heads, 16, dim)
+    scoring = Scoring(scale=dim**-0.5, window=window, causal=False)
+
+    def heads(device):
+        cos_sin = None if table is None else table.to(device)
+        return Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, cos_sin=cos_sin)
+
+    meta = lay_out(inputs, total, len(lengths), **sizes)[1]
+    theirs = ReferenceOps().whole_attention(qkv.float(), LayerKV(cache, cache.clone()), meta, heads("cpu"), scoring)
+    meta = lay_out(inputs.cuda(), total, len(lengths), **sizes)[1]
+    on_gpu = LayerKV(cache.cuda().bfloat16(), cache.cuda().bfloat16())
+    ours = TritonOps().whole_attention(qkv.cuda(), on_gpu, meta, heads("cuda"), scoring)
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours.float().cpu()[: sum(lengths)], theirs[: sum(lengths)], rtol=2e-2, atol=3e-2)
 
 
 def test_embeddings_in_fp8(tmp_path):

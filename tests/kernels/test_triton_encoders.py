@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.whole import text_ends
 from slipstream.model.loader import load_model
+from slipstream.types import TextsPlan
+from slipstream.worker.texts import lay_out, text_inputs
 from tests import tiny_models
+from tests.kernels import cases
 from tests.model.harness import CPU, caches, load, states, whole
 from tests.model.test_encoders import error
 
@@ -56,3 +66,70 @@ def t5_logits(model):
 def test_an_encoder_decoder(tmp_path):
     tiny_models.build_t5(tmp_path)
     assert error(t5_logits(with_triton(tmp_path)), t5_logits(load(tmp_path))) <= 1e-4
+
+
+# --- The ops of whole texts ---------------------------------------------------------------------------------------------
+
+OURS, REFERENCE = TritonOps(), ReferenceOps()
+
+
+def step_of(lengths, num_tokens):
+    """A step of whole texts, and behind them tokens of none."""
+    lens, block_size = array("i", lengths).tobytes(), 16
+    inputs = torch.from_numpy(text_inputs(TextsPlan(1, bytes(4 * sum(lengths)), lens), num_tokens, len(lengths), block_size))
+    return lay_out(inputs, num_tokens, len(lengths), block_size=block_size, longest=max(lengths), pairs=False)[1]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    lengths=st.lists(st.sampled_from([1, 1, 2, 15, 16, 31, 32, 33, 65]), min_size=1, max_size=6),
+    shape=st.sampled_from([(1, 1, 16), (4, 2, 16), (3, 3, 24), (6, 1, 32)]),
+    turned=st.sampled_from([None, False, True]),
+    more=st.sampled_from([0, 1, 40]),
+)
+def test_whole_attention(data, lengths, shape, turned, more):
+    num_heads, num_kv_heads, head_dim = shape
+    num_tokens = sum(lengths) + more
+    scoring = Scoring(**(data.draw(cases.attention_options(num_heads)) | {"causal": False}))
+    torch.manual_seed(num_tokens)
+    table = None if turned is None else torch.randn(max(lengths), 16)
+    heads = Heads(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=table, interleaved=bool(turned)
+    )
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    meta = step_of(lengths, num_tokens)
+    if data.draw(st.booleans()):
+        meta = dataclasses.replace(meta, text_ends=text_ends(meta)) if not more else meta
+    k = torch.zeros(sum(-(-n // 16) for n in lengths) + 1, num_kv_heads, 16, head_dim)
+    theirs = REFERENCE.whole_attention(qkv, LayerKV(k, k.clone()), meta, heads, scoring)
+    ours = OURS.whole_attention(qkv, LayerKV(k, k), meta, heads, scoring)
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours[: sum(lengths)], theirs[: sum(lengths)], rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_that_went_wrong_harms_no_other():
+    meta, heads = step_of([9, 20, 5], 34), Heads(num_heads=2, num_kv_heads=2, head_dim=16)
+    qkv = torch.randn(34, 96)
+    kv = LayerKV(torch.zeros(1, 2, 16, 16), torch.zeros(1, 2, 16, 16))
+    fine = OURS.whole_attention(qkv, kv, meta, heads, Scoring(scale=0.25, causal=False))
+    qkv[9:29] = torch.tensor([float("inf"), float("nan"), float("-inf"), 1.0]).repeat(24)
+    wrong = OURS.whole_attention(qkv, kv, meta, heads, Scoring(scale=0.25, causal=False))
+    for which in (slice(0, 9), slice(29, 34)):
+        torch.testing.assert_close(wrong[which], fine[which])
+
+
+@pytest.mark.parametrize("size", [16, 130, 384])
+@pytest.mark.parametrize("ops", [OURS, REFERENCE], ids=["triton", "reference"])
+def test_means_of_texts(ops, size):
+    """With texts that have no tokens, and tokens of no text."""
+    lengths = [1, 40, 16, 0, 17, 0]
+    hidden = torch.randn(80, size)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    found = ops.mean_of_texts(hidden, starts)
+    for text, mean in zip(hidden.split([*lengths, 6]), found, strict=False):
+        torch.testing.assert_close(mean, text.mean(0) if len(text) else torch.zeros(size))
+    half = ops.mean_of_texts(hidden.bfloat16(), starts)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, ops.mean_of_texts(hidden.bfloat16().float(), starts))
+    assert torch.equal(ops.mean_of_texts(hidden[1:41], starts[:2].new_tensor([0, 40]))[0], found[1])  # whatever is beside it

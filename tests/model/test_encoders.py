@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from slipstream.errors import UnsupportedModelError
+from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.description import read_spec
 from slipstream.model.encoder import normalized, pool
 from slipstream.model.parameters import parameters
 from tests import tiny_models
 from tests.model.harness import load, states, written
 
+OPS = ReferenceOps()
 KERNELS = ["reference", "cpu", "torch"]
 _rng = random.Random(3)
 TEXTS = [[_rng.randrange(5, tiny_models.VOCAB) for _ in range(n)] for n in (5, 1, 70, 16, 17)]
@@ -139,9 +141,9 @@ def test_pool_and_normalize():
     hidden = torch.randn(9, 4)
     starts = torch.tensor([0, 1, 6, 9], dtype=torch.int32)
     parts = hidden.split([1, 5, 3])
-    assert torch.allclose(pool(hidden, starts, "mean"), torch.stack([p.mean(0) for p in parts]), atol=1e-6)
-    assert torch.equal(pool(hidden, starts, "cls"), torch.stack([p[0] for p in parts]))
-    assert torch.equal(pool(hidden, starts, "last"), torch.stack([p[-1] for p in parts]))
+    assert torch.allclose(pool(OPS, hidden, starts, "mean"), torch.stack([p.mean(0) for p in parts]), atol=1e-6)
+    assert torch.equal(pool(OPS, hidden, starts, "cls"), torch.stack([p[0] for p in parts]))
+    assert torch.equal(pool(OPS, hidden, starts, "last"), torch.stack([p[-1] for p in parts]))
     assert torch.allclose(normalized(hidden).norm(dim=1), torch.ones(9))
 
 

@@ -41,7 +41,7 @@ class Replayed(StepGraphs):
             logits.copy_(forward(inputs, size))
 
         used = self.__dict__.setdefault("used", [])
-        captured = types.SimpleNamespace(inputs=inputs, logits=logits, graph=types.SimpleNamespace(replay=replay))
+        captured = types.SimpleNamespace(inputs=inputs, output=logits, graph=types.SimpleNamespace(replay=replay))
         return self._captured.setdefault((kind, size), captured)
 
 
@@ -130,9 +130,9 @@ def test_what_graphs_hold(tmp_path):
             graphs._decode_graph(size)
         for size in graphs.short_sizes:
             graphs._capture("short", size, short_inputs(runner.rows, (), size), graphs._short)
-        logits = [captured.logits for captured in graphs._captured.values()]
+        logits = [captured.output for captured in graphs._captured.values()]
         assert sum(len(t) for t in logits) == graph_rows(graphs.sizes, graphs.short_sizes)
-        room = runner.graph_reserve_bytes() - len(logits) * GRAPH_BYTES
+        room = runner.graph_reserve_bytes(0) - len(logits) * GRAPH_BYTES
         assert sum(t.numel() * t.element_size() for t in logits) < room
         assert short_sizes(runner.config, encoded=True) == []
 
@@ -163,7 +163,7 @@ def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
             graphs._capture("short", 32, idle, fails)
         assert told == ["begin", "end"]
         assert not graphs._captured
-        assert graphs._capture("short", 32, idle, graphs._short).logits.shape[0] == SHORT_SEQS
+        assert graphs._capture("short", 32, idle, graphs._short).output.shape[0] == SHORT_SEQS
 
 
 def test_uploads_begin_where_kernels_expect_them():

@@ -240,7 +240,7 @@ def _fit(
     element, size = DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, size, element)
     weights, rows = runner.model.weights_bytes, runner.rows_bytes()
-    graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes()
+    graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
     if facts.is_cuda:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()

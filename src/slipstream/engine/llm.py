@@ -289,8 +289,8 @@ class LLM:
         *,
         progress: bool,
     ) -> TextsAnswer:
-        """What the model says of each of the texts. `take` is given what there is of it while the rest is computed, of the texts
-        from its first argument on."""
+        """What the model says of each of the texts. `take` is given what there is of it while the rest is computed, of the
+        texts from its first argument on."""
         prepared = self._input.prepare_texts(texts, truncate_to=-1 if truncate else None)
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:

@@ -78,6 +78,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
+    text_ends: Tensor | None = None  # int32 [T]: where each token's text ends, if they are whole texts (and if it is known)
     cross: AttentionMetadata | None = None
 
     @classmethod

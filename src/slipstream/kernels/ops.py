@@ -257,6 +257,23 @@ class OpSet(ABC):
         float32.
         """
 
+    def whole_attention(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads, scoring: Scoring
+    ) -> Tensor:
+        """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], of whole texts that are not causal. Nothing
+        is kept of them: what is in the cache then is unspecified. Tokens of no text (in a graph, behind the last) give finite
+        numbers."""
+        return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, scoring)
+
+    def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Of states [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]), float32 [S, E]: each text's mean; of
+        one without tokens zeros."""
+        num_texts = len(starts) - 1
+        tokens = torch.arange(len(hidden), dtype=starts.dtype, device=starts.device)
+        text = torch.bucketize(tokens, starts[1:], right=True)  # num_texts: of none
+        sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
+        return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
+
     def latent_queries(
         self,
         q: Tensor,

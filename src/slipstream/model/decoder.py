@@ -93,6 +93,8 @@ class Attention:
             qkv.clamp_(-s.clip_qkv, s.clip_qkv)
         if s.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
             qkv = self._norm_rows(ops, qkv, s.qk_norm, self.q_norm, self.k_norm)
+        if not s.causal:
+            return ops.linear(ops.whole_attention(qkv, kv, meta, self.heads, self.scoring).flatten(1), self.out)
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)
         return ops.linear(ops.attention(q, kv, meta, self.scoring).flatten(1), self.out)
 

@@ -1,7 +1,8 @@
 """What encoders add to the decoder's pieces: attention to another text's states, a classifier, and pooling.
 
 An encoder's layers are the decoder's with attention that is not causal. Nothing of it is kept: its layers write keys and
-values into one cache in turn and read them back in the same step, so texts are whole and a step holds all of each.
+values into one cache in turn and read them back in the same step (on a GPU they are read where the product leaves them), so
+texts are whole and a step holds all of each.
 
 In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are made once a
 request and stand in blocks of the layers' own caches, found by a table of their own (`AttentionMetadata.cross`). The encoder
@@ -77,21 +78,19 @@ class Classifier:
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
         """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels]"""
-        h = pool(hidden, starts, self.spec.pooling).to(hidden.dtype)
+        h = pool(ops, hidden, starts, self.spec.pooling).to(hidden.dtype)
         if self.dense is not None and self.spec.activation is not None:
             h = ACTIVATIONS[self.spec.activation](ops.linear(h, self.dense))
         return ops.linear(h if self.norm is None else self.norm(ops, h)[0], self.out)
 
 
-def pool(hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:
-    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: their mean, the first or the last."""
-    starts = starts.long()
-    if kind != "mean":
-        return hidden[starts[:-1] if kind == "cls" else starts[1:] - 1].float()
-    lengths = starts.diff()
-    text = torch.repeat_interleave(torch.arange(len(lengths), device=hidden.device), lengths, output_size=len(hidden))
-    sums = hidden.new_zeros(len(lengths), hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
-    return sums / lengths[:, None]
+def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:
+    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: their mean, the first or the last. Of
+    a text without tokens (a graph's padding) it is anything."""
+    if kind == "mean":
+        return ops.mean_of_texts(hidden, starts)
+    index = starts[:-1] if kind == "cls" else starts[1:] - 1
+    return hidden[index.long().clamp(max=len(hidden) - 1)].float()
 
 
 def normalized(vectors: Tensor) -> Tensor:

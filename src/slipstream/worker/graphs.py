@@ -57,14 +57,49 @@ def graph_rows(decodes: list[int], short: list[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # int32, as `_decodes` or `_short` read it
-    logits: Tensor  # [n, V], of the graph's own: `graph_rows` counts them
+    inputs: Tensor  # int32, as what was captured reads it
+    output: Tensor  # of the graph's own: `graph_rows` counts those that are logits [n, V]
 
 
-class StepGraphs:
+class Graphs:
+    """Steps that were captured, by kind and size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._captured: dict[tuple[str, int], Captured] = {}
+        self._pool: Any = None  # of the first graph; the others share it
+        self._stream: torch.cuda.Stream | None = None
+
+    @torch.inference_mode()
+    def _capture(
+        self, kind: str, size: int, idle: npt.NDArray[np.int32], forward: Callable[[Tensor, int], Tensor]
+    ) -> Captured:
+        """`idle`: inputs of a step of nothing but padding."""
+        inputs = torch.from_numpy(idle).to(self.device)
+        graph, stream = torch.cuda.CUDAGraph(), self._stream or torch.cuda.Stream()
+        self._stream = stream
+        stream.wait_stream(torch.cuda.current_stream())
+        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
+        with torch.cuda.stream(stream):
+            forward(inputs, size)  # kernels compile and choose their tiles outside the capture
+            if self._pool is None:
+                graph.capture_begin()
+            else:
+                graph.capture_begin(pool=self._pool)
+            try:
+                output = forward(inputs, size)
+            finally:  # a stream left capturing would let no later step run
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or graph.pool()
+        captured = self._captured[kind, size] = Captured(graph, inputs, output)
+        return captured
+
+class StepGraphs(Graphs):
     def __init__(self, decoder: Decoder, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
+        super().__init__(rows.device)
         self.decoder = decoder
         self.kv = kv
         self.rows = rows
@@ -72,9 +107,6 @@ class StepGraphs:
         self.sizes = ladder(config.scheduling.max_num_seqs)
         self.short_sizes = short_sizes(config, encoded=rows.encoder_table is not None)
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
-        self._captured: dict[tuple[str, int], _Captured] = {}
-        self._pool: Any = None  # of the first graph; the others share it
-        self._stream: torch.cuda.Stream | None = None
 
     def capture(self) -> None:
         """Capture some decodes now, the largest first, so that the others fit into its memory. The rest, and short steps, are
@@ -107,9 +139,9 @@ class StepGraphs:
         captured.inputs.copy_(upload(host, self.rows.device), non_blocking=True)
         captured.graph.replay()
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
-        return captured.logits[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
+        return captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
 
-    def _decode_graph(self, size: int) -> _Captured:
+    def _decode_graph(self, size: int) -> Captured:
         known = self._captured.get(("decodes", size))
         return known or self._capture("decodes", size, self._idle_decodes(size), self._decodes)
 
@@ -150,37 +182,10 @@ class StepGraphs:
         sequences = tuple(s for s in scheduled if s.samples)
         *_, rows, positions, _ = split_short(captured.inputs, size)
         n = len(sequences)
-        return captured.logits[:n], SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
+        return captured.output[:n], SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
 
     def _short(self, inputs: Tensor, size: int) -> Tensor:
         return short_logits(self.decoder, self.kv, self.rows, inputs, size, self.max_model_len)
-
-    # --- Both ---------------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _capture(
-        self, kind: str, size: int, idle: npt.NDArray[np.int32], forward: Callable[[Tensor, int], Tensor]
-    ) -> _Captured:
-        """`idle`: inputs of a step of nothing but padding."""
-        inputs = torch.from_numpy(idle).to(self.rows.device)
-        graph, stream = torch.cuda.CUDAGraph(), self._stream or torch.cuda.Stream()
-        self._stream = stream
-        stream.wait_stream(torch.cuda.current_stream())
-        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
-        with torch.cuda.stream(stream):
-            forward(inputs, size)  # kernels compile and choose their tiles outside the capture
-            if self._pool is None:
-                graph.capture_begin()
-            else:
-                graph.capture_begin(pool=self._pool)
-            try:
-                logits = forward(inputs, size)
-            finally:  # a stream left capturing would let no later step run
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._pool = self._pool or graph.pool()
-        captured = self._captured[kind, size] = _Captured(graph, inputs, logits)
-        return captured
 
 
 def short_sizes(config: EngineConfig, *, encoded: bool) -> list[int]:

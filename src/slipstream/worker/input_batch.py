@@ -359,10 +359,10 @@ def _whole_texts(
     text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     positions = np.arange(len(tokens), dtype=np.int32) - starts[text]
     slots = tables[text, positions // block_size] * np.int32(block_size) + positions % block_size
-    parts = [tokens, starts, lengths, tables.reshape(-1), positions, slots]
+    parts = [tokens, starts, lengths, tables.reshape(-1), positions, slots, np.repeat(starts[1:], lengths)]
     if num_first is not None:
         parts.append((positions >= num_first[text]).astype(np.int32))
-    token_ids, starts_d, lens, table, at, slot, *types = _upload_together(parts, device)
+    token_ids, starts_d, lens, table, at, slot, ends, *types = _upload_together(parts, device)
     longest = int(lengths.max())
     meta = AttentionMetadata(
         query_start_loc=starts_d,
@@ -374,6 +374,7 @@ def _whole_texts(
         max_query_len=longest,
         max_seq_len=longest,
         token_types=types[0].long() if types else None,
+        text_ends=ends,
     )
     return token_ids, meta
 

@@ -30,7 +30,7 @@ from slipstream.kernels.native import Running
 from slipstream.kernels.ops import select_ops
 from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.description import ModelDescription
-from slipstream.model.encoder import normalized, pool
+from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
@@ -43,6 +43,7 @@ from slipstream.worker.sampler import (
     prompt_positions,
     sampling_tensors,
 )
+from slipstream.worker.texts import TextGraphs, most_texts, text_ladder, vectors_of
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -166,6 +167,7 @@ class ModelRunner:
         self.rows: RowTable | None = None
         self._under_way: tuple[Tensor, Running, SampledRows] | None = None  # on a CPU: its tokens, and whose they are
         self.graphs: StepGraphs | None = None
+        self.text_graphs: TextGraphs | None = None  # an encoder's
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class ModelRunner:
                 meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, kv, meta)
             if not self.model.spec.writes:
-                pool(hidden, meta.query_start_loc, "mean")
+                pool(self.ops, hidden, meta.query_start_loc, "mean")
                 return known + max(0, self._memory_peak() - before)
             if few_rows < num_rows:
                 known += max(0, self._memory_peak() - before)
@@ -213,9 +215,12 @@ class ModelRunner:
         if not config.device.enforce_eager:
             before = torch.cuda.mem_get_info(self.device)[0]
             with self._phase("graphs"):
-                assert self.rows is not None, "encoders have no graphs"
-                self.graphs = StepGraphs(self.model.decoder, self.kv, self.rows, config)
-                self.graphs.capture()
+                if self.rows is None:
+                    self.text_graphs = TextGraphs(self.model.decoder, self.model.description.pooling, self.kv, config)
+                    self.text_graphs.capture()
+                else:
+                    self.graphs = StepGraphs(self.model.decoder, self.kv, self.rows, config)
+                    self.graphs.capture()
             graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
         with self._phase("warm-up"), torch.inference_mode():
             self._warm_up()
@@ -229,10 +234,14 @@ class ModelRunner:
         per_row = (model.max_model_len + 1 + self.config.longest_seq_blocks) * 4
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
-    def graph_reserve_bytes(self) -> int:
-        """Room kept for graphs: the logits of each, the largest one's activations, and what the driver takes for the launches.
-        The largest is run once beside its graph, before it is captured."""
+    def graph_reserve_bytes(self, activation_bytes: int) -> int:
+        """Room kept for graphs: the logits or vectors of each, the largest one's activations, and what the driver takes for the
+        launches. The largest is run once beside its graph, before it is captured. `activation_bytes`: what `profile` found."""
         spec, size = self.model.spec, self.dtype.itemsize
+        if spec.is_encoder:
+            sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
+            numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
+            return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
         decodes, short = ladder(self.config.scheduling.max_num_seqs), short_sizes(self.config, encoded=spec.encoder is not None)
         logits = (graph_rows(decodes, short) + decodes[-1]) * spec.vocab_size
         widest = max(layer.mlp.width for layer in spec.layers)
@@ -283,8 +292,12 @@ class ModelRunner:
 
     def _read(self, plan: TextsPlan) -> InFlightStep:
         """An encoder's step."""
-        token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
-        vectors = self._vectors(self.model.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
+        if self.text_graphs is not None:
+            vectors = self.text_graphs.run(plan)
+        else:
+            token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
+            vectors = self._vectors(self.model.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
+        vectors = self._to_host(vectors)  # before the next replay, which writes where they stand
         return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), vectors=vectors)
 
     def _sampled(
@@ -359,22 +372,10 @@ class ModelRunner:
             return None
         ends = meta.query_start_loc[upload(np.array(which, np.int64) + 1, self.device)]
         vectors = self._vectors(hidden[ends.long() - 1], torch.arange(len(which) + 1, device=self.device))
-        return tuple(plan.scheduled[i].request_id for i in which), vectors
+        return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors)
 
     def _vectors(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Of states [T, E] of texts, text i at starts[i] : starts[i + 1], the vectors or a classifier's scores, float32, on
-        their way to the host."""
-        how, classifier = self.model.description.pooling, self.model.decoder.classifier
-        if how.score_tokens is not None:
-            yes, no = how.score_tokens
-            logits = self.model.decoder.logits(hidden).float()
-            vectors = logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
-        elif classifier is not None:
-            vectors = classifier(self.ops, hidden, starts).float()
-        else:
-            vectors = pool(hidden, starts, how.kind)
-            vectors = normalized(vectors) if how.normalize else vectors
-        return self._to_host(vectors.contiguous())
+        return vectors_of(self.model.decoder, self.model.description.pooling, hidden, starts)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
@@ -498,8 +499,8 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """A small prefill and two decodes, of several sequences and of one, which has kernels of its own: so that the first
-        request pays for no compilation."""
-        if self.device.type == "cpu":
+        request pays for no compilation. Graphs of texts have run all that they need."""
+        if self.device.type == "cpu" or self.text_graphs is not None:
             return
         for num_tokens, length in ((64, 64), (4, 1), (1, 1)):
             meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)

@@ -14,7 +14,7 @@ from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling
+from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling, whole
 from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention, latent_queries
@@ -131,6 +131,16 @@ class TritonOps(OpSet):
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,
         )
+
+    def whole_attention(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads, scoring: Scoring
+    ) -> Tensor:
+        if self.deterministic:
+            return super().whole_attention(qkv, kv, meta, heads, scoring)
+        return whole.whole_attention(qkv, meta, heads, scoring)
+
+    def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        return whole.mean_of_texts(hidden, starts)
 
     def latent_queries(
         self,

@@ -1,0 +1,160 @@
+"""An encoder's steps: what comes of whole texts, and CUDA graphs of such steps over a ladder of tokens.
+
+A small encoder's kernels take the GPU less time than their launches take the host, and a single text's by far. A graph covers
+everything from the uploaded tokens to the finished vectors. It runs the steps of up to so many tokens, of any texts: its
+kernels' launches depend on the number of tokens alone (`OpSet.whole_attention`). The tokens too many belong to no text, stand
+at position 0 and see themselves; the texts too many have no tokens, and nobody reads their vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.decoder import Decoder
+from slipstream.model.encoder import normalized, pool
+from slipstream.model.pooling import PoolingSpec
+from slipstream.types import TextsPlan
+from slipstream.worker.graphs import Captured, Graphs
+from slipstream.worker.input_batch import IntArray
+
+
+def text_ladder(longest: int) -> list[int]:
+    """Tokens of steps to capture, up to `longest`, near enough that padding wastes little (≤ 1/5 from 128 on): full steps are
+    as long as the longest."""
+    sizes, n = [], 32
+    while n < longest:
+        sizes.append(n)
+        n += max(32, 1 << (n.bit_length() - 3))
+    return [*sizes, longest]
+
+
+def most_texts(config: EngineConfig, num_tokens: int) -> int:
+    """Of a step of so many tokens."""
+    return min(config.scheduling.max_num_seqs, num_tokens)
+
+
+def vectors_of(decoder: Decoder, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
+    """Of states [T, E] of texts, text i at starts[i] : starts[i + 1], the vectors or a classifier's scores, float32 [S, …]."""
+    if how.score_tokens is not None:
+        yes, no = how.score_tokens
+        logits = decoder.logits(hidden).float()
+        return logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
+    if decoder.classifier is not None:
+        return decoder.classifier(decoder.ops, hidden, starts).float()
+    vectors = pool(decoder.ops, hidden, starts, how.kind)
+    return normalized(vectors) if how.normalize else vectors
+
+
+class TextGraphs(Graphs):
+    def __init__(self, decoder: Decoder, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
+        super().__init__(decoder.device)
+        self.decoder = decoder
+        self.how = how
+        self.kv = kv
+        self.config = config
+        self.sizes = text_ladder(config.scheduling.max_num_batched_tokens)
+
+    def capture(self) -> None:
+        """Capture the largest now, so that the others fit into its memory; those when they are first wanted."""
+        self._of("texts", self.sizes[-1])
+
+    def run(self, plan: TextsPlan) -> Tensor:
+        """The vectors [S, …] of a step, which hold until the next."""
+        kind = "pairs" if plan.num_first else "texts"
+        size = next(n for n in self.sizes if n >= plan.num_tokens)
+        captured = self._of(kind, size)
+        inputs = torch.from_numpy(text_inputs(plan, size, most_texts(self.config, size), self.config.cache.block_size))
+        captured.inputs.copy_(inputs if self.device.type == "cpu" else inputs.pin_memory(), non_blocking=True)
+        captured.graph.replay()
+        return captured.output[: len(plan.lengths) // 4]
+
+    def _of(self, kind: str, size: int) -> Captured:
+        known = self._captured.get((kind, size))
+        if known is not None:
+            return known
+        num_texts, block_size = most_texts(self.config, size), self.config.cache.block_size
+        idle = text_inputs(TextsPlan(0, b"", b""), size, num_texts, block_size)
+        return self._capture(kind, size, idle, self._pairs if kind == "pairs" else self._texts)
+
+    def _texts(self, inputs: Tensor, size: int, *, pairs: bool = False) -> Tensor:
+        config = self.config
+        token_ids, meta = lay_out(
+            inputs,
+            size,
+            most_texts(config, size),
+            block_size=config.cache.block_size,
+            longest=min(size, config.model.max_model_len),
+            pairs=pairs,
+        )
+        hidden = self.decoder.forward(token_ids, self.kv, meta)
+        return vectors_of(self.decoder, self.how, hidden, meta.query_start_loc)
+
+    def _pairs(self, inputs: Tensor, size: int) -> Tensor:
+        return self._texts(inputs, size, pairs=True)
+
+
+def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:
+    """The inputs of a step with room for so many, as `_split` takes them apart. Text i's keys and values are from slot
+    first_slots[i] on: the blocks 1, 2, … in the texts' order."""
+    lengths = np.frombuffer(plan.lengths, np.int32)
+    count, total = len(lengths), plan.num_tokens
+    inputs = np.zeros(_ends(num_tokens, num_texts)[-1], np.int32)
+    token_ids, starts, first_slots, num_first = _split(inputs, num_tokens, num_texts)
+    token_ids[:total] = np.frombuffer(plan.token_ids, np.int32)
+    np.cumsum(lengths, out=starts[1 : count + 1])
+    starts[count + 1 :] = total
+    num_blocks = -(-lengths // block_size)
+    first_slots[:count] = (1 + np.cumsum(num_blocks) - num_blocks) * block_size
+    num_first[:count] = np.frombuffer(plan.num_first or plan.lengths, np.int32)
+    return inputs
+
+
+def _ends(num_tokens: int, num_texts: int) -> list[int]:
+    """Each part begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that don't."""
+    sizes = (num_tokens, num_texts + 1, num_texts, num_texts)
+    return np.cumsum([-(-n // 4) * 4 for n in sizes]).tolist()  # type: ignore[no-any-return]
+
+
+def _split(inputs: Any, num_tokens: int, num_texts: int) -> list[Any]:
+    """An array's or tensor's parts: token ids; where texts begin, one number more than texts; their first slots; of pairs, how
+    many tokens are the first part."""
+    sizes = (num_tokens, num_texts + 1, num_texts, num_texts)
+    begins = [0, *_ends(num_tokens, num_texts)]
+    return [inputs[begin : begin + n] for begin, n in zip(begins, sizes, strict=False)]
+
+
+def lay_out(
+    inputs: Tensor, num_tokens: int, num_texts: int, *, block_size: int, longest: int, pairs: bool
+) -> tuple[Tensor, AttentionMetadata]:
+    """A step's tokens [T], and where they stand, from `text_inputs`: device work only, so a graph can capture it (no number is
+    brought from the host, as `torch.where` would one). `longest`: no text is longer."""
+    token_ids, starts, first_slots, num_first = _split(inputs, num_tokens, num_texts)
+    at = torch.arange(num_tokens, dtype=torch.int32, device=inputs.device)
+    text = torch.bucketize(at, starts[1:], right=True)
+    of_text = text < num_texts
+    text = text.clamp(max=num_texts - 1)
+    positions = (at - starts[text]) * of_text
+    lengths = starts.diff()
+    blocks = first_slots // block_size
+    last = blocks + (lengths - 1).clamp(min=0) // block_size
+    columns = torch.arange(-(-longest // block_size), dtype=torch.int32, device=inputs.device)
+    meta = AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=torch.minimum(blocks[:, None] + columns, last[:, None]),
+        positions=positions.long(),
+        slot_mapping=((first_slots[text] + positions) * of_text).long(),
+        num_decodes=0,
+        max_query_len=longest,
+        max_seq_len=longest,
+        token_types=(positions >= num_first[text]).long() if pairs else None,
+        text_ends=torch.where(of_text, starts[text + 1], at + 1),
+    )
+    return token_ids, meta
