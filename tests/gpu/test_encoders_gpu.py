@@ -14,7 +14,6 @@ from slipstream import LLM, SamplingParams
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import Heads, Scoring
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps
 from slipstream.types import TextsPlan
 from slipstream.worker.texts import lay_out, text_inputs
 from tests import tiny_models
@@ -71,6 +70,8 @@ def test_graphs_of_texts(tmp_path, family):
 @pytest.mark.parametrize("longest", [40, 700, 3000])
 def test_attention_of_whole_texts(dim, turned, window, longest):
     """In bfloat16 at an encoder's sizes, beside the reference in float32 on the same numbers."""
+    from slipstream.kernels.triton import TritonOps
+
     rng = torch.Generator().manual_seed(longest)
     lengths = torch.randint(1, longest + 1, (6000 // longest,), generator=rng).tolist()
     total, num_heads, num_kv_heads = sum(lengths) + 37, 6, 6 if window is None else 3
