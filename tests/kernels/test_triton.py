@@ -22,12 +22,13 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, linear, sampling, tuning
+from slipstream.kernels.triton import TritonOps, linear, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
 from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
 from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
 from slipstream.kernels.triton.parts import Scratch
+from slipstream.kernels.triton.pointwise import rows_at_once
 from slipstream.kernels.weights import Quantized
 from slipstream.model.scheme import SCHEMES
 from slipstream.model.spec import ClampedSwiglu
@@ -218,6 +219,24 @@ def test_norms_and_activations_write_8_bit_rows(inputs, size):
         lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
     ):
         same_rows(run(OURS), run(REFERENCE))
+
+
+@pytest.mark.parametrize("num_rows", [7, 8, 12])
+def test_several_rows_of_a_program_are_the_same_bit_for_bit(monkeypatch, num_rows):
+    x, weight, bias = torch.randn(num_rows, 74), torch.randn(74), torch.randn(74)
+    runs = (
+        lambda: OURS.layer_norm(x, weight, bias, 1e-5, residual=x.clone()),
+        lambda: OURS.rms_norm(x[:, :64], weight[:64], 1e-5),
+        lambda: (OURS.gated_activation(x, "silu"), OURS.activation(x, "gelu")),
+    )
+    one = [run() for run in runs]
+    asked = []
+    monkeypatch.setattr(pointwise, "MANY_ROWS", 8)
+    monkeypatch.setattr(pointwise, "rows_at_once", lambda *given: asked.append(rows_at_once(*given)) or asked[-1])
+    for ours, theirs in zip([run() for run in runs], one, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert asked == [4 if num_rows > 7 else 1] * 4
+    assert rows_at_once(4096, 4096) == rows_at_once(4098, 64) == 1  # wide rows, and such as four don't divide
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
