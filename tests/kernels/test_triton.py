@@ -403,6 +403,9 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
     assert len({t.key for t in trials}) == len(trials)
     ops = {None: {"gemv"}, "int8": {"gemv", "skinny", "tiled"}, "int4-g32": {"gemv", "grouped"}}[scheme]
     assert {t.key[0] for t in trials} == ops | {"decode", "prefill"}
+    layers = [dataclasses.replace(s, attention=dataclasses.replace(s.attention, causal=False)) for s in spec.layers]
+    whole = dataclasses.replace(spec, layers=tuple(layers))  # an encoder's attention has no tiles in the table
+    assert {t.key[0] for t in bench.trials(whole, SCHEMES[scheme] if scheme else None, None, 16, 20, 3)} == ops
     tiles = {
         "gemv": (2, 32, 4), "skinny": (16, 32, 1, 1), "tiled": (64, 64, 64, 4, 1), "grouped": (16, 1, 1),
         "decode": (16, 4, 1), "prefill": (16, 16, 4, 1),

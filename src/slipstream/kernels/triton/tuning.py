@@ -224,7 +224,7 @@ class _Bench:
         head = (spec.vocab_size, spec.hidden_size)
         found = [t for shape in sorted(products(spec)) for t in self._products(shape, scheme)]
         found += self._products(head, scheme if scheme is not None and scheme.head else None)
-        plain = (a for a in (layer.attention for layer in spec.layers) if isinstance(a, AttentionSpec))
+        plain = (a for a in (layer.attention for layer in spec.layers) if isinstance(a, AttentionSpec) and a.causal)
         attentions = {(a.num_heads, a.num_kv_heads, a.head_dim): a for a in plain}
         for op, most in (("decode", max_num_seqs), ("prefill", max_model_len)):
             classes = OPS[op].classes

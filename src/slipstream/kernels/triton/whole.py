@@ -28,6 +28,13 @@ LONG = 1024
 """Tokens of a text from which tiles are taller: then most of a program's keys are of all its rows' text."""
 
 
+def tile(dtype: torch.dtype, longest: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages)"""
+    if dtype == torch.float32:
+        return 32, 32, 4, 2
+    return (64, 64, 4, 3) if longest < LONG else (128, 64, 8, 3)
+
+
 @triton.jit(do_not_specialize=["T", "window", "reach"])
 def _attention_kernel(
     q_ptr,
@@ -123,9 +130,7 @@ def whole_attention(qkv: Tensor, meta: AttentionMetadata, heads: Heads, s: Scori
     out = torch.empty(num_tokens, h.num_heads, h.head_dim, dtype=qkv.dtype, device=qkv.device)
     ends = text_ends(meta) if meta.text_ends is None else meta.text_ends
     of_heads = [q if t is None else t for t in (s.alibi_slopes, s.distance_bias, s.sinks)]
-    block_m, block_n, warps, stages = (64, 64, 4, 3) if meta.max_query_len < LONG else (128, 64, 8, 3)
-    if qkv.dtype == torch.float32:
-        block_m, block_n, warps, stages = 32, 32, 4, 2
+    block_m, block_n, warps, stages = tile(qkv.dtype, meta.max_query_len)
     if num_tokens:
         _attention_kernel[(h.num_heads, triton.cdiv(num_tokens, block_m))](
             q, k, v, out, meta.positions, ends, *of_heads, s.scale, s.softcap or 1.0, s.window or 0, s.reach, num_tokens,
