@@ -355,7 +355,8 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A text as a vector. `data` holds it as float32 in the machine's order, as it goes over the wire in base64."""
+    """A text as a vector. `data` holds it as float32 in the machine's order, as it goes over the wire in base64. Where tokens
+    were given, `prompt_token_ids` is the caller's own list: copies of many cost as much as a small encoder's products."""
 
     prompt: str | None
     prompt_token_ids: list[int]

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from slipstream import LLM
+from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.model.description import read_spec
 from slipstream.types import TextsPlan
 from slipstream.worker.input_batch import text_batch
 from slipstream.worker.model_runner import GRAPH_BYTES
@@ -139,3 +141,20 @@ def test_what_graphs_hold(tmp_path):
         assert [len(t) for t in outputs] == [most_texts(runner.config, n) for n in graphs.sizes] == [6] * len(outputs)
         room = runner.graph_reserve_bytes(1000) - len(outputs) * GRAPH_BYTES
         assert room == sum(t.numel() * t.element_size() for t in outputs) + 2000
+
+
+@pytest.mark.parametrize(
+    ("build", "family", "more", "has_graphs"),
+    [
+        (tiny_models.build_encoder, "bert", {}, True),
+        (tiny_models.build_encoder, "bert", {"enforce_eager": True}, False),
+        (tiny_models.build_encoder, "bert", {"deterministic": True}, False),
+        (tiny_models.build_classifier, "llama", {}, False),
+    ],
+)
+def test_whose_steps_are_graphs(tmp_path, build, family, more, has_graphs):
+    """On a GPU: a decoder that gives scores has none yet."""
+    build(tmp_path, family)
+    gpu = DeviceFacts(device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    config = resolve(EngineArgs(model=str(tmp_path), **more), read_spec(tmp_path), gpu)
+    assert config.device.enforce_eager != has_graphs

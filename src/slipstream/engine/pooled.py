@@ -85,7 +85,7 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
     found = rows(vectors, dimensions)
     data, width = vectors.data if found.nbytes == len(vectors.data) else found.tobytes(), 4 * found.shape[1]
     return [
-        EmbeddingOutput(prompt=prompt, prompt_token_ids=list(ids), data=data[width * i : width * (i + 1)])
+        EmbeddingOutput(prompt=prompt, prompt_token_ids=ids, data=data[width * i : width * (i + 1)])
         for i, (prompt, ids) in enumerate(zip(vectors.prompts, vectors.prompt_token_ids, strict=True))
     ]
 

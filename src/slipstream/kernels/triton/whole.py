@@ -28,11 +28,14 @@ LONG = 1024
 """Tokens of a text from which tiles are taller: then most of a program's keys are of all its rows' text."""
 
 
-def tile(dtype: torch.dtype, longest: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages)"""
+def tile(dtype: torch.dtype, block_d: int, longest: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages), in 99 KB of shared memory."""
     if dtype == torch.float32:
         return 32, 32, 4, 2
-    return (64, 64, 4, 3) if longest < LONG else (128, 64, 8, 3)
+    if block_d > 128:
+        return 64, 32, 8, 2
+    stages = 3 if block_d <= 64 else 2
+    return (64, 64, 4, stages) if longest < LONG else (128, 64, 8, stages)
 
 
 @triton.jit(do_not_specialize=["T", "window", "reach"])
@@ -96,7 +99,8 @@ def _attention_kernel(
         there = (keys < high)[:, None] & (ds < D)[None, :]
         k = tl.load(k_ptr + at, mask=there, other=0.0)
         v = tl.load(v_ptr + at, mask=there, other=0.0)
-        v = tl.where(tl.abs(v) < float("inf"), v, 0.0)  # a text that went wrong is to harm no other: its weight is 0 there
+        # A text that went wrong is to harm no other: its weight is 0 there.
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         distance = rows[:, None] - keys[None, :]
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s, unit = _scores(s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
@@ -130,14 +134,15 @@ def whole_attention(qkv: Tensor, meta: AttentionMetadata, heads: Heads, s: Scori
     out = torch.empty(num_tokens, h.num_heads, h.head_dim, dtype=qkv.dtype, device=qkv.device)
     ends = text_ends(meta) if meta.text_ends is None else meta.text_ends
     of_heads = [q if t is None else t for t in (s.alibi_slopes, s.distance_bias, s.sinks)]
-    block_m, block_n, warps, stages = tile(qkv.dtype, meta.max_query_len)
+    block_d = max(16, triton.next_power_of_2(h.head_dim))
+    block_m, block_n, warps, stages = tile(qkv.dtype, block_d, meta.max_query_len)
     if num_tokens:
         _attention_kernel[(h.num_heads, triton.cdiv(num_tokens, block_m))](
             q, k, v, out, meta.positions, ends, *of_heads, s.scale, s.softcap or 1.0, s.window or 0, s.reach, num_tokens,
             Q_STRIDE=q.stride(0), KV_STRIDE=k.stride(0), G=h.num_heads // h.num_kv_heads, D=h.head_dim, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_D=max(16, triton.next_power_of_2(h.head_dim)), HAS_WINDOW=s.window is not None,
-            HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None,
-            HAS_SINKS=s.sinks is not None, num_warps=warps, num_stages=stages, **overlapped(q),
+            BLOCK_N=block_n, BLOCK_D=block_d, HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None,
+            HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None, HAS_SINKS=s.sinks is not None,
+            num_warps=warps, num_stages=stages, **overlapped(q),
         )  # fmt: skip
     return out
 
