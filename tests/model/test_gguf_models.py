@@ -425,6 +425,21 @@ ENCODERS = {  # the family here, llama.cpp's architecture, what its converter wr
     "bert": ("bert", gguf.MODEL_ARCH.BERT, {"pooling_type": 2}),
     "xlm-roberta": ("roberta", gguf.MODEL_ARCH.BERT, {"pooling_type": 1}),
     "nomic-bert": ("nomic_bert", gguf.MODEL_ARCH.NOMIC_BERT, {"pooling_type": 1, "rope.freq_base": 1000.0}),
+    "modern-bert": (
+        *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
+        {"pooling_type": 2, "rope.freq_base": 160000.0, "attention.sliding_window": 12, "attention.sliding_window_pattern": 3},
+    ),
+    "modern-bert, layer by layer": (
+        *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
+        {
+            **{"pooling_type": 1, "rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none"},
+            **{"attention.sliding_window": 12, "attention.sliding_window_pattern": [False, True, True, False]},
+        },
+    ),
+    "eurobert": (
+        *("eurobert", gguf.MODEL_ARCH.EUROBERT),
+        {"pooling_type": 1, "rope.freq_base": 10000.0, "attention.head_count_kv": 2, "rope.scaling.type": "none"},
+    ),
 }
 
 
@@ -439,7 +454,7 @@ NOMICS_OWN = {  # transformers' names of Nomic's tensors, and the authors', whic
 @pytest.mark.parametrize("case", ENCODERS)
 def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
     family, number, more = ENCODERS[case]
-    tiny_models.build_encoder(tmp_path / "hf", family)
+    tiny_models.build_encoder(tmp_path / "hf", family, **({"norm_bias": False} if family == "modernbert" else {}))
     spec = read_spec(tmp_path / "hf").spec
     offset = 0 if spec.learned_positions is None else spec.learned_positions.offset
 
@@ -454,7 +469,7 @@ def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
             key = next(k for k in held if k.endswith(name))
             whole = np.concatenate([held[key.replace("q_proj", f"{x}_proj")].numpy() for x in "qkv"])
             return {f"encoder.layers.{q[2]}.attn.Wqkv.weight": whole}
-        if re.search(r"self_attn\.[kv]_proj", name):
+        if family == "nomic_bert" and re.search(r"self_attn\.[kv]_proj", name):
             return {}
         for theirs, own in NOMICS_OWN.items() if family == "nomic_bert" else ():
             name = name.replace(theirs, own)
@@ -467,7 +482,11 @@ def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
         "embedding_length": spec.hidden_size,
         "feed_forward_length": spec.layers[0].mlp.intermediate_size,
         "attention.head_count": a.num_heads,
-        "attention.layer_norm_epsilon": spec.embed_norm.eps,
+        **(
+            {"attention.layer_norm_epsilon": spec.embed_norm.eps}
+            if spec.embed_norm
+            else {"attention.layer_norm_rms_epsilon": spec.final_norm.eps}
+        ),
         "attention.causal": False,
         **more,
     }

@@ -52,7 +52,7 @@ _DEEPSEEK3 = (
 )
 
 _SPLITS: dict[tuple[str, ...], Split] = {
-    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion"): Split((_GPT2,)),
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion", "modern-bert"): Split((_GPT2,)),
     ("roberta-bpe",): Split((_GPT2,), add_bos=True, add_eos=True),  # old files are silent; the models always have <s> … </s>
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split((r"\p{N}", _GPT2)),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"): Split(

@@ -8,7 +8,7 @@ from slipstream.model.families.base import ConfigReader
 
 
 def gguf_config(
-    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False
+    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False, causal: bool = True
 ) -> dict[str, Any]:
     """The keys that all architectures share; a value is None where the file is silent. What llama.cpp can do and these models
     don't is refused, not ignored. `partial`: heads may turn in part. `experts`, `scaled`: the caller takes the keys of those,
@@ -25,7 +25,7 @@ def gguf_config(
     }
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     m.require("attention.value_length", head_dim)
-    m.require("attention.causal", True)
+    m.require("attention.causal", causal)
     if partial:
         config["partial_rotary_factor"] = m.size("rope.dimension_count", head_dim) / head_dim
     m.require("rope.dimension_count", int(head_dim * config.get("partial_rotary_factor", 1.0)))
@@ -57,12 +57,12 @@ def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def llama_gguf_config(
-    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False
+    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False, causal: bool = True
 ) -> dict[str, Any]:
     """Models with Llama's RMS norms and gated MLPs."""
     m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
-    config = gguf_config(m, partial=partial, experts=experts, scaled=scaled)
+    config = gguf_config(m, partial=partial, experts=experts, scaled=scaled, causal=causal)
     num_heads = config["num_attention_heads"]  # where the file is silent llama.cpp's defaults hold, not the family's
     config["num_key_value_heads"] = config["num_key_value_heads"] or num_heads
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // num_heads

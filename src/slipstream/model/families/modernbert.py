@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.bert import UNREAD
-from slipstream.model.families.names import LLAMA, Theirs, table
+from slipstream.model.families.metadata import encoder_gguf_config, llama_gguf_config
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.model.families.pieces import (
     activation,
     attention,
@@ -59,6 +60,34 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
     return dataclasses.replace(spec, tied_embeddings=False)  # the config speaks of a head that is not read
 
 
+def gguf_modernbert_config(m: ConfigReader) -> dict[str, Any]:
+    """llama.cpp's window counts both sides, and every few layers, the first of them, one sees all."""
+    config = encoder_gguf_config(m)
+    types, eps, window = config.pop("type_vocab_size"), config.pop("layer_norm_eps"), m.maybe("attention.sliding_window", int)
+    if types:
+        raise m.unsupported("token_types.weight", "ModernBERT's texts have no types")
+    count, pattern = config["num_hidden_layers"], "attention.sliding_window_pattern"
+    seen = [i % 3 != 0 for i in range(count)]
+    if pattern in m:
+        given = m.take(pattern, object)
+        seen = given if isinstance(given, list) else [i % m.size(pattern) != 0 for i in range(count)]
+    m.require("rope.scaling.type", "none")
+    m.require("rope.dimension_count", config["hidden_size"] // config["num_attention_heads"])
+    return {
+        **config,
+        "norm_eps": eps,
+        "local_attention": window or 0,
+        "layer_types": ["sliding_attention" if window and narrow else "full_attention" for narrow in seen],
+        "global_rope_theta": m.take("rope.freq_base", float, 10000.0),
+        "local_rope_theta": m.take("rope.freq_base_swa", float, 10000.0),
+        "hidden_activation": m.take("hidden_activation", str, "gelu"),
+    }
+
+
+def gguf_eurobert_config(m: ConfigReader) -> dict[str, Any]:
+    return llama_gguf_config(m, causal=False)
+
+
 def _classifier(c: ConfigReader, norm: NormSpec) -> ClassifierSpec | None:
     act, bias = activation(c, "classifier_activation", "gelu"), c.take("classifier_bias", bool, False)
     pooling = c.take("classifier_pooling", str, "cls")
@@ -99,6 +128,7 @@ MODERNBERT: dict[str, Theirs] = {
     "classifier.norm": "head.norm",
     "classifier.out": "classifier",
 }
+GGUF_MODERNBERT: dict[str, Theirs] = {"attention.qkv": "attn_qkv", "mlp.up": "ffn_up"}
 EUROBERT = {name: theirs.removeprefix("model.") if isinstance(theirs, str) else theirs for name, theirs in LLAMA.items()}
 
 FAMILIES = (
@@ -109,6 +139,7 @@ FAMILIES = (
         names=table(MODERNBERT, layer="layers.{i}."),
         prefixes=("", "model."),
         ignored=(*UNREAD, r"head\..*", r"decoder\..*"),
+        gguf=GGUFFamily(architecture="modern-bert", config=gguf_modernbert_config, names=gguf_table(GGUF_MODERNBERT)),
     ),
     Family(
         model_type="eurobert",
@@ -117,5 +148,6 @@ FAMILIES = (
         names=table(EUROBERT, layer="layers.{i}."),
         prefixes=("", "model."),
         ignored=UNREAD,
+        gguf=GGUFFamily(architecture="eurobert", config=gguf_eurobert_config, names=gguf_table()),
     ),
 )
