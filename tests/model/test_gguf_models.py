@@ -432,8 +432,8 @@ ENCODERS = {  # the family here, llama.cpp's architecture, what its converter wr
     "modern-bert, layer by layer": (
         *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
         {
-            **{"pooling_type": 1, "rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none"},
-            **{"attention.sliding_window": 12, "attention.sliding_window_pattern": [False, True, True, False]},
+            "pooling_type": 1, "rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none",
+            "attention.sliding_window": 12, "attention.sliding_window_pattern": [False, True, True, False],
         },
     ),
     "eurobert": (
