@@ -63,9 +63,9 @@ class TextGraphs(Graphs):
         self.pairs = decoder.classifier is not None and decoder.spec.num_token_types > 1  # its texts have two parts
 
     def capture(self) -> None:
-        """Capture the largest now, so that the others fit into its memory, and the smallest, since kernels of few rows are others
-        (`pointwise.rows_at_once`, `linear.SKINNY`, `whole.LONG`): a first short text is not to wait for a compiler. The rest
-        are captured when they are first wanted."""
+        """Capture the largest now, so that the others fit into its memory, and the smallest, since kernels of few rows are
+        others (`pointwise.rows_at_once`, `linear.SKINNY`, `whole.LONG`): a first short text is not to wait for a compiler. The
+        rest are captured when they are first wanted."""
         for size in (self.sizes[-1], self.sizes[0]):
             self._of(size)
 
