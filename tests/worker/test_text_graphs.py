@@ -167,6 +167,7 @@ def test_what_graphs_hold(tmp_path):
         (tiny_models.build_encoder, "bert", {}, True),
         (tiny_models.build_encoder, "bert", {"enforce_eager": True}, False),
         (tiny_models.build_encoder, "bert", {"deterministic": True}, False),
+        (tiny_models.build_encoder, "bert", {"kernels": "reference"}, False),
         (tiny_models.build_classifier, "llama", {}, False),
     ],
 )
