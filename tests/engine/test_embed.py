@@ -244,7 +244,7 @@ def test_embeddings_rank_by_cosine(llm):
     assert [r.relevance_score for r in found] == pytest.approx(sorted(scores, reverse=True), abs=1e-6)
     assert [r.document for r in found] == [DOCUMENTS[r.index] for r in found]
     assert llm.rerank("the cat", DOCUMENTS, top_n=2) == found[:2]
-    for wrong in ({"documents": []}, {"documents": DOCUMENTS, "top_n": 0}):
+    for wrong in ({"documents": []}, {"documents": "the dog"}, {"documents": DOCUMENTS, "top_n": 0}):
         with pytest.raises(RequestError):
             llm.rerank("the cat", **wrong)
 
