@@ -394,8 +394,8 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
 
 def _has_graphs(spec: ModelSpec, args: EngineArgs) -> bool:
     """Decoders that write, and encoders unless a text's sums are to be the same in any step: then the number of tokens does not
-    say how kernels are launched."""
-    return spec.writes or (spec.is_encoder and not args.deterministic)
+    say how kernels are launched. The reference's attention reads lengths on the host, which no graph can."""
+    return args.kernels != "reference" and (spec.writes or (spec.is_encoder and not args.deterministic))
 
 
 def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:

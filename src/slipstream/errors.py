@@ -55,7 +55,9 @@ class BudgetError(SlipstreamError):
 
 
 class RequestError(SlipstreamError, ValueError):
-    """One request is wrong. Nothing else is affected."""
+    """One request is wrong. Nothing else is affected. `text`: which one is, of a request of several texts."""
+
+    text: int | None = None
 
 
 class ContextLengthError(RequestError):

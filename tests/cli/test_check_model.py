@@ -152,3 +152,12 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch, nam
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[dev\]'"):
         load_folder(tmp_path / name, "float32")
+
+
+def test_a_checkpoint_that_is_not_its_configs_is_no_internal_error(tmp_path):
+    tiny_models.build(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(ConfigError, match=r"transformers can't load") as error:
+        load_folder(tmp_path, "float32")
+    assert "pip install" not in str(error.value)

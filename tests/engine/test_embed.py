@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,6 +92,8 @@ def test_texts_and_tokens_mix_and_what_is_wrong_is_named(llm):
         ([{"prompt_token_ids": [5]}, "the", {"prompt_token_ids": []}], 2),
         (["the", {"prompt": "cat"}], 1),
         (["the", 5], 1),
+        (["the", np.array([5])], 1),
+        ([{"prompt_token_ids": [5]}, {"prompt_token_ids": None}], 1),
         (["the", "the " * 200], 1),
     ):
         with pytest.raises(RequestError) as caught:
@@ -120,6 +123,30 @@ def test_tokens_in_other_sequences_than_lists(llm):
     for output in found:
         assert output.prompt_token_ids == [5, 6, 7]
         torch.testing.assert_close(torch.tensor(output.embedding), torch.tensor(found[0].embedding))
+
+
+def test_only_one_thread_reads_texts_at_a_time(llm, monkeypatch):
+    """The engine's answers go to whoever steps it: to another thread they would be lost."""
+    inside, go_on, launch, found = threading.Event(), threading.Event(), llm.core.runner.launch, []
+
+    def wait(plan):
+        inside.set()
+        assert go_on.wait(20)
+        return launch(plan)
+
+    monkeypatch.setattr(llm.core.runner, "launch", wait)
+    first = threading.Thread(target=lambda: found.extend(llm.embed(TEXTS)))
+    first.start()
+    assert inside.wait(20)
+    try:
+        for call in (lambda: llm.embed("the"), lambda: llm.rerank("the", ["cat"])):
+            with pytest.raises(RequestError, match="another thread's call"):
+                call()
+    finally:
+        go_on.set()
+        first.join()
+    assert len(found) == len(TEXTS)
+    assert len(llm.embed(TEXTS)) == len(TEXTS)
 
 
 def test_answers_are_made_while_the_rest_is_computed(llm, monkeypatch):
@@ -217,7 +244,7 @@ def test_embeddings_rank_by_cosine(llm):
     assert [r.relevance_score for r in found] == pytest.approx(sorted(scores, reverse=True), abs=1e-6)
     assert [r.document for r in found] == [DOCUMENTS[r.index] for r in found]
     assert llm.rerank("the cat", DOCUMENTS, top_n=2) == found[:2]
-    for wrong in ({"documents": []}, {"documents": DOCUMENTS, "top_n": 0}):
+    for wrong in ({"documents": []}, {"documents": "the dog"}, {"documents": DOCUMENTS, "top_n": 0}):
         with pytest.raises(RequestError):
             llm.rerank("the cat", **wrong)
 

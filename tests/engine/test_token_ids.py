@@ -28,6 +28,15 @@ def test_ids(processor, ids):
     assert prepared.engine_requests[0].prompt_token_ids == ids
 
 
+def test_what_has_no_tokens_is_refused(processor):
+    for wrong in (None, 5, np.array(5)):
+        with pytest.raises(RequestError, match="is a list of ints") as error:
+            processor.prepare({"prompt_token_ids": wrong}, SamplingParams())
+        assert error.value.field == "prompt_token_ids"
+    with pytest.raises(RequestError, match=r"`tolist\(\)` of an array"):
+        processor.prepare({"prompt_token_ids": np.array([5])}, SamplingParams())
+
+
 @pytest.mark.parametrize("wrong", [10, -1, 2**80, True, np.int64(1), 1.0, float("nan"), "1", None])
 def test_what_is_none_is_named(processor, wrong):
     for ids in ((wrong,), (1, wrong), (wrong, 1)):

@@ -93,6 +93,22 @@ def test_what_is_wrong_is_named(server, more, param):
     assert answer.json()["error"]["param"].split("[")[0] == param
 
 
+def test_the_text_at_fault_is_named(server):
+    long = "the " * 80
+    with server.http() as http:
+        for route, body, param in (
+            ("/v1/embeddings", {"input": ["a", "the cat", long]}, "input[2]"),
+            ("/v1/embeddings", {"input": [[5], [6], []]}, "input[2]"),
+            ("/v1/embeddings", {"input": [[5], [5000]]}, "input[1]"),
+            ("/v1/embeddings", {"input": [5000]}, "input"),
+            ("/v1/embeddings", {"input": [long]}, "input"),
+            ("/rerank", {"query": "the cat", "documents": ["a", long]}, "documents[1]"),
+            ("/rerank", {"query": long, "documents": ["a"]}, "query"),
+        ):
+            answer = http.post(route, json={"model": "m", **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_too_long_is_cut_when_asked(server):
     body = {"truncate_prompt_tokens": -1}
     answer = server.client().embeddings.create(model="m", input=["the " * 80], extra_body=body)
@@ -153,7 +169,7 @@ def test_a_cross_encoder_reranks(tmp_path):
         answer = http.post("/rerank", json={**body, "truncate_prompt_tokens": -1}).json()
         assert http.post("/v1/embeddings", json={"model": "m", "input": "a"}).json()["error"]["param"] == "model"
         assert http.post("/rerank", json={**body, "documents": []}).json()["error"]["param"] == "documents"
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents[2]")
     scores = [result["relevance_score"] for result in answer["results"]]
     assert scores == sorted(scores, reverse=True)
     assert all(0 < score < 1 for score in scores)

@@ -48,6 +48,15 @@ def replayed(llm):
     return runner.text_graphs
 
 
+def ints(numbers):
+    return array("i", numbers).tobytes()
+
+
+def eager(runner, plan):
+    token_ids, meta = text_batch(plan, runner.config.cache.block_size, runner.device)
+    return runner._vectors(runner.model.decoder.forward(token_ids, runner.kv, meta), meta.query_start_loc)
+
+
 def vectors(llm):
     return torch.tensor([output.embedding for output in llm.embed(TEXTS)])
 
@@ -65,7 +74,7 @@ def test_padded_steps_give_the_same_vectors(tmp_path, family):
             torch.testing.assert_close(torch.tensor(alone), expected[i])
     assert steps == 3
     assert {size for _, size in graphs.used} >= {32, 64, 128, 160}
-    assert {kind for kind, _ in graphs.used} == {"texts"}
+    assert not graphs.pairs
 
 
 @pytest.mark.parametrize("mode", ["cls_token", "lasttoken"])
@@ -89,12 +98,11 @@ def test_pairs_and_scores(tmp_path, family):
         expected = {r.index: r.relevance_score for r in llm.rerank("the cat", documents)}
         graphs = replayed(llm)
         assert {r.index: r.relevance_score for r in llm.rerank("the cat", documents)} == pytest.approx(expected, rel=1e-4)
-        two_kinds = llm.core.runner.model.spec.num_token_types > 1
-    assert {kind for kind, _ in graphs.used} == {"pairs" if two_kinds else "texts"}
-
-
-def ints(numbers):
-    return array("i", numbers).tobytes()
+        # Texts that are no pairs, too, which no call of ours gives such a model.
+        assert graphs.pairs == (llm.core.runner.model.spec.num_token_types > 1)
+        plan = TextsPlan(1, ints([5, 6, 7, 8, 9]), ints([2, 3]))
+        with torch.inference_mode():
+            torch.testing.assert_close(graphs.run(plan).clone(), eager(llm.core.runner, plan))
 
 
 @pytest.mark.parametrize(("lengths", "num_tokens", "num_texts"), [([1], 32, 1), ([4, 1, 9], 14, 3), ([5, 8, 1, 17, 3], 64, 7)])
@@ -123,6 +131,16 @@ def test_a_step_is_the_same_laid_out_on_either_side(lengths, num_tokens, num_tex
     assert (meta.token_types is not None) == pairs
 
 
+def test_a_start_captures_the_largest_and_the_smallest(tmp_path):
+    """Of the kind that the model is for, whose kernels are compiled then."""
+    tiny_models.build_encoder(tmp_path, num_labels=1)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
+        graphs = replayed(llm)
+        graphs.capture()
+        assert graphs.pairs
+        assert list(graphs._captured) == [("texts", 250), ("texts", 32)]
+
+
 def test_the_ladder_wastes_little():
     sizes = text_ladder(16384)
     assert sizes == sorted(set(sizes))
@@ -137,7 +155,7 @@ def test_what_graphs_hold(tmp_path):
     tiny_models.build_encoder(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
         graphs, runner = replayed(llm), llm.core.runner
-        outputs = [graphs._of("texts", size).output for size in graphs.sizes]
+        outputs = [graphs._of(size).output for size in graphs.sizes]
         assert [len(t) for t in outputs] == [most_texts(runner.config, n) for n in graphs.sizes] == [6] * len(outputs)
         room = runner.graph_reserve_bytes(1000) - len(outputs) * GRAPH_BYTES
         assert room == sum(t.numel() * t.element_size() for t in outputs) + 2000
@@ -149,6 +167,7 @@ def test_what_graphs_hold(tmp_path):
         (tiny_models.build_encoder, "bert", {}, True),
         (tiny_models.build_encoder, "bert", {"enforce_eager": True}, False),
         (tiny_models.build_encoder, "bert", {"deterministic": True}, False),
+        (tiny_models.build_encoder, "bert", {"kernels": "reference"}, False),
         (tiny_models.build_classifier, "llama", {}, False),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ class LLM:
         self.tokenizer = load_tokenizer(args, self._core.description)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
+        self._turn = threading.Lock()  # who holds it steps the engine
 
     @property
     def core(self) -> EngineCore:
@@ -224,18 +226,18 @@ class LLM:
         request = self._input.prepare(
             prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
         )
-        self._check_idle()
-        self._output.add(request)
-        try:
-            self.core.add(request.engine_requests)
-            finished = False
-            while not finished:
-                for output in self._step():
-                    if output.request_id == request.request_id:
-                        finished = output.finished
-                        yield raise_on_error(output)
-        finally:
-            self.core.abort(self._output.discard(request.request_id))
+        with self._alone():
+            self._output.add(request)
+            try:
+                self.core.add(request.engine_requests)
+                finished = False
+                while not finished:
+                    for output in self._step():
+                        if output.request_id == request.request_id:
+                            finished = output.finished
+                            yield raise_on_error(output)
+            finally:
+                self.core.abort(self._output.discard(request.request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix (for measurements)."""
@@ -295,42 +297,49 @@ class LLM:
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
             return answer
-        self._check_idle()
-        try:
-            self.core.add_texts(request)
-            with _progress(len(prepared.prompts), shown=progress) as advance:
-                while not answer.finished:
-                    for output in self._core_step():
-                        if output.request_id == request.request_id:
-                            vectors = answer.take(output)
-                            take(output.first_text, vectors)
-                            advance(len(vectors.prompts), sum(map(len, vectors.prompt_token_ids)))
-        finally:
-            self.core.abort([request.request_id])
+        with self._alone():
+            try:
+                self.core.add_texts(request)
+                with _progress(len(prepared.prompts), shown=progress) as advance:
+                    while not answer.finished:
+                        for output in self._core_step():
+                            if output.request_id == request.request_id:
+                                vectors = answer.take(output)
+                                take(output.first_text, vectors)
+                                advance(len(vectors.prompts), sum(map(len, vectors.prompt_token_ids)))
+            finally:
+                self.core.abort([request.request_id])
         return answer
 
     def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
         """Their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
-        self._check_idle()
-        try:
-            for request in requests:
-                self._output.add(request)
-                self.core.add(request.engine_requests)
-            with _progress(len(requests), shown=progress) as advance, no_collections():
-                while self._output:
-                    for delta in self._step(until_done=True):
-                        done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
-                        if delta.finished:
-                            advance(1, sum(len(c.token_ids) for c in done[delta.request_id].outputs))
-        finally:  # an error or an interrupt leaves nothing behind
-            self.core.abort([key for r in requests for key in self._output.discard(r.request_id)])
+        with self._alone():
+            try:
+                for request in requests:
+                    self._output.add(request)
+                    self.core.add(request.engine_requests)
+                with _progress(len(requests), shown=progress) as advance, no_collections():
+                    while self._output:
+                        for delta in self._step(until_done=True):
+                            done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
+                            if delta.finished:
+                                advance(1, sum(len(c.token_ids) for c in done[delta.request_id].outputs))
+            finally:  # an error or an interrupt leaves nothing behind
+                self.core.abort([key for r in requests for key in self._output.discard(r.request_id)])
         return [done[r.request_id] for r in requests]
 
-    def _check_idle(self) -> None:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         """Whoever steps the engine gets all that it gives, so there can only be one."""
-        if self._output:
-            raise RequestError("this LLM is in the middle of a stream: finish or close that first, or use AsyncLLM")
+        if not self._turn.acquire(blocking=False):
+            raise RequestError(
+                "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _step(self, *, until_done: bool = False) -> list[RequestOutput]:
         deltas, aborts = self._output.process(self._core_step(), until_done=until_done)

@@ -93,6 +93,8 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
 def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) -> list[Prompt | tuple[str, str]]:
     """What is asked of the model: a pair for each document, or the query and the documents."""
     classifier = model.spec.classifier
+    if isinstance(documents, str):  # a sequence of letters
+        raise RequestError("documents is a string; give a list of them", field="documents")
     if not documents:
         raise RequestError("documents is empty; give at least one", field="documents")
     if not scores_pairs(model):

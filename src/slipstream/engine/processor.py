@@ -269,7 +269,7 @@ class InputProcessor:
             found = [prompt["prompt_token_ids"] for prompt in prompts if len(prompt) == 1]
             found = [ids if type(ids) is list else list(ids) for ids in found]
             whole = all(found) and len(found) == len(prompts)
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, LookupError, ValueError):
             whole = False
         ids = whole_numbers(found) if whole else None
         if ids is None or ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -298,7 +298,11 @@ class InputProcessor:
     def _too_long(self, num_tokens: int) -> ContextLengthError:
         return ContextLengthError(
             f"the text has {num_tokens} tokens and this model takes {self.max_model_len}; shorten it"
-            + (" or have it cut (truncate_prompt_tokens: -1)" if self.description and self.description.spec.is_encoder else ""),
+            + (
+                " or have it cut (truncate=True; over HTTP truncate_prompt_tokens: -1)"
+                if self.description and self.description.spec.is_encoder
+                else ""
+            ),
             field="prompt",
         )
 
@@ -319,7 +323,13 @@ class InputProcessor:
             assert self.tokenizer is not None
             text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            text, tokens = None, tuple(prompt["prompt_token_ids"])
+            given = prompt["prompt_token_ids"]
+            try:
+                text, tokens = None, tuple(given)
+            except TypeError:
+                raise RequestError(
+                    f"prompt_token_ids is a list of ints, got {given!r}", field="prompt_token_ids"
+                ) from None
             self._check_ids("prompt_token_ids", tokens)
         else:
             raise RequestError(
@@ -345,7 +355,10 @@ class InputProcessor:
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
             return  # without a loop in Python: a step of the engine waits for the first 16,384
         for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+            if not isinstance(token, int) or isinstance(token, bool):
+                hint = "; `tolist()` of an array gives ints" if hasattr(token, "tolist") else ""
+                raise RequestError(f"{name}: {token!r} is not a token id, which is an int{hint}", field=name)
+            if not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})", field=name
                 )
@@ -385,6 +398,7 @@ def _named(index: int) -> Iterator[None]:
 
 
 def _in_text(error: RequestError, index: int) -> RequestError:
+    error.text = index
     error.add_note(f"in text {index}")
     return error
 

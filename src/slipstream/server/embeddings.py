@@ -60,7 +60,8 @@ async def embeddings(state: ServerState, body: EmbeddingRequest, record: Request
     try:
         answer = await _embed(state, prompts, body, "input")
     except RequestError as error:
-        error.field = "input" if error.field in ("prompt", "prompt_token_ids") else error.field
+        if error.field in ("prompt", "prompt_token_ids"):
+            error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     found = rows(answer, body.dimensions)
@@ -80,7 +81,9 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     try:
         answer = await _embed(state, texts, body, "documents")
     except RequestError as error:
-        error.field = "documents" if error.field == "prompt" else error.field
+        if error.field == "prompt" and error.text is not None:
+            document = error.text - (len(texts) - len(documents))  # the query may stand before them
+            error.field = "query" if document < 0 else f"documents[{document}]"
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     results: list[dict[str, Any]] = []

@@ -97,6 +97,7 @@ class Graphs:
         captured = self._captured[kind, size] = Captured(graph, inputs, output)
         return captured
 
+
 class StepGraphs(Graphs):
     def __init__(self, decoder: Decoder, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
         super().__init__(rows.device)

@@ -499,7 +499,7 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """A small prefill and two decodes, of several sequences and of one, which has kernels of its own: so that the first
-        request pays for no compilation. Graphs of texts have run all that they need."""
+        request pays for no compilation. Graphs of texts have run their largest and smallest steps."""
         if self.device.type == "cpu" or self.text_graphs is not None:
             return
         for num_tokens, length in ((64, 64), (4, 1), (1, 1)):

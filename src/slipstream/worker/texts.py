@@ -60,30 +60,33 @@ class TextGraphs(Graphs):
         self.kv = kv
         self.config = config
         self.sizes = text_ladder(config.scheduling.max_num_batched_tokens)
+        self.pairs = decoder.classifier is not None and decoder.spec.num_token_types > 1  # its texts have two parts
 
     def capture(self) -> None:
-        """Capture the largest now, so that the others fit into its memory; those when they are first wanted."""
-        self._of("texts", self.sizes[-1])
+        """Capture the largest now, so that the others fit into its memory, and the smallest, since kernels of few rows are
+        others (`pointwise.rows_at_once`, `linear.SKINNY`, `whole.LONG`): a first short text is not to wait for a compiler. The
+        rest are captured when they are first wanted."""
+        for size in (self.sizes[-1], self.sizes[0]):
+            self._of(size)
 
     def run(self, plan: TextsPlan) -> Tensor:
         """The vectors [S, …] of a step, which hold until the next."""
-        kind = "pairs" if plan.num_first else "texts"
         size = next(n for n in self.sizes if n >= plan.num_tokens)
-        captured = self._of(kind, size)
+        captured = self._of(size)
         inputs = torch.from_numpy(text_inputs(plan, size, most_texts(self.config, size), self.config.cache.block_size))
         captured.inputs.copy_(inputs if self.device.type == "cpu" else inputs.pin_memory(), non_blocking=True)
         captured.graph.replay()
         return captured.output[: len(plan.lengths) // 4]
 
-    def _of(self, kind: str, size: int) -> Captured:
-        known = self._captured.get((kind, size))
+    def _of(self, size: int) -> Captured:
+        known = self._captured.get(("texts", size))
         if known is not None:
             return known
         num_texts, block_size = most_texts(self.config, size), self.config.cache.block_size
         idle = text_inputs(TextsPlan(0, b"", b""), size, num_texts, block_size)
-        return self._capture(kind, size, idle, self._pairs if kind == "pairs" else self._texts)
+        return self._capture("texts", size, idle, self._texts)
 
-    def _texts(self, inputs: Tensor, size: int, *, pairs: bool = False) -> Tensor:
+    def _texts(self, inputs: Tensor, size: int) -> Tensor:
         config = self.config
         token_ids, meta = lay_out(
             inputs,
@@ -91,13 +94,10 @@ class TextGraphs(Graphs):
             most_texts(config, size),
             block_size=config.cache.block_size,
             longest=min(size, config.model.max_model_len),
-            pairs=pairs,
+            pairs=self.pairs,
         )
         hidden = self.decoder.forward(token_ids, self.kv, meta)
         return vectors_of(self.decoder, self.how, hidden, meta.query_start_loc)
-
-    def _pairs(self, inputs: Tensor, size: int) -> Tensor:
-        return self._texts(inputs, size, pairs=True)
 
 
 def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:

@@ -58,10 +58,9 @@ def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
 
         auto: Any = getattr(transformers, AUTO[kind])
         return auto.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-    except (ImportError, ValueError, KeyError, OSError) as error:
-        raise ConfigError(
-            f"transformers can't load {path.name}: {error}; it needs pip install 'slipstream[dev]'", field="model"
-        ) from error
+    except (ImportError, ValueError, KeyError, OSError, RuntimeError) as error:  # the last where shapes are not the config's
+        hint = "; it needs pip install 'slipstream[dev]'" if isinstance(error, ImportError) else ""
+        raise ConfigError(f"transformers can't load {path.name}: {error}{hint}", field="model") from error
 
 
 class StepClock:

@@ -63,7 +63,8 @@ def find_family(model_type: object, architectures: object) -> Family:
     family = families().get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(families()))}",
+            f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(families()))} "
+            "(docs/adding-a-model.md says how to add one)",
             field="model_type",
         )
     named = architectures if isinstance(architectures, list) and architectures else list(family.architectures)
