@@ -393,6 +393,27 @@ def test_the_choice_of_experts(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT)], ids=["keys", "latents"])
+def test_a_step_of_padding(tmp_path, family, sizes):
+    """As a graph is captured with: of length 0. It ends, leaves the cache alone, and the next step is as without it."""
+    one_token_steps.build(tmp_path, family, **sizes)
+    model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
+    before = one_token_steps.another(kv)
+    usual = one_token_steps.last_of(40, torch.arange(1, 9, dtype=torch.int32)[None])
+    padding = dataclasses.replace(
+        one_token_steps.last_of(1, torch.zeros(1, 8, dtype=torch.int32)), seq_lens=torch.zeros(1, dtype=torch.int32)
+    )
+    token = torch.tensor([9])
+    with torch.inference_mode():
+        expected = model.decoder.forward(token, one_token_steps.another(kv), usual)
+        model.decoder.forward(token, kv, padding)
+        assert all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(kv, before, strict=True))
+        assert torch.equal(model.decoder.forward(token, kv, usual), expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("scheme", "num_dense", "apart"), [(None, 2, 4096), (None, 1, 64), ("fp8", 1, 4096), ("int4-g32", 2, 4096)]
 )
