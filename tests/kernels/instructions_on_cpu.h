@@ -1,5 +1,6 @@
 // `instructions.cu` for a processor: the same functions, and CUDA's own that `one_token.cu` calls. Every CUDA thread is a fiber; one
-// goes on until it has to wait for others. Copies arrive at once, and memory is in order: what races there, this does not see.
+// goes on until it has to wait for others. Memory is in order: what races there, this does not see. Warps go on in turn and copies
+// arrive at once; with a seed, some warps sleep, their order is another each time, and copies arrive late.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <vector>
 
 typedef unsigned int u32;
@@ -62,6 +64,8 @@ static Fiber* now;
 static ucontext_t scheduler;
 static int block_size;
 static std::function<void()> body;
+static bool copies_are_late;
+static std::vector<std::function<void()>> late;
 inline void yield() { swapcontext(&now->context, &scheduler); }
 inline void pass(Gate& gate, int threads) {
     const u32 mine = gate.generation;
@@ -74,8 +78,10 @@ static void begin() {
     yield();
 }
 // 0; 1: all wait for one another for good.
-static int on_cpu(int programs, int threads, std::function<void()> f) {
+static int on_cpu(int programs, int threads, unsigned seed, std::function<void()> f) {
     body = f;
+    copies_are_late = seed;
+    late.clear();
     block_size = threads;
     std::vector<Block> blocks(programs);
     std::vector<Fiber> fibers(programs * threads);
@@ -91,14 +97,26 @@ static int on_cpu(int programs, int threads, std::function<void()> f) {
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, begin, 0);
     }
+    std::mt19937 random(seed);
+    std::vector<int> order(programs * threads / 32), sleep(order.size());
+    for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
     for (int round = 0; round < 100000; round++) {
         bool any = false;
-        for (Fiber& fiber : fibers)
-            if (!fiber.done) {
+        if (seed) std::shuffle(order.begin(), order.end(), random);
+        for (int warp : order) {
+            if (seed && sleep[warp] == 0 && random() % 256 == 0) sleep[warp] = random() % 40;
+            const bool asleep = sleep[warp] > 0 && sleep[warp]--;
+            for (int lane = 0; lane < 32; lane++) {
+                Fiber& fiber = fibers[warp * 32 + lane];
+                if (fiber.done) continue;
                 any = true;
                 now = &fiber;
-                swapcontext(&scheduler, &fiber.context);
+                if (!asleep) swapcontext(&scheduler, &fiber.context);
             }
+        }
+        for (auto& copy : late)
+            if (copy && random() % 4 == 0) copy(), copy = nullptr;
+        late.erase(std::remove(late.begin(), late.end(), nullptr), late.end());
         if (!any) return 0;
     }
     return 1;
@@ -201,10 +219,15 @@ inline void until(u32 address, u32 parity) {
     while ((barrier_at(address).phase & 1) == parity) yield();
 }
 inline void bring(u32 to, const void* from, u32 bytes, u32 address, u64) {
-    memcpy(now->block->base() + to, from, bytes);
-    Barrier& barrier = barrier_at(address);
-    barrier.bytes -= bytes;
-    barrier.check();
+    Block* block = now->block;
+    auto copy = [=] {
+        memcpy(block->base() + to, from, bytes);
+        Barrier& barrier = block->barriers[address];
+        barrier.bytes -= bytes;
+        barrier.check();
+    };
+    if (copies_are_late) late.push_back(copy);
+    else copy();
 }
 inline u64 read_once() { return 0; }
 inline u64 read_again() { return 0; }

@@ -224,7 +224,7 @@ PROGRAMS = 5
 """Two for each of two kv heads, so that there are parts of a head's keys to put together, and one that does not attend."""
 RUN = """
 extern "C" int run(int programs, int threads, void** a) {
-    return on_cpu(programs, threads, [a] {
+    return on_cpu(programs, threads, *(unsigned*)a[12], [a] {
         one_token((u16*)a[0], (u64*)a[1], (u16*)a[2], (u16*)a[3], (float*)a[4], (float*)a[5], (u32*)a[6], (float*)a[7],
                   (long long*)a[8], (int*)a[9], (int*)a[10], *(int*)a[11]);
     });
@@ -233,6 +233,9 @@ extern "C" int run(int programs, int threads, void** a) {
 
 
 class OnCpu(one_token.OneTokenStep):
+    seed = 0
+    """Of the order in which warps go on (`instructions_on_cpu.h`)."""
+
     def compiled(self, definitions):
         folder = self.folder
         kernel = "".join(source.read_text() for source in one_token.SOURCES[1:])
@@ -245,7 +248,7 @@ class OnCpu(one_token.OneTokenStep):
         run = ctypes.CDLL(str(library)).run
 
         def launch(programs, threads, arguments):
-            numbers = [ctypes.c_int(a) for a in arguments if isinstance(a, int)]
+            numbers = [ctypes.c_int(a) for a in (*arguments, self.seed) if isinstance(a, int)]
             pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)] + [ctypes.addressof(n) for n in numbers]
             assert run(programs, threads, (ctypes.c_void_p * len(pointers))(*pointers)) == 0, "its programs wait for good"
 
@@ -269,6 +272,9 @@ class OnCpuOps(ReferenceOps):
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MANY = {"num_experts": 40, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+FEW = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=128, n_shared_experts=1, first_k_dense_replace=1)
+OF_BOTH_KINDS = dict(hidden_size=256, intermediate_size=320, moe_intermediate_size=128, head_dim=64, num_hidden_layers=3)
+"""Layers without experts and with."""
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CACHED = 86
 
@@ -364,8 +370,7 @@ def test_the_kernel_as_judged(tmp_path, scheme, heads):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_experts_as_judged(tmp_path):
     """A layer without experts first, then some with a shared one, by scales of their own; and who was chosen."""
-    sizes = {"hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 128, "head_dim": 64, "num_hidden_layers": 3}
-    one_token_steps.build(tmp_path, "glm4_moe", **sizes)
+    one_token_steps.build(tmp_path, "glm4_moe", **OF_BOTH_KINDS)
     judged(tmp_path, "fp8", torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
 
 
@@ -393,6 +398,45 @@ def test_the_choice_of_experts(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("family", "sizes"), [("glm4_moe", OF_BOTH_KINDS), ("deepseek_v2", {**LATENT, **FEW})])
+def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes):
+    """Without one of the kernel's barriers or meetings a warp that sleeps would read too late, one that does not too soon."""
+    monkeypatch.setattr(one_token, "APART", 64)
+    one_token_steps.build(tmp_path, family, **sizes)
+    model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES["fp8"])
+    torch.manual_seed(0)
+    kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
+    meta, token = one_token_steps.last_of(200, torch.arange(1, 14, dtype=torch.int32)[None]), torch.tensor([9])
+    found = []
+    with torch.inference_mode():
+        for seed in range(3):
+            monkeypatch.setattr(OnCpu, "seed", seed)
+            found.append(model.decoder.forward(token, one_token_steps.another(kv), meta))
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT)])
+def test_a_step_of_padding(tmp_path, family, sizes):
+    """As a graph is captured with: of length 0. It ends, leaves the cache alone, and the next step is as without it."""
+    one_token_steps.build(tmp_path, family, **sizes)
+    model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
+    before = one_token_steps.another(kv)
+    usual = one_token_steps.last_of(40, torch.arange(1, 9, dtype=torch.int32)[None])
+    padding = dataclasses.replace(
+        one_token_steps.last_of(1, torch.zeros(1, 8, dtype=torch.int32)), seq_lens=torch.zeros(1, dtype=torch.int32)
+    )
+    token = torch.tensor([9])
+    with torch.inference_mode():
+        expected = model.decoder.forward(token, one_token_steps.another(kv), usual)
+        model.decoder.forward(token, kv, padding)
+        assert all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(kv, before, strict=True))
+        assert torch.equal(model.decoder.forward(token, kv, usual), expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("scheme", "num_dense", "apart"), [(None, 2, 4096), (None, 1, 64), ("fp8", 1, 4096), ("int4-g32", 2, 4096)]
 )
@@ -400,8 +444,7 @@ def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
     """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many
     parts as programs."""
     monkeypatch.setattr(one_token, "APART", apart)
-    few = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "n_shared_experts": 1}
-    one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **few, "first_k_dense_replace": num_dense})
+    one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **FEW, "first_k_dense_replace": num_dense})
     judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 16, 200, 900))
 
 

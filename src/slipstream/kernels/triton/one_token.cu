@@ -3,13 +3,14 @@
 //
 // Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
 // ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
-// multiply what has arrived. Weights wait for nobody: while programs meet, norm a row or attend, the ring fills. A layer is
+// multiply what has arrived. Weights wait for nobody (but a mixture's for the choice of experts): while programs meet, norm a row or
+// attend, the ring fills. A layer is
 //
 //     norm → q, k, v | rope, cache, attention | parts together → output, into the residual | norm → up, activation | down
 //
 // with a meeting at each bar: a counter in memory that all programs add to and wait for. In a parallel block up stands beside
-// q, k, v and down beside output, so there are three; a mixture of experts, in place of up and down, has one more. Every program makes the whole row that a product reads for itself, which
-// is cheaper than waiting for one to do it.
+// q, k, v and down beside output, so there are three; a mixture of experts, in place of up and down, has one more. Every program
+// makes the whole row that a product reads for itself, which is cheaper than waiting for one to do it.
 //
 // A product's rows are dealt out in tiles of 16 (of a gated one 8 gates and their 8 ups), each program a stretch of them. A
 // piece of the ring is 1,024 bytes of each row of a tile. A sum may be taken in any order, so a lane's 16 bytes of a row are the

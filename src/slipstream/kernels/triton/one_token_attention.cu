@@ -11,7 +11,11 @@ __device__ __forceinline__ int splits_of(int length, int most) {
 struct Shares {
     int length, heads, splits, each, items;
     __device__ __forceinline__ Shares(int length, int heads, int most)
-        : length(length), heads(heads), splits(splits_of(length, most)), each(((length + splits - 1) / splits + 63) / 64 * 64), items(splits * (HK / heads)) {}
+        : length(length),
+          heads(heads),
+          splits(splits_of(length, most)),
+          each(((length + splits - 1) / (splits ? splits : 1) + 63) / 64 * 64),  // a graph's padding has no keys and no splits
+          items(splits * (HK / heads)) {}
 };
 struct Share {
     int head, split, first, old;  // the first of its heads, its keys first … old − 1 from the cache
