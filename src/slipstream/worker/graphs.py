@@ -84,10 +84,9 @@ class Graphs:
         # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
         with torch.cuda.stream(stream):
             forward(inputs, size)  # kernels compile and choose their tiles outside the capture
-            if self._pool is None:
-                graph.capture_begin()
-            else:
-                graph.capture_begin(pool=self._pool)
+            # Other threads of the process may use the GPU meanwhile.
+            more = {} if self._pool is None else {"pool": self._pool}
+            graph.capture_begin(**more, capture_error_mode="thread_local")
             try:
                 output = forward(inputs, size)
             finally:  # a stream left capturing would let no later step run

@@ -30,6 +30,8 @@ from slipstream.kernels.triton.device import processors
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import _cached
 
+SPLIT_KEYS = 32
+"""A part of a sequence has at least twice as many keys."""
 FEW = 8
 """Up to so many tokens each multiplies for itself, without tensor cores."""
 
@@ -293,8 +295,9 @@ def latent_attention(
         BLOCK_C=max(16, triton.next_power_of_2(width)),
     )
     wide = q.dtype == torch.float32
+
     def of_rows(count: int) -> tuple[int, int, int, int]:
-        """Measured on an H200 (`benchmarks/results/gpu_latent_tiles.json`)."""
+        """Measured on an H200 (`benchmarks/results/gpu_decode_tiles.json`)."""
         if wide:
             return 16, 16, 4, 2
         return (16, 16, 2, 3) if count <= 16 else (32, 32, 4, 2)
@@ -309,8 +312,8 @@ def latent_attention(
         )  # fmt: skip
 
     if num_decodes:
-        programs = num_decodes * triton.cdiv(num_heads, 64)
-        splits = num_splits(programs, meta.max_seq_len, 32, processors(q.device))
+        programs = num_decodes * triton.cdiv(num_heads, of_rows(num_heads)[0])
+        splits = num_splits(programs, meta.max_seq_len, SPLIT_KEYS, processors(q.device))
         part = lse = out
         if splits > 1:
             rows = num_decodes * num_heads * splits
