@@ -46,6 +46,12 @@ def test_every_pre_tokenizer_gives_llama_cpps_ids(pre, tmp_path):
     assert summary(tokenizer)[:checked] == GOLDEN["pre"][pre][:checked]
 
 
+def test_modernberts_words_are_gpt_2s(tmp_path):
+    """llama.cpp splits both in the same way; the golden ids were made before it knew the name."""
+    tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "x.gguf", GOLDEN["byte_level"] | {"pre": "modern-bert"}))
+    assert summary(tokenizer) == GOLDEN["pre"]["gpt-2"]
+
+
 @pytest.mark.parametrize("said", [{}, {"add_bos_token": True, "add_eos_token": True}], ids=["silent", "said"])
 def test_robertas_words_are_gpt_2s_between_its_own_ends(said, tmp_path):
     """llama.cpp splits both in the same way; the golden ids were made before it knew the name."""
@@ -57,7 +63,7 @@ def test_robertas_words_are_gpt_2s_between_its_own_ends(said, tmp_path):
 
 
 def test_every_name_of_the_table_is_checked():
-    assert set(SPLITS) == {*PRE, "roberta-bpe"}
+    assert set(SPLITS) == {*PRE, "roberta-bpe", "modern-bert"}
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -148,8 +148,7 @@ def test_rounded_experts(scheme, num_tokens):
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
 
-@pytest.mark.parametrize("num_tokens", [100, 300])
-@pytest.mark.parametrize("size", [40, 200])
+@pytest.mark.parametrize(("size", "num_tokens"), [(40, 70), (200, 160)])
 @pytest.mark.parametrize("kind", ["gated", "plain", "both halves"])
 def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
     """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases."""
@@ -166,7 +165,7 @@ def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
         expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down, biases=biases), spec))
         ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down, biases=biases), spec))
         assert (ours - expected).float().norm() / expected.float().norm() < 2e-3
-    assert taken == [128] * 2 if num_tokens == 300 else taken
+    assert taken == [64 if num_tokens == 70 else 128] * 2
 
 
 def test_zero_points_of_a_checkpoint():
