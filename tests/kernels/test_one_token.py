@@ -446,7 +446,7 @@ def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
     parts as programs."""
     monkeypatch.setattr(one_token, "APART", apart)
     one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **FEW, "first_k_dense_replace": num_dense})
-    judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 200))
+    judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 16, 200, 900))
 
 
 @pytest.fixture(scope="module")
