@@ -7,7 +7,7 @@ one key decides a head, some head stands near the edge, and a last bit, by way o
 many keys count.
 
 Experts that are nearly as good as one another are the other such edge: here the numbers that a router gives are fixed multiples
-of one, a part that all embeddings have, so that their order is the same whatever was rounded.
+of one, a direction that all embeddings have a part of and no product adds to, so that their order is the same whatever was rounded.
 """
 
 from __future__ import annotations
@@ -73,13 +73,19 @@ def build(path: Path, family: str, **overrides: Any) -> None:
     sizes = {**FAMILIES[family], "initializer_range": 0.02, **overrides}
     model = tiny_models.build(path, family, **sizes).bfloat16()
     torch.manual_seed(3)
-    routers = [weight for name, weight in model.named_parameters() if name.endswith(".gate.weight")]  # [X, E]
+    weights = dict(model.named_parameters())
+    routers = [name for name in weights if name.endswith(".mlp.gate.weight")]  # [X, E]
     if routers:
-        common = torch.randn(routers[0].shape[1])
+        common = torch.randn(weights[routers[0]].shape[1])
         model.get_input_embeddings().weight.data += (0.02 * common).bfloat16()
-    for weight in routers:
+        for name, weight in weights.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):  # [.., E, in]
+                along = torch.einsum("e,...ei->...i", common, weight.data.float()) / common.square().sum()
+                weight.data -= torch.einsum("e,...i->...ei", common, along).bfloat16()
+    for name in routers:
+        weight, norm = weights[name], weights[name.replace("mlp.gate", "post_attention_layernorm")]
         multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]
-        weight.data = torch.outer(multiples, common * (6 / len(common))).bfloat16()
+        weight.data = torch.outer(multiples, common / norm.float() * (6 / len(common))).bfloat16()
     model.save_pretrained(path)
 
 
