@@ -6,8 +6,9 @@ one key decides a head, some head stands near the edge, and a last bit, by way o
 (the reference in bfloat16 is then up to 0.35 from itself with its input's last bits changed). Here scores differ by 1 to 2, and
 many keys count.
 
-Experts that are nearly as good as one another are the other such edge: here the numbers that a router gives are fixed multiples
-of one, a direction that all embeddings have a part of and no product adds to, so that their order is the same whatever was rounded.
+Experts that are nearly as good as one another are the other such edge: here the numbers that a router gives are fixed
+multiples of one, a direction that all embeddings have a part of and no product adds to, so that their order is the same
+whatever was rounded.
 """
 
 from __future__ import annotations

@@ -352,10 +352,13 @@ class OpSet(ABC):
         load: ExpertLoad | None = None,
     ) -> Tensor:
         """`moe`, and added to it one expert more that every token has, of the products `shared`, with the same activation."""
-        routed, expert = self.moe(x, router_logits, experts, load), experts.spec.expert
+        return self.moe(x, router_logits, experts, load) + self._always(x, experts, shared)
+
+    def _always(self, x: Tensor, experts: Experts, shared: tuple[Linear, Linear]) -> Tensor:
+        """The expert that every token has."""
+        expert = experts.spec.expert
         act = self.gated_activation if expert.gated else self.activation
-        h = act(self.linear(x, shared[0]), expert.activation, inputs=shared[1].inputs)
-        return routed + self.linear(h, shared[1])
+        return self.linear(act(self.linear(x, shared[0]), expert.activation, inputs=shared[1].inputs), shared[1])
 
     def look_up(
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int

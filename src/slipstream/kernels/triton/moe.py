@@ -8,6 +8,9 @@ tile, or with dense weights `few_experts` takes them. All sums have a fixed orde
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +22,7 @@ from slipstream.kernels.triton import sorted_experts
 from slipstream.kernels.triton.experts import experts
 from slipstream.kernels.triton.few_experts import few_experts
 from slipstream.kernels.triton.grouping import group, singles
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.overlap import ahead, follow, overlapped
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.spec import MoESpec
@@ -34,24 +37,34 @@ def moe(
     own: Experts,
     load: ExpertLoad | None = None,
     shared: tuple[Linear, Linear] | None = None,
+    beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """`OpSet.moe`; with `shared`, which `takes_shared` has seen, `OpSet.moe_and_shared`."""
+    """`OpSet.moe`. An expert of all tokens is added to it: `shared`, which `takes_shared` has seen, or what `beside` gives
+    [T, E], which runs while others' entries are sorted: that leaves most of the chip idle."""
     if not x.shape[0]:
         return torch.empty_like(x)
     up, down, spec = own.up, own.down, own.spec
-    weights, chosen = route(router_logits, spec, own.correction, load)
     few = hardly_meet(x.shape[0], spec)
     if few and _dense(up, down):
+        weights, chosen = route(router_logits, spec, own.correction, load)
         return few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
-    groups = singles(chosen) if few else group(chosen, spec.num_experts)
-    given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
-    if sorted_experts.covers(given, up, down, groups):
+    with ahead(x.device) if beside else contextlib.nullcontext() as join:
+        weights, chosen = route(router_logits, spec, own.correction, load)
+        groups = singles(chosen) if few else group(chosen, spec.num_experts)
+        given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
+        in_order = sorted_experts.covers(given, up, down, groups)
+        if in_order:
+            given = sorted_experts.sort_rows(given, groups, spec.num_experts_per_token)
+    added = beside() if beside else None
+    if join:
+        join()
+    if in_order:
         y = sorted_experts.sorted_experts(given, up, down, groups, spec, x.dtype)
     else:
         h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
         inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
         y = experts(inner, down, groups, spec, x.shape[1], x.dtype, gather=False)
-    return combine(y, weights, groups.places)
+    return combine(y, weights, groups.places, added)
 
 
 def hardly_meet(num_tokens: int, spec: MoESpec) -> bool:
@@ -202,10 +215,12 @@ def _combine_kernel(
     y_ptr,
     weights_ptr,
     places_ptr,
+    added_ptr,
     out_ptr,
     size,
     TOP: tl.constexpr,
     SORTED: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -214,6 +229,8 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    if ADDED:
+        total = tl.load(added_ptr + token * size + at, mask=at < size, other=0.0).to(tl.float32)
     for j in tl.static_range(TOP):
         entry = token * TOP + j
         place = entry
@@ -224,8 +241,8 @@ def _combine_kernel(
     tl.store(out_ptr + token * size + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-def combine(y: Tensor, weights: Tensor, places: Tensor | None) -> Tensor:
-    """y [T · k, E], entry i in row places[i] (None: i), weights [T, k] → [T, E]"""
+def combine(y: Tensor, weights: Tensor, places: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """y [T · k, E], entry i in row places[i] (None: i), weights [T, k], and added [T, E] → [T, E]"""
     (num_tokens, top), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(size))
@@ -233,10 +250,12 @@ def combine(y: Tensor, weights: Tensor, places: Tensor | None) -> Tensor:
         y,
         weights,
         weights if places is None else places,
+        out if added is None else added,
         out,
         size,
         TOP=top,
         SORTED=places is not None,
+        ADDED=added is not None,
         BLOCK=block,
         **overlapped(y),
     )

@@ -79,9 +79,63 @@ def sort_rows(x: Activations, groups: Groups, top: int) -> Activations:
     return Quantized(out, out_scales) if isinstance(x, Quantized) else out
 
 
+@triton.jit
+def _multiply(
+    x_desc,
+    w_desc,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    row,
+    column,
+    first,
+    end,
+    N,
+    K,
+    alpha,
+    limit,
+    ACTIVE: tl.constexpr,
+    KIND: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Places `first` to `end` of y, at most BLOCK_M, and its columns `column` on, by rows `row` on of the weights."""
+    y = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    up = y
+    for k in range(0, K, BLOCK_K):
+        x = x_desc.load([first, k])
+        y = tl.dot(x, w_desc.load([row, k]).T, y, out_dtype=ACC)
+        if GATED:
+            up = tl.dot(x, w_desc.load([row + N, k]).T, up, out_dtype=ACC)
+    y, up = y.to(tl.float32), up.to(tl.float32)
+    ms, ns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    live, inside = ms < end, column + ns < N
+    if SCALED:
+        of_x = tl.load(x_scale_ptr + ms, mask=live, other=0.0)[:, None]
+        y *= of_x * tl.load(w_scale_ptr + row + ns, mask=inside, other=0.0)[None, :]
+        if GATED:
+            up *= of_x * tl.load(w_scale_ptr + row + N + ns, mask=inside, other=0.0)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row + ns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + row + N + ns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if ACTIVE:
+        y = activate(y, up, alpha, limit, KIND, FUNCTION, GATED)
+    at = y_ptr + ms.to(tl.int64)[:, None] * N + (column + ns)[None, :]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _sorted_kernel(
     x_desc,
+    half_desc,
     w_desc,
     x_scale_ptr,
     w_scale_ptr,
@@ -103,6 +157,7 @@ def _sorted_kernel(
     HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr,
     BAND: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -110,7 +165,8 @@ def _sorted_kernel(
     PDL: tl.constexpr,
 ):
     """y [T · k, N] = x · Wᵀ, for a tile of entries and BLOCK_N of an expert's N outputs. An expert's weight has N rows, or with
-    GATED N of the gate and then N of the up. ACTIVE: y is their activation."""
+    GATED N of the gate and then N of the up. ACTIVE: y is their activation. Of a tile that is not filled beyond HALF (0: never)
+    only so many rows are multiplied."""
     program, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     first_tile = program // (BAND * across) * BAND
     tiles = tl.minimum(num_tiles - first_tile, BAND)
@@ -118,31 +174,18 @@ def _sorted_kernel(
     if PDL:
         follow()
     expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
+    row = expert * N * (2 if GATED else 1) + column
     if expert < X:
-        row = expert * N * (2 if GATED else 1) + column
-        y = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-        up = y
-        for k in range(0, K, BLOCK_K):
-            x = x_desc.load([first, k])
-            y = tl.dot(x, w_desc.load([row, k]).T, y, out_dtype=ACC)
-            if GATED:
-                up = tl.dot(x, w_desc.load([row + N, k]).T, up, out_dtype=ACC)
-        y, up = y.to(tl.float32), up.to(tl.float32)
-        ms, ns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        live, inside = ms < end, column + ns < N
-        if SCALED:
-            of_x = tl.load(x_scale_ptr + ms, mask=live, other=0.0)[:, None]
-            y *= of_x * tl.load(w_scale_ptr + row + ns, mask=inside, other=0.0)[None, :]
-            if GATED:
-                up *= of_x * tl.load(w_scale_ptr + row + N + ns, mask=inside, other=0.0)[None, :]
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + row + ns, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias_ptr + row + N + ns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if ACTIVE:
-            y = activate(y, up, alpha, limit, KIND, FUNCTION, GATED)
-        at = y_ptr + ms.to(tl.int64)[:, None] * N + (column + ns)[None, :]
-        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        if end - first > HALF:
+            _multiply(
+                x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, first, end, N, K, alpha, limit,
+                ACTIVE, KIND, FUNCTION, GATED, SCALED, HAS_BIAS, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        elif HALF > 0:
+            _multiply(
+                half_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, first, end, N, K, alpha, limit,
+                ACTIVE, KIND, FUNCTION, GATED, SCALED, HAS_BIAS, ACC, HALF, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
@@ -159,10 +202,9 @@ def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
 def sorted_experts(
     x: Activations, up: Linear, down: Linear, groups: Groups, spec: MoESpec, dtype: torch.dtype
 ) -> Tensor:
-    """x [T, E] → [T · k, E], a row an entry in the experts' order, not yet weighed."""
-    given = sort_rows(x, groups, spec.num_experts_per_token)
+    """x [T · k, E], a row an entry in the experts' order (`sort_rows`) → the same of what they make of it, not yet weighed."""
     expert, count = spec.expert, spec.num_experts
-    inner = product(given, up, groups, expert.intermediate_size, count, dtype, expert)
+    inner = product(x, up, groups, expert.intermediate_size, count, dtype, expert)
     then = quantize(inner, down.inputs) if down.inputs else inner
     return product(then, down, groups, down.weight.shape[0] // count, count, dtype)
 
@@ -177,15 +219,21 @@ def product(
     expert: DenseSpec | None = None,
     *,
     tile: tuple[int, int, int] | None = None,
+    halves: bool | None = None,
 ) -> Tensor:
-    """x [T · k, K] in the experts' order → [T · k, outer], with `expert` its activation. `tile`: (BLOCK_N, warps, stages)."""
+    """x [T · k, K] in the experts' order → [T · k, outer], with `expert` its activation. `tile`: (BLOCK_N, warps, stages);
+    `halves`: whether a tile's second half is left out where it is empty."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     gated = expert is not None and expert.gated
     y = torch.empty(values.shape[0], outer, dtype=dtype, device=values.device)
     block_n, warps, stages = tile or _tile(groups, gated=gated, eight_bits=values.element_size() == 1)
     block_k = BLOCK_BYTES // values.element_size()
+    if halves is None:
+        halves = groups.block == 128
+    rows_of_half = groups.block // 2 if halves else 0
     _sorted_kernel[(groups.max_tiles * triton.cdiv(outer, block_n),)](
         TensorDescriptor(values, list(values.shape), list(values.stride()), [groups.block, block_k]),
+        TensorDescriptor(values, list(values.shape), list(values.stride()), [rows_of_half or groups.block, block_k]),
         TensorDescriptor(w.weight, list(w.weight.shape), list(w.weight.stride()), [block_n, block_k]),
         scales,
         w.scales if isinstance(w, ScaledLinear) else values,
@@ -204,6 +252,7 @@ def product(
         HAS_BIAS=w.bias is not None,
         ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         BAND=BAND,
+        HALF=rows_of_half,
         BLOCK_M=groups.block,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
