@@ -40,9 +40,15 @@ MODELS = (("qwen3-30b-a3b", None), ("mixtral-8x7b", "fp8"), ("deepseek-v2-lite",
 TOKENS = (16384, 1024)
 GATHERED = {64: ((128, 256, 8, 3),), 128: ((128, 128, 8, 3), (256, 128, 8, 3))}
 """Entries of a tile: (BLOCK_N, bytes of BLOCK_K, warps, stages)."""
-UP = {64: ((128, 4, 4), (64, 4, 4)), 128: ((128, 8, 3), (128, 8, 4), (64, 4, 4))}
-DOWN = {64: ((128, 4, 4), (256, 4, 4)), 128: ((256, 8, 3), (256, 8, 4), (128, 4, 3), (128, 4, 4))}
-"""Entries of a tile: (BLOCK_N, warps, stages)."""
+TILES = {
+    "up": {64: ((128, 4, 4), (64, 4, 3)), 128: ((128, 8, 3), (128, 8, 4), (64, 4, 3))},
+    "down": {64: ((128, 4, 4), (128, 4, 3)), 128: ((256, 8, 3), (256, 8, 4), (128, 4, 3), (128, 4, 2))},
+}
+"""Of a product, for the entries of a tile: (BLOCK_N, warps, stages); tiles of 128 also with an empty second half left out."""
+
+
+def tiles(which: str, block: int) -> list[tuple[int, int, int, bool]]:
+    return [(*tile, halved) for halved in (False, True)[: block // 64] for tile in TILES[which][block]]
 
 
 @torch.inference_mode()
@@ -97,12 +103,12 @@ def main() -> None:
             for block in sorted({usual, 64, 128}):
                 groups = group(chosen, spec.num_experts, block=block)
                 ordered = sort_rows(given, groups, spec.num_experts_per_token)
-                for tile in UP[block]:
+                for tile in tiles("up", block):
                     run = partial(product, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
                     note("sorted up", timed(run), block, tile, 2 / 3)
                 inner = product(ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert)
                 second = rounded(inner, down)
-                for tile in DOWN[block]:
+                for tile in tiles("down", block):
                     run = partial(product, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
                     note("sorted down", timed(run), block, tile, 1 / 3)
                 for tile in GATHERED[block]:

@@ -6,14 +6,13 @@ Run: pytest -m gpu tests/gpu. Inputs are bfloat16; ‖ours − reference‖ / �
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, by_dim
-from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring
+from slipstream.kernels.ops import Experts, Heads, Scoring
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.kernels.weights import GroupedLinear, SparseCopy
@@ -337,9 +336,9 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         assert torch.equal(ours, ops.moe(x, logits, Experts(up, down, spec)))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 1000])
 def test_an_expert_of_all_tokens(ops, num_tokens):
-    """DeepSeek-V2-Lite's sizes; 3 tokens go the way of many."""
+    """DeepSeek-V2-Lite's sizes; from 3 tokens on they go the way of many."""
     expert = DenseSpec(intermediate_size=1408, activation="silu")
     spec = MoESpec(num_experts=64, num_experts_per_token=6, expert=expert, normalize=False)
     shapes = (64 * 2816, 2048), (64 * 2048, 1408), (2 * 2816, 2048), (2048, 2816)
@@ -349,41 +348,6 @@ def test_an_expert_of_all_tokens(ops, num_tokens):
     x, logits = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64))
     ours, theirs = (o.moe_and_shared(x, logits.float(), Experts(*pair, spec), always) for o in (ops, REFERENCE))
     assert error(ours, theirs) < 2e-2
-
-
-@pytest.mark.parametrize("scheme", [None, "fp8"])
-@pytest.mark.parametrize("num_tokens", [40, 700, 3000])
-def test_an_expert_of_all_tokens_beside_the_others(ops, num_tokens, scheme):
-    """Its products run while entries are sorted, launched one by one and from a graph, layer after layer: each step's numbers
-    are its own."""
-    expert = DenseSpec(intermediate_size=1408, activation="silu")
-    spec = MoESpec(num_experts=64, num_experts_per_token=6, expert=expert, normalize=False)
-    shapes = (64 * 2816, 2048), (64 * 2048, 1408), (2 * 2816, 2048), (2048, 2816)
-    up, down, *shared = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in shapes)
-    named = SCHEMES[scheme] if scheme else None
-    own = Experts(*(ops.prepare_experts(w, named, num_experts=64) for w in (up, down)), spec)
-    always = tuple(ops.prepare_linear(w, named) for w in shared)
-    router = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16) / 45
-
-    def layers(x, mixture):
-        found = []
-        for _ in range(4):
-            y = mixture(x, (x @ router.T).float(), own, always)
-            found.append(y)
-            x = y / y.float().square().mean(-1, keepdim=True).sqrt().to(y.dtype)
-        return torch.stack(found)
-
-    given = torch.randn(num_tokens, 2048, device="cuda", dtype=torch.bfloat16)
-    layers(given, ops.moe_and_shared)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layers(given, ops.moe_and_shared)
-    for _ in range(20):
-        given.normal_()
-        one_by_one = layers(given, ops.moe_and_shared)
-        graph.replay()
-        assert torch.equal(captured, one_by_one)
-        assert error(one_by_one[0], layers(given, partial(OpSet.moe_and_shared, ops))[0]) < 1e-2
 
 
 @pytest.mark.parametrize("name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)])

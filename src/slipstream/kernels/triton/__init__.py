@@ -190,7 +190,7 @@ class TritonOps(OpSet):
     ) -> Tensor:
         if moe.takes_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
-        return moe.moe(x, router_logits, experts, load, beside=lambda: self._always(x, experts, shared))
+        return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
 
     def look_up(
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int

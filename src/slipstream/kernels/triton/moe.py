@@ -8,9 +8,6 @@ tile, or with dense weights `few_experts` takes them. All sums have a fixed orde
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +19,7 @@ from slipstream.kernels.triton import sorted_experts
 from slipstream.kernels.triton.experts import experts
 from slipstream.kernels.triton.few_experts import few_experts
 from slipstream.kernels.triton.grouping import group, singles
-from slipstream.kernels.triton.overlap import ahead, follow, overlapped
+from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.spec import MoESpec
@@ -37,28 +34,21 @@ def moe(
     own: Experts,
     load: ExpertLoad | None = None,
     shared: tuple[Linear, Linear] | None = None,
-    beside: Callable[[], Tensor] | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
-    """`OpSet.moe`. An expert of all tokens is added to it: `shared`, which `takes_shared` has seen, or what `beside` gives
-    [T, E], which runs while others' entries are sorted: that leaves most of the chip idle."""
+    """`OpSet.moe`; with `shared`, which `takes_shared` has seen, or what such an expert gave, `added` [T, E],
+    `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
     up, down, spec = own.up, own.down, own.spec
+    weights, chosen = route(router_logits, spec, own.correction, load)
     few = hardly_meet(x.shape[0], spec)
     if few and _dense(up, down):
-        weights, chosen = route(router_logits, spec, own.correction, load)
+        assert added is None
         return few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
-    with ahead(x.device) if beside else contextlib.nullcontext() as join:
-        weights, chosen = route(router_logits, spec, own.correction, load)
-        groups = singles(chosen) if few else group(chosen, spec.num_experts)
-        given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
-        in_order = sorted_experts.covers(given, up, down, groups)
-        if in_order:
-            given = sorted_experts.sort_rows(given, groups, spec.num_experts_per_token)
-    added = beside() if beside else None
-    if join:
-        join()
-    if in_order:
+    groups = singles(chosen) if few else group(chosen, spec.num_experts)
+    given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
+    if sorted_experts.covers(given, up, down, groups):
         y = sorted_experts.sorted_experts(given, up, down, groups, spec, x.dtype)
     else:
         h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)

@@ -1,5 +1,4 @@
-"""Kernels that start before the one ahead of them has ended (programmatic dependent launch, CUDA 12.3, Hopper and later), and
-kernels that run beside others.
+"""Kernels that start before the one ahead of them has ended (programmatic dependent launch, CUDA 12.3, Hopper and later).
 
 A decode step of one sequence is some three hundred kernels of a few microseconds, and between two of them the chip would
 stand idle for about one. A kernel launched with `**overlapped(x)` may take free multiprocessors while its predecessor still
@@ -11,9 +10,7 @@ kernel writes, its own output included. Then a kernel that has passed `follow()`
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -38,24 +35,3 @@ def _options(device: torch.device) -> dict[str, bool]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
-
-
-@contextlib.contextmanager
-def ahead(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Kernels launched within run behind all that the current stream has, in a stream of their own whose programs go first;
-    what the current stream gets afterwards runs beside them. It waits for them where the function that is given is called:
-    until then nothing of theirs may be used, and what they read must live."""
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    current = torch.cuda.current_stream(device)
-    own = _stream_beside(device, current.cuda_stream)
-    own.wait_stream(current)
-    with torch.cuda.stream(own):
-        yield lambda: current.wait_stream(own)
-
-
-@functools.cache
-def _stream_beside(device: torch.device, current: int) -> torch.cuda.Stream:
-    """One for each stream: another may be captured meanwhile, by another thread."""
-    return torch.cuda.Stream(device, priority=-1)

@@ -202,9 +202,10 @@ def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
 def sorted_experts(
     x: Activations, up: Linear, down: Linear, groups: Groups, spec: MoESpec, dtype: torch.dtype
 ) -> Tensor:
-    """x [T · k, E], a row an entry in the experts' order (`sort_rows`) → the same of what they make of it, not yet weighed."""
+    """x [T, E] → [T · k, E], a row an entry in the experts' order, not yet weighed."""
+    given = sort_rows(x, groups, spec.num_experts_per_token)
     expert, count = spec.expert, spec.num_experts
-    inner = product(x, up, groups, expert.intermediate_size, count, dtype, expert)
+    inner = product(given, up, groups, expert.intermediate_size, count, dtype, expert)
     then = quantize(inner, down.inputs) if down.inputs else inner
     return product(then, down, groups, down.weight.shape[0] // count, count, dtype)
 
@@ -218,22 +219,19 @@ def product(
     dtype: torch.dtype,
     expert: DenseSpec | None = None,
     *,
-    tile: tuple[int, int, int] | None = None,
-    halves: bool | None = None,
+    tile: tuple[int, int, int, bool] | None = None,
 ) -> Tensor:
-    """x [T · k, K] in the experts' order → [T · k, outer], with `expert` its activation. `tile`: (BLOCK_N, warps, stages);
-    `halves`: whether a tile's second half is left out where it is empty."""
+    """x [T · k, K] in the experts' order → [T · k, outer], with `expert` its activation. `tile`: (BLOCK_N, warps, stages,
+    whether a tile's second half is left out where it is empty)."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     gated = expert is not None and expert.gated
     y = torch.empty(values.shape[0], outer, dtype=dtype, device=values.device)
-    block_n, warps, stages = tile or _tile(groups, gated=gated, eight_bits=values.element_size() == 1)
+    block_n, warps, stages, halved = tile or _tile(groups, gated=gated, eight_bits=values.element_size() == 1)
     block_k = BLOCK_BYTES // values.element_size()
-    if halves is None:
-        halves = groups.block == 128
-    rows_of_half = groups.block // 2 if halves else 0
+    half = groups.block // 2 if halved else 0
     _sorted_kernel[(groups.max_tiles * triton.cdiv(outer, block_n),)](
         TensorDescriptor(values, list(values.shape), list(values.stride()), [groups.block, block_k]),
-        TensorDescriptor(values, list(values.shape), list(values.stride()), [rows_of_half or groups.block, block_k]),
+        TensorDescriptor(values, list(values.shape), list(values.stride()), [half or groups.block, block_k]),
         TensorDescriptor(w.weight, list(w.weight.shape), list(w.weight.stride()), [block_n, block_k]),
         scales,
         w.scales if isinstance(w, ScaledLinear) else values,
@@ -252,7 +250,7 @@ def product(
         HAS_BIAS=w.bias is not None,
         ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         BAND=BAND,
-        HALF=rows_of_half,
+        HALF=half,
         BLOCK_M=groups.block,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -264,11 +262,11 @@ def product(
     return y
 
 
-def _tile(groups: Groups, *, gated: bool, eight_bits: bool) -> tuple[int, int, int]:
-    """(BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_experts.py`)."""
+def _tile(groups: Groups, *, gated: bool, eight_bits: bool) -> tuple[int, int, int, bool]:
+    """(BLOCK_N, warps, stages, halved), measured on an H200 (`benchmarks/gpu_experts.py`)."""
     if groups.block == 64:
-        return 128, 4, 4
+        return 128, 4, 4, False
+    few_tiles = groups.order.numel() <= 256 * groups.tile_ends.numel()  # of each expert; a step is bound by its weights
     if eight_bits:
-        return (128, 8, 4) if gated else (256, 8, 3)
-    bound_by_weights = groups.order.numel() <= 256 * groups.tile_ends.numel()
-    return (128, 8, 4 if bound_by_weights else 3) if gated else (128, 4, 3)
+        return (128, 8, 4, few_tiles) if gated else (256, 8, 3, False)
+    return (128, 8, 4 if few_tiles else 3, few_tiles) if gated else (128, 4, 3, few_tiles)
