@@ -41,7 +41,7 @@ def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr
         top: tl.constexpr = 448.0 if FORMAT == 1 else 127.0
         scale = tl.maximum(tl.max(tl.abs(tl.where(mask, y, 0.0)), 0), 1e-12) / top
         tl.store(scales_ptr + row, scale)
-        tl.store(out_ptr + row * size + at, _round(y / scale, out_ptr, top), mask=mask)
+        tl.store(out_ptr + row * size + at, _round(y * (1.0 / scale), out_ptr, top), mask=mask)
 
 
 @triton.jit
