@@ -71,6 +71,18 @@ def _scores(
 
 
 @triton.jit
+def _softened(s, unit, best, total):
+    """Scores s [M, N] of the next keys (−inf: not seen), to be multiplied with `unit`, behind keys whose largest is `best` and
+    whose weights' sum is `total` (Milakov and Gimelshein 2018, algorithm 3): their weights, what sums until now are to be
+    multiplied with, and the new `best` and `total`."""
+    new = tl.maximum(best, tl.max(s, 1) * unit)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s * unit - safe[:, None])
+    fade = tl.exp2(best - safe)
+    return p, fade, new, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
 def _tile_of_keys(table, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
     """Of keys start … start + BLOCK_N (start a multiple of BLOCK_N): their blocks int64 (one number if it is one block), and
     places in the block."""
@@ -286,13 +298,9 @@ def _prefill_step(
         s = tl.where(distance >= 0 if CAUSAL else (at < end)[None, :], s, float("-inf"))
     if HAS_WINDOW:
         s = tl.where((distance if CAUSAL else tl.abs(distance)) < window, s, float("-inf"))
-    new = tl.maximum(best, tl.max(s, 1) * unit)
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s * unit - safe[:, None])
-    alpha = tl.exp2(best - safe)
-    total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(q.dtype), _as(v, q.dtype), acc * alpha[:, None], input_precision="ieee")
-    return acc, new, total
+    p, fade, best, total = _softened(s, unit, best, total)
+    acc = tl.dot(p.to(q.dtype), _as(v, q.dtype), acc * fade[:, None], input_precision="ieee")
+    return acc, best, total
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "first_seq"])

@@ -23,6 +23,7 @@ from slipstream.kernels.triton.attention import (
     MAX_SPLITS,
     _combine_kernel,
     _load,
+    _softened,
     _tile_of_keys,
     num_splits,
 )
@@ -251,13 +252,8 @@ def _latent_kernel(
         s = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         s = tl.dot(q_turned, tl.trans(turned), s, input_precision="ieee")
         s = tl.where((positions[:, None] >= at[None, :]) & (at < end)[None, :], s, float("-inf"))
-        new = tl.maximum(best, tl.max(s, 1) * unit)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s * unit - safe[:, None])
-        alpha = tl.exp2(best - safe)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(latent.dtype), latent, acc * alpha[:, None], input_precision="ieee")
-        best = new
+        p, fade, best, total = _softened(s, unit, best, total)
+        acc = tl.dot(p.to(latent.dtype), latent, acc * fade[:, None], input_precision="ieee")
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     if SPLIT:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import Heads, Scoring
-from slipstream.kernels.triton.attention import LOG2E, _scores
+from slipstream.kernels.triton.attention import LOG2E, _scores, _softened
 from slipstream.kernels.triton.overlap import follow, overlapped
 from slipstream.kernels.triton.pointwise import rope_and_cache
 
@@ -108,13 +108,8 @@ def _attention_kernel(
         if HAS_WINDOW:
             seen = seen & (tl.abs(distance) < window)
         s = tl.where(seen, s, float("-inf"))
-        new = tl.maximum(best, tl.max(s, 1) * unit)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s * unit - safe[:, None])
-        alpha = tl.exp2(best - safe)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        best = new
+        p, fade, best, total = _softened(s, unit, best, total)
+        acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = (rows.to(tl.int64) * tl.num_programs(0) + head)[:, None] * D + ds[None, :]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)
