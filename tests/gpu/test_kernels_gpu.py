@@ -139,6 +139,33 @@ def test_latents_before_and_behind(ops, contexts):
         assert error(ours, theirs) < 1e-2
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("lens", [[1, 1, 1, 7, 128, 700, 1500], [128] * 3, [33, 1, 300]], ids=str)
+def test_prompts_of_latents(ops, lens, heads, interleaved):
+    """With keys and values of their own: the cache is the one of absorbed products, and the results are those of float32."""
+    contexts = [300, 0, 40, *([0] * (len(lens) - 3))] if lens[0] == 1 else [0] * len(lens)
+    _, kv, meta = step(lens, contexts, heads=1, kv_heads=1, dim=576)
+    meta = dataclasses.replace(meta, from_start=True, num_decodes=3 if lens[0] == 1 else 0)
+    shapes = (sum(lens), heads, 192), (sum(lens), 576), (heads, 128, 512), (heads, 512, 128), (512,)
+    given = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    given[2:4] = [t / 16 for t in given[2:4]]
+    angles = torch.outer(torch.arange(2048.0), 1e4 ** -torch.arange(0, 1, 1 / 32)).cuda()
+
+    def attend(o, meta, kind):
+        q, row, keys, values, norm = (t.to(kind) for t in given)
+        k = kv.k.to(kind, copy=True)
+        options = dict(norm=norm, eps=1e-6, cos_sin=torch.cat((angles.cos(), angles.sin()), -1), interleaved=interleaved)
+        return k, o.attend_latents(q, row, LayerKV(k, k[..., 64:]), meta, keys=keys, values=values, scale=192**-0.5, **options)
+
+    cache, ours = attend(ops, meta, torch.bfloat16)
+    absorbed, theirs = attend(ops, dataclasses.replace(meta, from_start=False), torch.bfloat16)
+    assert error(cache, absorbed) < 1e-4  # few tokens' norms are summed in another order
+    expected = attend(REFERENCE, meta, torch.float32)[1]
+    assert error(ours, expected) < 1e-2
+    assert error(theirs, expected) < 1e-2
+
+
 @pytest.mark.parametrize(("n", "k"), [(4672, 4544), (4544, 18176), (5120, 2880), (576, 2048), (201088, 2880), (51, 37)])
 def test_one_token_of_any_width(ops, n, k):
     x, weight = torch.randn(1, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, k, device="cuda", dtype=torch.bfloat16)

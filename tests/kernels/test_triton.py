@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton import TritonOps, latent_prompts, linear, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
 from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
@@ -136,6 +137,80 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
         found.append((queries, k[1:], out[step.owned]))
     for mine, theirs in zip(*found, strict=True):
         close(mine, theirs)
+
+
+PROMPTS = {
+    "ragged": ((5, 0), (70, 0), (33, 0), (2, 0)),
+    "even": ((40, 0),) * 3,
+    "behind decodes": ((1, 20), (1, 0), (1, 3), (37, 0), (64, 0)),
+    "ragged behind decodes": ((1, 20), (1, 2), (70, 0), (3, 0), (2, 0)),
+    "one": ((130, 0),),
+}
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("sizes", [(3, 20, 8, 72, 24), (4, 32, 32, 64, 16), (2, 16, 12, 40, 40)], ids=str)
+@pytest.mark.parametrize("lens", PROMPTS.values(), ids=PROMPTS)
+def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
+    """With keys and values of their own: results and cache are the reference's."""
+    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    heads, plain, rotary, rank, width = sizes
+    step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
+    meta, num_tokens = dataclasses.replace(step.meta, from_start=True), len(step.q)
+    q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
+    keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
+    cos_sin = torch.ones(200, rotary).cumsum(0).sin()
+    options = dict(keys=keys, values=values, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=interleaved, scale=0.05)
+    made = []
+    for ops in (OURS, REFERENCE):
+        k = step.kv.k.clone()
+        out = ops.attend_latents(q.clone(), row, LayerKV(k, k[..., rotary:]), meta, **options)
+        made.append((k[1:], out))
+    for mine, theirs in zip(*made, strict=True):
+        close(mine, theirs)
+
+
+@triton.jit
+def _find_kernel(starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr):
+    unit = triton.language.program_id(0)
+    seq, tile = latent_prompts._find(unit, starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
+    triton.language.store(out_ptr + 2 * unit, seq)
+    triton.language.store(out_ptr + 2 * unit + 1, tile)
+
+
+@pytest.mark.parametrize("lens", [[1] * 3 + [5, 40, 16, 17, 1], [1, *([3] * 250), 50, *([20] * 20), 2], [33]], ids=len)
+def test_units_of_prompts(lens):
+    """Each tile of 16 tokens once, in either order, and those of a sequence from its last to its first."""
+    first = next(i for i, n in enumerate(lens) if n > 1)
+    starts, tiles = torch.tensor([0, *lens]).cumsum(0).int(), -(-max(lens) // 16)
+    wanted = [(i, tile) for i in range(first, len(lens)) for tile in reversed(range(-(-lens[i] // 16)))]
+    of_need = torch.full((len(wanted) + 3, 2), -1, dtype=torch.int32)
+    _find_kernel[(len(of_need),)](starts, of_need, first, len(lens), 0, BLOCK_M=16)
+    assert [tuple(unit) for unit in of_need[: len(wanted)].tolist()] == wanted
+    assert of_need[len(wanted) :, 0].tolist() == [len(lens)] * 3  # there are no more
+    even = torch.empty(tiles * (len(lens) - first), 2, dtype=torch.int32)
+    _find_kernel[(len(even),)](starts, even, first, len(lens), tiles, BLOCK_M=16)
+    found = [tuple(unit) for unit in even.tolist()]
+    assert sorted(found) == sorted((i, tile) for i in range(first, len(lens)) for tile in range(tiles))
+    assert [tile for _, tile in found] == sorted((tile for _, tile in found), reverse=True)
+
+
+def test_which_steps_have_keys_of_their_own(monkeypatch):
+    """Steps of enough tokens behind the decodes, if nothing of theirs is in the cache."""
+    asked = []
+    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(latent_prompts, "attend_latents", lambda *_, **__: asked.append("own"))
+    monkeypatch.setattr("slipstream.kernels.triton.latent_attention", lambda *_, **__: asked.append("absorbed"))
+    names = "keys", "values", "norm", "eps", "cos_sin", "interleaved", "scale"
+    norm, cos_sin = torch.ones(16), torch.ones(50, 8)
+    given = dict(zip(names, (torch.ones(2, 4, 16), None, norm, 1e-5, cos_sin, True, 1.0), strict=True))
+    eight, seven, decodes = ((1, 5), (8, 0)), ((1, 5), (7, 0)), ((1, 5),) * 9
+    for lens, from_start in ((eight, True), (seven, True), (eight, False), (decodes, True)):
+        step = cases.step(cases.Shape(sequences=lens, num_heads=2, num_kv_heads=1, head_dim=24))
+        q, row = torch.randn(len(step.q), 2, 12), torch.randn(len(step.q), 24)
+        kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
+        OURS.attend_latents(q, row, kv, dataclasses.replace(step.meta, from_start=from_start), **given)
+    assert asked == ["own", "absorbed", "absorbed", "absorbed"]
 
 
 @QUICK

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton import TritonOps, latent_prompts
 from slipstream.worker import model_runner
 from tests import tiny_models
 from tests.worker.test_graph_steps import answers
@@ -25,3 +25,28 @@ def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
         assert ours[0] == theirs[0]
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-3)
     assert {kind for kind, _ in graphs.used} == {"decodes", "short"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_whole_prompts_of_latents_say_the_same(tmp_path, monkeypatch, family):
+    """With keys and values of their own, then in chunks, behind a prefix, and as decodes over what that left in the cache."""
+    tiny_models.build(tmp_path, family)
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    settings, lengths = dict(max_model_len=80, max_num_batched_tokens=40), (9, 31, 30, 50)
+    expected, _ = answers(str(tmp_path), False, sampling, lengths, **settings)
+    taken = []
+
+    def prompt_attention(q, k, *given, **options):
+        taken.append((len(q) - len(k), len(k)))
+        return attend(q, k, *given, **options)
+
+    attend = latent_prompts.prompt_attention
+    monkeypatch.setattr(latent_prompts, "prompt_attention", prompt_attention)
+    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: TritonOps())
+    found, _ = answers(str(tmp_path), False, sampling, lengths, **settings)
+    assert {(0, 40), (2, 38)} <= set(taken)  # by themselves, and behind decodes
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-3)

@@ -182,13 +182,15 @@ def test_a_step_is_the_same_looked_up_on_either_side():
     # a decode of row 2 at position 30, tokens 3 … 7 of row 0; both sample
     arrays = [[2, 0, 0, 0, 0], [30, 3, 4, 5, 6], [0, 1, 5], [31, 7], [2, 0], [2, 0], [31, 7], [0, 4]]
     given = table, [np.array(a, np.int64) for a in arrays]
-    sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, max_encoder_len=0)
+    sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=0)
     (ids, meta, more), (ids_too, meta_too, more_too) = (
         look(*given, **sizes) for look in (_look_up_on_host, _look_up_after_upload)
     )
     assert torch.equal(ids, ids_too)
     for name in ("query_start_loc", "seq_lens", "block_table", "positions", "slot_mapping"):
         assert torch.equal(getattr(meta, name), getattr(meta_too, name)), name
+    assert meta.from_start
+    assert meta_too.from_start
     for ours, theirs in zip(more, more_too, strict=True):
         assert ours.tolist() == theirs.tolist()
     assert more_too[2].dtype == torch.int64  # an index of hidden states

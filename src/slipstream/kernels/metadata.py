@@ -64,6 +64,7 @@ class AttentionMetadata:
     """Where this step's tokens stand. Tensors are on the model's device; the ints are known on the host.
 
     The first `num_decodes` sequences have exactly one token each (their queries are tokens 0 … num_decodes − 1).
+    `from_start`: the sequences behind them have nothing in the cache before this step (False says nothing).
     `cross` says where the same sequences' keys and values of an encoder stand (its positions and slots are unused).
     Inside a captured graph the ints are upper bounds and padded sequences have seq_len 0 and write to slot 0
     (in the null block).
@@ -77,6 +78,7 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    from_start: bool = False
     token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
     text_ends: Tensor | None = None  # int32 [T]: where each token's text ends, if they are whole texts (and if it is known)
     cross: AttentionMetadata | None = None
@@ -104,6 +106,7 @@ class AttentionMetadata:
             num_decodes=num_seqs if num_new == 1 else 0,
             max_query_len=num_new,
             max_seq_len=length,
+            from_start=num_new == length,
         )
 
 

@@ -167,8 +167,7 @@ class OpSet(ABC):
         return table
 
     def prepare_heads(self, weight: Tensor) -> Any:
-        """What latent attention multiplies head by head, [H, in, out], as this op set's `latent_queries` and `latent_attention`
-        read it."""
+        """What latent attention multiplies head by head, [H, in, out], as this op set's `attend_latents` reads it."""
         return weight.contiguous()
 
     def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
@@ -287,6 +286,28 @@ class OpSet(ABC):
         text = torch.bucketize(tokens, starts[1:], right=True)  # num_texts: of none
         sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
         return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
+
+    def attend_latents(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Any,
+        values: Any,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+        scale: float,
+    ) -> Tensor:
+        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `latent_queries` and `latent_attention`, or what
+        comes to the same. keys [H, P, C] and values [H, C, V] are as `prepare_heads` made them."""
+        queries = self.latent_queries(
+            q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved
+        )
+        return self.latent_attention(queries, kv, meta, values, scale=scale)
 
     def latent_queries(
         self,

@@ -124,7 +124,8 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Attention over the latents themselves: what makes keys and values of a latent is multiplied into queries and results
-    instead (DeepSeek-V2, section 2.1.3), so that all heads read one cached row a token."""
+    instead (DeepSeek-V2, section 2.1.3), so that all heads read one cached row a token. An op set may make keys and values of a
+    prompt's tokens, which share them."""
 
     spec: LatentAttentionSpec
     q_latent: Linear | None
@@ -144,18 +145,20 @@ class LatentAttention:
             assert self.q_norm is not None
             rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
         q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
-        queries = ops.latent_queries(
+        seen = ops.attend_latents(
             q,
             ops.linear(x, self.latent),
             kv,
             meta,
             keys=self.keys,
+            values=self.values,
             norm=self.k_norm,
             eps=s.eps,
             cos_sin=self.cos_sin,
             interleaved=s.position.style == "interleaved",
+            scale=s.scale,
         )
-        return ops.linear(ops.latent_attention(queries, kv, meta, self.values, scale=s.scale), self.out)
+        return ops.linear(seen, self.out)
 
     @property
     def inputs(self) -> InputFormat | None:

@@ -200,11 +200,12 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
     which = [i for i, s in enumerate(scheduled) if s.samples]
     sequences = scheduled if len(which) == num_seqs else tuple(scheduled[i] for i in which)
     if max_query_len == 1:
-        token_rows, positions, num_decodes = rows, computed, num_seqs
+        token_rows, positions, num_decodes, from_start = rows, computed, num_seqs, False
         starts = np.arange(num_seqs + 1)
     else:
         token_rows, positions, starts = laid_out(rows, computed, lengths)
         num_decodes = int(np.argmax(lengths != 1))
+        from_start = not computed[num_decodes:].any()
     if len(which) == len(positions):
         index, sample_rows, sample_positions = None, rows, seq_lens
     else:
@@ -220,6 +221,7 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
         num_decodes=num_decodes,
         max_query_len=max_query_len,
         max_seq_len=max(seq_lens.tolist()),
+        from_start=from_start,
         max_encoder_len=longest,
     )
     return InputBatch(
@@ -237,6 +239,7 @@ def _look_up_after_upload(
     num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
+    from_start: bool,
     max_encoder_len: int,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
@@ -250,6 +253,7 @@ def _look_up_after_upload(
         num_decodes=num_decodes,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        from_start=from_start,
         max_encoder_len=max_encoder_len,
     )
     return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
@@ -262,6 +266,7 @@ def _look_up_on_host(
     num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
+    from_start: bool,
     max_encoder_len: int,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`look_up`, by numpy."""
@@ -276,6 +281,7 @@ def _look_up_on_host(
         num_decodes=num_decodes,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        from_start=from_start,
     )
     if table.encoder_table is not None:
         meta = _beside(table, meta, torch.from_numpy(rows), max_encoder_len)
@@ -293,6 +299,7 @@ def look_up(
     num_decodes: int,
     max_query_len: int,
     max_seq_len: int,
+    from_start: bool = False,
     max_encoder_len: int = 0,
 ) -> tuple[Tensor, AttentionMetadata]:
     """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
@@ -307,6 +314,7 @@ def look_up(
         num_decodes=num_decodes,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        from_start=from_start,
     )
     return ids, _beside(table, meta, rows, max_encoder_len)
 

@@ -33,6 +33,7 @@ from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.scheme import FORMAT_MAX, SCHEMES
+from slipstream.model.spec import LatentAttentionSpec
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
 from slipstream.worker.graphs import StepGraphs, graph_rows, ladder, short_sizes
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
@@ -188,6 +189,8 @@ class ModelRunner:
             if self.model.spec.encoder is not None:
                 self.model.decoder.encode(tokens, kv, meta)
                 meta = dataclasses.replace(meta, cross=meta)
+            if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
+                self.model.decoder.forward(tokens, kv, dataclasses.replace(meta, from_start=False))
             hidden = self.model.decoder.forward(tokens, kv, meta)
             if not self.model.spec.writes:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
@@ -455,6 +458,10 @@ class ModelRunner:
 
         return [(scale(layer.k), scale(layer.v)) for layer in kv]
 
+    @property
+    def _has_latents(self) -> bool:
+        return any(isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers)
+
     def _make_rows(self) -> RowTable:
         config = self.config
         return RowTable(
@@ -480,6 +487,7 @@ class ModelRunner:
             num_decodes=0,
             max_query_len=length,
             max_seq_len=length,
+            from_start=True,
         )
         return meta, torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
 
@@ -502,7 +510,10 @@ class ModelRunner:
         request pays for no compilation. Graphs of texts have run their largest and smallest steps."""
         if self.device.type == "cpu" or self.text_graphs is not None:
             return
-        for num_tokens, length in ((64, 64), (4, 1), (1, 1)):
+        steps = [(64, 64), (4, 1), (1, 1)]
+        if self._has_latents:  # whole prompts, short ones and long, have kernels of their own
+            steps += [(512, min(n, self.config.model.max_model_len)) for n in (128, 512)]
+        for num_tokens, length in steps:
             meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)

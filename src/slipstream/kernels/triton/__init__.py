@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,18 @@ from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton import grouped, halves, linear, moe, one_token, parts, pointwise, sampling, whole
+from slipstream.kernels.triton import (
+    grouped,
+    halves,
+    latent_prompts,
+    linear,
+    moe,
+    one_token,
+    parts,
+    pointwise,
+    sampling,
+    whole,
+)
 from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.latent import latent_attention, latent_queries
@@ -142,6 +154,27 @@ class TritonOps(OpSet):
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
         return whole.mean_of_texts(hidden, starts)
 
+    def attend_latents(
+        self,
+        q: Tensor,
+        row: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        *,
+        keys: Tensor,
+        values: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        interleaved: bool,
+        scale: float,
+    ) -> Tensor:
+        options: dict[str, Any] = dict(keys=keys, values=values, norm=norm, eps=eps, cos_sin=cos_sin)
+        options.update(interleaved=interleaved, scale=scale)
+        if latent_prompts.takes(meta):
+            return latent_prompts.attend_latents(q, row, kv, meta, **options)
+        return super().attend_latents(q, row, kv, meta, **options)
+
     def latent_queries(
         self,
         q: Tensor,
@@ -155,7 +188,7 @@ class TritonOps(OpSet):
         cos_sin: Tensor,
         interleaved: bool,
     ) -> Tensor:
-        return latent_queries(q, row, kv, meta, keys, norm, eps, cos_sin, interleaved)
+        return latent_queries(q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
 
     def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
         return latent_attention(q, kv, meta, scale=scale, values=values)

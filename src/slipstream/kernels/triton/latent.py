@@ -6,7 +6,8 @@ A token's heads stand in one tile, as rows of its products: 16 to 128 heads fill
 token. Without 8-bit caches, windows, caps or ALiBi: no such model has them.
 
 What goes before and behind is done for few tokens (FEW) in one kernel each: norm, rotation, cache and the queries' product with
-`keys`; the parts' sum and its product with `values`. For more the two products are the library's.
+`keys`; the parts' sum and its product with `values`. For more the two products are the library's. Many tokens of whole prompts
+are `latent_prompts`'.
 """
 
 from __future__ import annotations
@@ -35,10 +36,119 @@ SPLIT_KEYS = 32
 """A part of a sequence has at least twice as many keys."""
 FEW = 8
 """Up to so many tokens each multiplies for itself, without tensor cores."""
+ROW_TOKENS = 4
+"""Tokens of a program that remembers many: a latent of 512 numbers for each of its four warps."""
 
 
 @triton.jit
-def _queries_kernel(
+def _angles(table_ptr, positions, live, R: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines [N, HALF] of `positions` [N], of which R // 2 are there."""
+    i = tl.arange(0, HALF)
+    at, there = table_ptr + (positions * R)[:, None] + i[None, :], live[:, None] & (i < R // 2)[None, :]
+    return tl.load(at, mask=there, other=0.0), tl.load(at + R // 2, mask=there, other=0.0)
+
+
+@triton.jit
+def _turned(at, live, cos, sin, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The R rotary numbers at `at` [N], turned: the first of each pair and the second, float32 [N, HALF] each."""
+    if INTERLEAVED:
+        r = tl.arange(0, 2 * HALF)
+        x = tl.load(at[:, None] + r[None, :], mask=live[:, None] & (r < R)[None, :], other=0.0)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+    else:
+        i = tl.arange(0, HALF)
+        there = live[:, None] & (i < R // 2)[None, :]
+        a = tl.load(at[:, None] + i[None, :], mask=there, other=0.0)
+        b = tl.load(at[:, None] + R // 2 + i[None, :], mask=there, other=0.0)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _joined(a, b):
+    """[N, HALF] twice → [N, 2 HALF], pair by pair."""
+    return tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _store_pairs(at, live, a, b, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where `_turned` found them."""
+    if INTERLEAVED:
+        r = tl.arange(0, 2 * HALF)
+        tl.store(at[:, None] + r[None, :], _joined(a, b), mask=live[:, None] & (r < R)[None, :])
+    else:
+        i = tl.arange(0, HALF)
+        there = live[:, None] & (i < R // 2)[None, :]
+        tl.store(at[:, None] + i[None, :], a, mask=there)
+        tl.store(at[:, None] + R // 2 + i[None, :], b, mask=there)
+
+
+@triton.jit
+def _turn_queries(
+    q_ptr,
+    out_ptr,
+    positions_ptr,
+    table_ptr,
+    rows,
+    live,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The rotary numbers of `rows` [N], a token and head each, turned and in front of where their products come."""
+    cos, sin = _angles(table_ptr, tl.load(positions_ptr + rows // H, mask=live, other=0), live, R, HALF)
+    places = rows.to(tl.int64)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    a, b = _turned(q_ptr + places * (P + R) + P, live, cos, sin, R, HALF, INTERLEAVED)
+    _store_pairs(out_ptr + places * (R + C), live, a.to(kind), b.to(kind), R, HALF, INTERLEAVED)
+
+
+@triton.jit
+def _remember(
+    row_ptr,
+    k_ptr,
+    latents_ptr,
+    turned_ptr,
+    norm_ptr,
+    positions_ptr,
+    slots_ptr,
+    table_ptr,
+    eps,
+    tokens,
+    live,
+    first,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Of `tokens` [N]: the key turned and the latent normed, into the cache, and with KEEP as they are there into rows of their
+    own from token `first` on, the key pair by pair."""
+    row = row_ptr + tokens * (C + R)
+    # one kv head: slots follow one another through all blocks
+    cached = k_ptr + tl.load(slots_ptr + tokens, mask=live, other=0) * (R + C)
+    cos, sin = _angles(table_ptr, tl.load(positions_ptr + tokens, mask=live, other=0), live, R, HALF)
+    a, b = _turned(row + C, live, cos, sin, R, HALF, INTERLEAVED)
+    a, b = _cached(a, 1.0, k_ptr, False), _cached(b, 1.0, k_ptr, False)
+    _store_pairs(cached, live, a, b, R, HALF, INTERLEAVED)
+    cs = tl.arange(0, BLOCK_C)
+    there = live[:, None] & (cs < C)[None, :]
+    x = tl.load(row[:, None] + cs[None, :], mask=there, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + cs, mask=cs < C, other=0.0).to(tl.float32)
+    x = _cached(x * tl.rsqrt(tl.sum(x * x, 1) / C + eps)[:, None] * weight[None, :], 1.0, k_ptr, False)
+    tl.store(cached[:, None] + R + cs[None, :], x, mask=there)
+    if KEEP:
+        _store_pairs(turned_ptr + (tokens - first) * R, live, a, b, R, HALF, True)
+        tl.store(latents_ptr + ((tokens - first) * C)[:, None] + cs[None, :], x, mask=there)
+
+
+@triton.jit
+def _few_kernel(
     q_ptr,
     row_ptr,
     out_ptr,
@@ -56,13 +166,13 @@ def _queries_kernel(
     INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of a token: program 0 turns the rotary numbers of all heads and of the key, norms the latent, and writes both into the
-    cache; the others, if any, multiply a head's plain numbers with SLICE columns of its `keys`."""
+    cache; the others multiply a head's plain numbers with SLICE columns of its `keys`."""
     token, pid = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if pid > 0:
         slices: tl.constexpr = (C + SLICE - 1) // SLICE
@@ -78,32 +188,60 @@ def _queries_kernel(
         return
     if PDL:
         follow()
-    i = tl.arange(0, BLOCK_R)
-    half = i < R // 2
-    first = 2 * i if INTERLEAVED else i
-    second = first + 1 if INTERLEAVED else i + R // 2
-    turn = table_ptr + tl.load(positions_ptr + token) * R
-    cos, sin = tl.load(turn + i, mask=half, other=0.0), tl.load(turn + R // 2 + i, mask=half, other=0.0)
     for h in range(0, H, BLOCK_H):
         heads = h + tl.arange(0, BLOCK_H)
-        live = (heads < H)[:, None] & half[None, :]
-        source = q_ptr + (token * H + heads)[:, None] * (P + R) + P
-        a = tl.load(source + first[None, :], mask=live, other=0.0).to(tl.float32)
-        b = tl.load(source + second[None, :], mask=live, other=0.0).to(tl.float32)
-        target = out_ptr + (token * H + heads)[:, None] * (R + C)
-        kind = out_ptr.dtype.element_ty
-        tl.store(target + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(kind), mask=live)
-        tl.store(target + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(kind), mask=live)
-    cached = k_ptr + tl.load(slots_ptr + token) * (R + C)  # one kv head: slots follow one another through all blocks
-    row = row_ptr + token * (C + R)
-    a = tl.load(row + C + first, mask=half, other=0.0).to(tl.float32)
-    b = tl.load(row + C + second, mask=half, other=0.0).to(tl.float32)
-    tl.store(cached + first, _cached(a * cos - b * sin, 1.0, k_ptr, False), mask=half)
-    tl.store(cached + second, _cached(b * cos + a * sin, 1.0, k_ptr, False), mask=half)
-    cs = tl.arange(0, BLOCK_C)
-    x = tl.load(row + cs, mask=cs < C, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps) * tl.load(norm_ptr + cs, mask=cs < C, other=0.0).to(tl.float32)
-    tl.store(cached + R + cs, _cached(x, 1.0, k_ptr, False), mask=cs < C)
+        _turn_queries(
+            q_ptr, out_ptr, positions_ptr, table_ptr, tl.program_id(0) * H + heads, heads < H, H, P, R, C, HALF, INTERLEAVED
+        )  # fmt: skip
+    tokens = token + tl.arange(0, 1)
+    _remember(
+        row_ptr, k_ptr, k_ptr, k_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, eps, tokens, tokens >= 0, 0,
+        R, C, HALF, BLOCK_C, INTERLEAVED, False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "T", "row_programs"])
+def _many_kernel(
+    q_ptr,
+    row_ptr,
+    out_ptr,
+    k_ptr,
+    latents_ptr,
+    turned_ptr,
+    norm_ptr,
+    positions_ptr,
+    slots_ptr,
+    table_ptr,
+    eps,
+    first,
+    T,
+    row_programs,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of tokens `first` … T − 1: the first `row_programs` programs remember BLOCK_T tokens each, the others, if any, turn the
+    rotary numbers of BLOCK_Q queries, a token's heads being one each."""
+    if PDL:
+        follow()
+    pid = tl.program_id(0)
+    if pid < row_programs:
+        tokens = first + pid.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        _remember(
+            row_ptr, k_ptr, latents_ptr, turned_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, eps, tokens, tokens < T,
+            first, R, C, HALF, BLOCK_C, INTERLEAVED, KEEP,
+        )  # fmt: skip
+    else:
+        rows = (pid - row_programs) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        _turn_queries(q_ptr, out_ptr, positions_ptr, table_ptr, rows, rows < T * H, H, P, R, C, HALF, INTERLEAVED)
 
 
 def latent_queries(
@@ -111,6 +249,7 @@ def latent_queries(
     row: Tensor,
     kv: LayerKV,
     meta: AttentionMetadata,
+    *,
     keys: Tensor,
     norm: Tensor,
     eps: float,
@@ -122,35 +261,54 @@ def latent_queries(
     out = torch.empty(num_tokens, num_heads, rotary + rank, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
-    q, few, columns = q.contiguous(), num_tokens <= FEW, 64
-    programs = num_heads * triton.cdiv(rank, columns) if few else 0
-    _queries_kernel[(num_tokens, 1 + programs)](
-        q,
-        row.contiguous(),
-        out,
-        kv.k,
-        keys,
-        norm,
-        meta.positions,
-        meta.slot_mapping,
-        cos_sin,
-        eps,
-        H=num_heads,
-        P=plain,
-        R=rotary,
-        C=rank,
-        INTERLEAVED=interleaved,
-        BLOCK_H=16,
-        BLOCK_P=triton.next_power_of_2(plain),
-        BLOCK_R=triton.next_power_of_2(rotary // 2),
-        BLOCK_C=triton.next_power_of_2(rank),
-        SLICE=columns,
-        num_warps=4,
-        **overlapped(q),
-    )
-    if not few:
-        torch.bmm(q[:, :, :plain].transpose(0, 1), keys, out=out[:, :, rotary:].transpose(0, 1))
+    q, row = q.contiguous(), row.contiguous()
+    shape = _row_shape(cos_sin, rank, interleaved)
+    if num_tokens <= FEW:
+        columns = 64
+        _few_kernel[(num_tokens, 1 + num_heads * triton.cdiv(rank, columns))](
+            q, row, out, kv.k, keys, norm, meta.positions, meta.slot_mapping, cos_sin, eps, H=num_heads, P=plain,
+            BLOCK_H=min(64, triton.next_power_of_2(num_heads)), BLOCK_P=triton.next_power_of_2(plain), SLICE=columns,
+            num_warps=4, **shape, **overlapped(q),
+        )  # fmt: skip
+        return out
+    row_programs, block_q = triton.cdiv(num_tokens, ROW_TOKENS), 64
+    _many_kernel[(row_programs + triton.cdiv(num_tokens * num_heads, block_q),)](
+        q, row, out, kv.k, out, out, norm, meta.positions, meta.slot_mapping, cos_sin, eps, 0, num_tokens, row_programs,
+        H=num_heads, P=plain, KEEP=False, BLOCK_T=ROW_TOKENS, BLOCK_Q=block_q, num_warps=4, **shape, **overlapped(q),
+    )  # fmt: skip
+    torch.bmm(q[:, :, :plain].transpose(0, 1), keys, out=out[:, :, rotary:].transpose(0, 1))
     return out
+
+
+def latent_rows(
+    row: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    *,
+    first: int,
+    norm: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Of row [T, C + R], from token `first` on, what `latent_queries` leaves in the cache: there, and as latents [T − first, C]
+    and turned keys [T − first, R], pair by pair."""
+    num_tokens, rotary = len(row), cos_sin.shape[1]
+    rank, count = row.shape[1] - rotary, num_tokens - first
+    latents, turned = row.new_empty(count, rank), row.new_empty(count, rotary)
+    row, programs = row.contiguous(), triton.cdiv(count, ROW_TOKENS)
+    _many_kernel[(programs,)](
+        row, row, row, kv.k, latents, turned, norm, meta.positions, meta.slot_mapping, cos_sin, eps, first, num_tokens,
+        programs, H=1, P=0, KEEP=True, BLOCK_T=ROW_TOKENS, BLOCK_Q=1, num_warps=4,
+        **_row_shape(cos_sin, rank, interleaved), **overlapped(row),
+    )  # fmt: skip
+    return latents, turned
+
+
+def _row_shape(cos_sin: Tensor, rank: int, interleaved: bool) -> dict[str, int | bool]:
+    rotary = cos_sin.shape[1]
+    half, block_c = triton.next_power_of_2(rotary // 2), triton.next_power_of_2(rank)
+    return dict(R=rotary, C=rank, INTERLEAVED=interleaved, HALF=half, BLOCK_C=block_c)
 
 
 @triton.jit(do_not_specialize=["splits"])
