@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.triton.attention import LOG2E, _load
+from slipstream.kernels.triton.attention import LOG2E, _load, _softened
 from slipstream.kernels.triton.latent import _angles, _joined, _turned, latent_attention, latent_queries, latent_rows
 from slipstream.kernels.triton.overlap import follow, overlapped
 
@@ -99,12 +99,9 @@ def _step(
     s = tl.dot(q_turned, tl.trans(rotary), s, input_precision="ieee")
     if MASKED:
         s = tl.where(rows[:, None] >= keys[None, :], s, float("-inf"))
-    new = tl.maximum(best, tl.max(s, 1) * unit)  # finite: every query sees the first tile's first key
-    p = tl.exp2(s * unit - new[:, None])
-    alpha = tl.exp2(best - new)
-    total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
-    return acc, new, total
+    p, fade, best, total = _softened(s, unit, best, total)
+    acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+    return acc, best, total
 
 
 @triton.jit(do_not_specialize=["first_seq", "last_seq", "first_token", "num_keys", "tiles"])
