@@ -87,7 +87,7 @@ def _place_kernel(
         totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
     ahead = tl.zeros((SHARE,), tl.int32)
-    for first in tl.static_range(0, SHARE, 32):
+    for first in tl.range(0, SHARE, 32, loop_unroll_factor=8):  # so many are asked for at once
         others = first + tl.arange(0, 32)
         them = tl.load(chosen_ptr + share * SHARE + others, mask=share * SHARE + others < N, other=-1)
         # others down, a thread's own entries across: no two threads sum together

@@ -38,23 +38,19 @@ def _sort_kernel(
     TOP: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's row to the places of its entries, all of which are read before the first is written to: no load waits behind a
-    store."""
+    """A token's row to the places of its entries."""
     if PDL:
         follow()
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    js = tl.arange(0, BLOCK_TOP)
-    places = tl.load(places_ptr + token * TOP + js, mask=js < TOP, other=0)
     x = tl.load(x_ptr + token.to(tl.int64) * K + at, mask=at < K)
-    if SCALED and tl.program_id(1) == 0:
-        tl.store(out_scales_ptr + places, tl.load(scales_ptr + token + js * 0), mask=js < TOP)
     for j in tl.static_range(TOP):
-        place = tl.sum(tl.where(js == j, places, 0), 0)
+        place = tl.load(places_ptr + token * TOP + j)
         tl.store(out_ptr + place.to(tl.int64) * K + at, x, mask=at < K)
+        if SCALED and tl.program_id(1) == 0:
+            tl.store(out_scales_ptr + place, tl.load(scales_ptr + token))
 
 
 def sort_rows(x: Activations, groups: Groups, top: int) -> Activations:
@@ -77,7 +73,6 @@ def sort_rows(x: Activations, groups: Groups, top: int) -> Activations:
         TOP=top,
         SCALED=isinstance(x, Quantized),
         BLOCK=block,
-        BLOCK_TOP=triton.next_power_of_2(top),
         num_warps=min(4, max(1, block // 256)),
         **overlapped(values),
     )
