@@ -87,7 +87,8 @@ def _place_kernel(
         totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
     ahead = tl.zeros((SHARE,), tl.int32)
-    for first in tl.range(0, SHARE, 32, loop_unroll_factor=8):  # so many are asked for at once
+    UNROLLED: tl.constexpr = 8 if SHARE <= 256 else 1  # the loads of a larger share's loop would not fit the registers
+    for first in tl.range(0, SHARE, 32, loop_unroll_factor=UNROLLED):
         others = first + tl.arange(0, 32)
         them = tl.load(chosen_ptr + share * SHARE + others, mask=share * SHARE + others < N, other=-1)
         # others down, a thread's own entries across: no two threads sum together
