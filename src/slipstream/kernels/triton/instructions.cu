@@ -1,5 +1,5 @@
-// The instructions that CUDA C++ has no words for, each a function; the kernels stand below this file when they are compiled, and
-// below tests/kernels/instructions_on_cpu.h, which has the same functions, when they are tested without a GPU.
+// The instructions that CUDA C++ has no words for, each a function; the kernels stand below this file when they are compiled,
+// and below tests/kernels/instructions_on_cpu.h, which has the same functions, when they are tested without a GPU.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -69,10 +69,14 @@ __device__ __forceinline__ float fresh4(const float* p) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
     return v;
 }
-__device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
+__device__ __forceinline__ void together() {  // those that multiply
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
 
 // --- barriers in shared memory: `count` arrivals and all bytes that were expected end a phase
-__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count)); }
+__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
 __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -80,11 +84,13 @@ __device__ __forceinline__ void barriers_made() {
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {  // and arrive
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void until(u32 barrier, u32 parity) {
     asm volatile(
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }" ::"r"(barrier),
-        "r"(parity)
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }"
+        ::"r"(barrier), "r"(parity)
         : "memory");
 }
 __device__ __forceinline__ void bring(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
@@ -119,7 +125,9 @@ __device__ __forceinline__ u32 add_and_read(u32* counter) {  // what it was
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(seen) : "l"(counter) : "memory");
     return seen;
 }
-__device__ __forceinline__ void count(u64* number) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(number) : "memory"); }
+__device__ __forceinline__ void count(u64* number) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(number) : "memory");
+}
 
 // The largest of a warp's numbers.
 __device__ __forceinline__ u32 largest(u32 x) { return __reduce_max_sync(~0u, x); }
@@ -127,13 +135,16 @@ __device__ __forceinline__ u32 largest(u32 x) { return __reduce_max_sync(~0u, x)
 // c += a · b of tensor cores: a [16, 16 or 32], b [16 or 32, 8].
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (FORM == 1 || HALF)  // FP8's codes are multiplied as the float16 that they stand for
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

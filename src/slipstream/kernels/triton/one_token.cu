@@ -2,20 +2,20 @@
 // below `instructions.cu` and the other files of `SOURCES` when it is compiled.
 //
 // Such a step is bound by reading every weight once. One program stays on each multiprocessor. Its last warps do nothing but
-// ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps
-// multiply what has arrived. Weights wait for nobody (but a mixture's for the choice of experts): while programs meet, norm a row or
+// ask for this program's weights, in the order in which they are wanted, into a ring in shared memory; the other warps multiply
+// what has arrived. Weights wait for nobody (but a mixture's for the choice of experts): while programs meet, norm a row or
 // attend, the ring fills. A layer is
 //
 //     norm → q, k, v | rope, cache, attention | parts together → output, into the residual | norm → up, activation | down
 //
 // with a meeting at each bar: a counter in memory that all programs add to and wait for. In a parallel block up stands beside
-// q, k, v and down beside output, so there are three; a mixture of experts, in place of up and down, has one more. Every program
-// makes the whole row that a product reads for itself, which is cheaper than waiting for one to do it.
+// q, k, v and down beside output, so there are three; a mixture of experts, in place of up and down, has one more. Every
+// program makes the whole row that a product reads for itself, which is cheaper than waiting for one to do it.
 //
 // A product's rows are dealt out in tiles of 16 (of a gated one 8 gates and their 8 ups), each program a stretch of them. A
-// piece of the ring is 1,024 bytes of each row of a tile. A sum may be taken in any order, so a lane's 16 bytes of a row are the
-// operand of tensor cores as they lie there, and the matching inputs are the other: column 0 of 8 that are all the same. The
-// warps take pieces' 64-byte columns in turn and add up at a tile's end, always in the same order.
+// piece of the ring is 1,024 bytes of each row of a tile. A sum may be taken in any order, so a lane's 16 bytes of a row are
+// the operand of tensor cores as they lie there, and the matching inputs are the other: column 0 of 8 that are all the same.
+// The warps take pieces' 64-byte columns in turn and add up at a tile's end, always in the same order.
 //
 // Source: the idea of one kernel a step is "No bubbles" (Spector et al., 2025, megakernels for Llama-1B); products by permuted
 // operands and 4-bit codes as bits of larger numbers are Marlin's (Frantar et al., 2024).
@@ -38,28 +38,25 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     if (threadIdx.x < NUM_POINTERS) rows[threadIdx.x] = table[threadIdx.x];
     __syncthreads();
     const Shares shares = shares_of(seq_lens[0]);
-    Place place;
     if (warp >= WARPS) {
-        const int asker = warp - WARPS;
-        const u64 policy = read_once();
-        auto of_table = [&](int layer, int i) { return i < NUM_POINTERS && layer < num_layers ? table[layer * NUM_POINTERS + i] : 0; };
+        Asker asker(smem, program, warp - WARPS, lane);
+        auto of_table = [&](int layer, int i) {
+            return i < NUM_POINTERS && layer < num_layers ? table[layer * NUM_POINTERS + i] : 0;
+        };
         u64 row = of_table(0, lane), more = of_table(0, 32 + lane);
-        Place arrived;
-        u32 asked = 0, routed = 0;
         auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, i < 32 ? row : more, i % 32); };
         for (int layer = 0; layer < num_layers; layer++) {
             const u64 next = of_table(layer + 1, lane), more_of_next = of_table(layer + 1, 32 + lane);
-            ask<ASKING, E, false, ONE, 0, QKV / 16>(pointer(QKV_W), pointer(QKV_S), place, arrived, asked, smem, program, asker, lane, policy);
-            if (LATENT)
-                ask<LATENTS, E, false, ONE, ASKING / 16, QKV / 16>(pointer(LATENT_W), pointer(LATENT_S), place, arrived, asked, smem, program, asker, lane, policy);
-            if (PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
-            ask_attention(shares, pointer, block_table, place, arrived, asked, smem, program, asker, lane, policy);
-            ask<E, Q, false>(pointer(OUT_W), pointer(OUT_S), place, arrived, asked, smem, program, asker, lane, policy);
+            asker.product<ASKING, E, false, ONE, 0, QKV / 16>(pointer(QKV_W), pointer(QKV_S));
+            if (LATENT) asker.product<LATENTS, E, false, ONE, ASKING / 16, QKV / 16>(pointer(LATENT_W), pointer(LATENT_S));
+            if (PARALLEL) asker.product<F, E, GATED>(pointer(UP_W), pointer(UP_S));
+            ask_attention(shares, pointer, block_table, asker);
+            asker.product<E, Q, false>(pointer(OUT_W), pointer(OUT_S));
             if (X && (!DENSE || pointer(ROUTER_W)))
-                Mixture<X>::ask(pointer, place, arrived, asked, routed, smem, program, asker, lane, policy);
+                Mixture<X>::ask(pointer, asker);
             else {
-                if (!PARALLEL) ask<F, E, GATED>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy);
-                ask<E, F, false>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
+                if (!PARALLEL) asker.product<F, E, GATED>(pointer(UP_W), pointer(UP_S));
+                asker.product<E, F, false>(pointer(DOWN_W), pointer(DOWN_S));
             }
             row = next;
             more = more_of_next;
@@ -73,21 +70,29 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
     typedef Product<E, F, CODES_F, ADD, DOWN_BIAS> Down;
     const int splits = shares.splits;
     const float* angles = cos_sin + positions[0] * R;
-    const bool counted = X && program == 0 && block_table[(shares.length - 1) / BLOCK_SIZE] > 0;  // not in the null block, as padding is
+    const int block = block_table[(shares.length - 1) / BLOCK_SIZE];
+    const bool counted = X && program == 0 && block > 0;  // not in the null block, as padding is
+    Place place;
     u32 met = 0, attended = 0;
     auto residual = [&](int v, float* y) { numbers(fresh16((const uint4*)x + v), y); };
     auto middle = [&](int v, float* y) { numbers(fresh16((const uint4*)mid + v), y); };
     for (int layer = 0; layer < num_layers; layer++) {
         const u64* row = rows + layer % 2 * TABLE;
-        if (warp == WARPS - 1 && layer + 1 < num_layers)
-            for (int i = lane; i < NUM_POINTERS; i += 32) rows[(layer + 1) % 2 * TABLE + i] = table[(layer + 1) * NUM_POINTERS + i];
-        const u16 *norm = (const u16*)row[NORM_W], *norm_bias = (const u16*)row[NORM_B], *mlp = (const u16*)row[MLP_W], *mlp_bias = (const u16*)row[MLP_B];
+        if (warp == WARPS - 1 && layer + 1 < num_layers) {
+            u64* next = rows + (layer + 1) % 2 * TABLE;
+            for (int i = lane; i < NUM_POINTERS; i += 32) next[i] = table[(layer + 1) * NUM_POINTERS + i];
+        }
+        const u16 *norm = (const u16*)row[NORM_W], *norm_bias = (const u16*)row[NORM_B];
+        const u16 *mlp = (const u16*)row[MLP_W], *mlp_bias = (const u16*)row[MLP_B];
         // --- q, k, v
         AtEnd ahead = Qkv::first(program, row, QKV_S, x);
         if (layer) wait(counters, met);
         float x_scale = prepare<E, NORM>(residual, norm, norm_bias, EPS, OFFSET_OF_NORM, memory);
         Qkv::run(ahead, row, QKV_S, qkv, x_scale, place, memory, program);
-        if (LATENT) Latent::run(Latent::first(program, row, LATENT_S, x), row, LATENT_S, qkv + ASKING, x_scale, place, memory, program);
+        if (LATENT) {
+            ahead = Latent::first(program, row, LATENT_S, x);
+            Latent::run(ahead, row, LATENT_S, qkv + ASKING, x_scale, place, memory, program);
+        }
         if (PARALLEL) {
             ahead = Up::first(program, row, UP_S, x);
             if (MLP_NORM) {
@@ -135,7 +140,8 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* parts, float* top
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const float w = from + i < splits ? power2(tops_of[i] - highest) : 0.0f;
-                        const u32 words[8] = {low[i].x, low[i].y, low[i].z, low[i].w, high[i].x, high[i].y, high[i].z, high[i].w};
+                        const uint4 l = low[i], h = high[i];
+                        const u32 words[8] = {l.x, l.y, l.z, l.w, h.x, h.y, h.z, h.w};
                         total += w * totals[i];
 #pragma unroll
                         for (int j = 0; j < 8; j++) y[j] += w * __uint_as_float(words[j]);

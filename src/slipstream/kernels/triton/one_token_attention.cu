@@ -1,5 +1,6 @@
 // Part of `one_token.cu`: rope, the cache and attention of one token. A program takes a part of the keys for some heads. What
-// `one_token.cu` calls: `Shares`, `ask_attention` of the warps that ask, and `attend`; over latents they are one_token_latents.cu's.
+// `one_token.cu` calls: `Shares`, `ask_attention` of the warps that ask, and `attend`; over latents they are
+// one_token_latents.cu's.
 
 // Splits of the keys of a head: short parts cost less than they save, and all parts are read by every program.
 __device__ __forceinline__ int splits_of(int length, int most) {
@@ -74,12 +75,19 @@ struct Attention : Share {
 
     __device__ __forceinline__ Attention(const Shares& all, int program, const u64* row, const int* table)
         : Share(all, program), table(table), k((u8*)row[K_AT]), v((u8*)row[V_AT]) {}
+    // Where the block of a key begins in k or v, this head's.
+    __device__ __forceinline__ long long block_of(int key) const {
+        return ((long long)table[key / BLOCK_SIZE] * HK + head) * (BLOCK_SIZE * D * BYTES);
+    }
+    // This lane's numbers of a key or, where they lie as keys do, of a value.
+    __device__ __forceinline__ uint4 lane_of(const u8* from, int key) const {
+        return *(const uint4*)(from + block_of(key) + key % BLOCK_SIZE * (D * BYTES) + threadIdx.x % LANES * 16);
+    }
     __device__ __forceinline__ void ask_keys(int start) {
 #pragma unroll
         for (int i = 0; i < DEEP; i++) {
             const int key = start + i * KEYS + threadIdx.x / LANES;
-            if (key < old)
-                keys[i] = *(const uint4*)(k + (((long long)table[key / BLOCK_SIZE] * HK + head) * BLOCK_SIZE + key % BLOCK_SIZE) * (D * BYTES) + threadIdx.x % LANES * 16);
+            if (key < old) keys[i] = lane_of(k, key);
         }
     }
     __device__ __forceinline__ void ask_values(int start) {
@@ -87,12 +95,10 @@ struct Attention : Share {
         for (int i = 0; i < DEEP; i++)
             if (BYTES == 2) {
                 const int key = start + i * KEYS + threadIdx.x / LANES;
-                if (key < old)
-                    values[i] = *(const uint4*)(v + (((long long)table[key / BLOCK_SIZE] * HK + head) * BLOCK_SIZE + key % BLOCK_SIZE) * (D * BYTES) + threadIdx.x % LANES * 16);
+                if (key < old) values[i] = lane_of(v, key);
             } else {  // 16 keys of one dimension
                 const int key = start + (i * ALIKE + threadIdx.x / D) * 16;
-                if (key < old)
-                    values[i] = *(const uint4*)(v + (((long long)table[key / BLOCK_SIZE] * HK + head) * D + threadIdx.x % D) * BLOCK_SIZE + key % BLOCK_SIZE);
+                if (key < old) values[i] = *(const uint4*)(v + block_of(key) + threadIdx.x % D * BLOCK_SIZE + key % BLOCK_SIZE);
             }
     }
 
@@ -111,8 +117,8 @@ struct Attention : Share {
         }
     }
 
-    // Its part of the heads' sums to `parts` [SPLITS, H, D] and `tops` [SPLITS, H, 2]: not yet divided, the largest score and the
-    // sum of weights.
+    // Its part of the heads' sums to `parts` [SPLITS, H, D] and `tops` [SPLITS, H, 2]: not yet divided, the largest score and
+    // the sum of weights.
     __device__ __forceinline__ void run(const u64* row, const u16* qkv, int length, float* parts, float* tops, u8* memory) {
         float* q = (float*)(memory + INPUT_AT);  // [G, D], a lane's four numbers beside the next lane's
         float* new_k = q + G * D;
@@ -146,7 +152,8 @@ struct Attention : Share {
             for (int i = 0; i < PER_LANE; i++)
                 if (i * 32 + lane < D) own[i * 32 + lane] = x[i];
             __syncwarp();
-            const int at = length - 1;
+            const int inside = (length - 1) % BLOCK_SIZE;
+            const long long key_at = (block * BLOCK_SIZE + inside) * D;
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
                 const int d = i * 32 + lane;
@@ -160,9 +167,9 @@ struct Attention : Share {
                 if (is_q)
                     q[which * D + ((d % EACH / 4) * LANES + d / EACH) * 4 + d % 4] = number(rounded(y));
                 else if (is_v)
-                    new_v[d] = kept(y, v_scale, v, BYTES == 1 ? (block * D + d) * BLOCK_SIZE + at % BLOCK_SIZE : (block * BLOCK_SIZE + at % BLOCK_SIZE) * D + d);
+                    new_v[d] = kept(y, v_scale, v, BYTES == 1 ? (block * D + d) * BLOCK_SIZE + inside : key_at + d);
                 else
-                    new_k[((d % EACH / 4) * LANES + d / EACH) * 4 + d % 4] = kept(y, k_scale, k, (block * BLOCK_SIZE + at % BLOCK_SIZE) * D + d);
+                    new_k[((d % EACH / 4) * LANES + d / EACH) * 4 + d % 4] = kept(y, k_scale, k, key_at + d);
             }
         }
         together();
@@ -178,10 +185,11 @@ struct Attention : Share {
         constexpr int WIDE = BYTES == 2 ? 8 : 1;  // numbers of a value that a thread adds up
         float acc[G][WIDE];
         const int of = BYTES == 2 ? threadIdx.x % LANES * 8 : threadIdx.x % D;
+        const bool begins = last && threadIdx.x < (BYTES == 2 ? LANES : D);  // with the new value
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
-            for (int j = 0; j < WIDE; j++) acc[g][j] = last && (BYTES == 2 ? threadIdx.x / LANES == 0 : threadIdx.x / D == 0) ? new_v[of + j] : 0.0f;
+            for (int j = 0; j < WIDE; j++) acc[g][j] = begins ? new_v[of + j] : 0.0f;
         for (int start = first; start < old; start += CHUNK) {
 #pragma unroll
             for (int i = 0; i < DEEP; i++) {
@@ -276,9 +284,10 @@ struct Attention : Share {
 #if !LATENT
 __device__ __forceinline__ Shares shares_of(int length) { return Shares(length, 1, SPLITS); }
 template <typename Pointer>
-__device__ __forceinline__ void ask_attention(const Shares&, Pointer, const int*, Place&, Place&, u32&, u32, int, int, int, u64) {}  // no weights
-__device__ __forceinline__ void attend(const Shares& shares, int program, const u64* row, const int* table, const float* angles, const u16* qkv,
-                                       float* parts, float* tops, const u32* counters, u32 met, Place&, u8* memory) {
+__device__ __forceinline__ void ask_attention(const Shares&, Pointer, const int*, Asker&) {}  // no weights
+__device__ __forceinline__ void attend(const Shares& shares, int program, const u64* row, const int* table,
+                                       const float* angles, const u16* qkv, float* parts, float* tops,
+                                       const u32* counters, u32 met, Place&, u8* memory) {
     Attention a(shares, program, row, table);
     a.ask(row, angles, shares.length);
     wait(counters, met);

@@ -3,12 +3,13 @@
 //     norm → router | (shared expert's up) best experts → their ups, activation | (shared expert's down) their downs
 //
 // with a meeting at each bar. Every program chooses the experts for itself, from the router's numbers of all programs; whoever
-// asks for weights waits for those numbers too, and until then asks for the shared expert's. Memory is idle in between; having it
-// bring into the cache what is read later (the next layer's q, k, v; experts that the residual before attention would choose,
-// after Eliseev and Mazur, 2023) was slower than nothing on an H200 (benchmarks/results/gpu_experts_ahead.json).
+// asks for weights waits for those numbers too, and until then asks for the shared expert's. Memory is idle in between; having
+// it bring into the cache what is read later (the next layer's q, k, v; experts that the residual before attention would
+// choose, after Eliseev and Mazur, 2023) was slower than nothing on an H200 (benchmarks/results/gpu_experts_ahead.json).
 //
-// Rounded to the model's type, as kernels of their own leave them: the router's numbers and what stands between two products. All
-// experts of a token are summed in float32, with their weights, as in `few_experts`; a shared one goes into the residual first.
+// Rounded to the model's type, as kernels of their own leave them: the router's numbers and what stands between two products.
+// All experts of a token are summed in float32, with their weights, as in `few_experts`; a shared one goes into the residual
+// first.
 
 // Numbers in the order of their codes, none of which is 0.
 __device__ __forceinline__ u32 ordered(float x) {
@@ -76,11 +77,12 @@ __device__ __forceinline__ Chosen route(const float* logits, const float* correc
     return found;
 }
 
-// This program's rows of the router [X, E], and of the shared expert's weight [1, E] if it has one: asked for first, multiplied by
-// the row as `prepare` shows it, and the sums written.
+// This program's rows of the router [X, E], and of the shared expert's weight [1, E] if it has one: asked for first, multiplied
+// by the row as `prepare` shows it, and the sums written.
 template <int ROUTER_ROWS>
 struct RouterRows {
-    static constexpr int VECTORS = E / 8, TIMES = (VECTORS + THREADS - 1) / THREADS, OWN = (ROUTER_ROWS + PROGRAMS - 1) / PROGRAMS;
+    static constexpr int VECTORS = E / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
+    static constexpr int OWN = (ROUTER_ROWS + PROGRAMS - 1) / PROGRAMS;
     uint4 w[OWN][TIMES];
     float sum[OWN], bias[OWN];
 
@@ -90,7 +92,8 @@ struct RouterRows {
             const int r = program + o * PROGRAMS;
             sum[o] = 0.0f;
             bias[o] = ROUTER_BIAS && r < X ? number(((const u16*)row[ROUTER_B])[r]) : 0.0f;
-            const uint4* from = WEIGHED && r == X ? (const uint4*)row[SHARED_WEIGHT_W] : (const uint4*)row[ROUTER_W] + (long long)r * VECTORS;
+            const uint4* from = (const uint4*)row[ROUTER_W] + (long long)r * VECTORS;
+            if (WEIGHED && r == X) from = (const uint4*)row[SHARED_WEIGHT_W];
 #pragma unroll
             for (int i = 0; i < TIMES; i++) {
                 const int v = i * THREADS + threadIdx.x;
@@ -117,8 +120,8 @@ struct RouterRows {
     }
 };
 
-// What the chosen experts' downs read, each expert's row with a scale of its own. Lane j's result is what part j's sums are to be
-// multiplied with.
+// What the chosen experts' downs read, each expert's row with a scale of its own. Lane j's result is what part j's sums are to
+// be multiplied with.
 template <int K>
 __device__ __forceinline__ float prepare_each(const u16* mid, float weight, u8* memory) {
     if (FORM == 0) {
@@ -181,23 +184,24 @@ struct Mixture {
     // For those who ask for weights. A program that has nothing of the experts' does not wait for the choice: only so is a
     // program never two choices ahead of its own.
     template <typename Pointer>
-    static __device__ __forceinline__ void ask(Pointer pointer, Place& place, Place& arrived, u32& asked, u32& routed_times, u32 smem, int program, int asker, int lane, u64 policy) {
-        if (FS) ::ask<SIZE, E, GATED>(pointer(SHARED_UP_W), pointer(SHARED_UP_S), place, arrived, asked, smem, program, asker, lane, policy);
+    static __device__ __forceinline__ void ask(Pointer pointer, Asker& asker) {
+        if (FS) asker.product<SIZE, E, GATED>(pointer(SHARED_UP_W), pointer(SHARED_UP_S));
         Chosen chosen;
-        if (first_tile<Up::TOTAL>(program) < first_tile<Up::TOTAL>(program + 1) || first_tile<Down::TOTAL>(program) < first_tile<Down::TOTAL>(program + 1)) {
+        const int program = asker.program;
+        if (Up::begin(program) < Up::begin(program + 1) || Down::begin(program) < Down::begin(program + 1)) {
             float* logits = (float*)pointer(LOGITS);
             const float* correction = (const float*)pointer(CORRECTION);
-            until(smem + ROUTED, routed_times & 1);
-            routed_times++;
+            until(asker.smem + ROUTED, asker.choices++ & 1);
             chosen = route<X_>(logits, correction);
         }
-        ::ask<FE, E, GATED, BESIDE>(pointer(UP_W), pointer(UP_S), place, arrived, asked, smem, program, asker, lane, policy, chosen);
-        if (FS) ::ask<E, SIZE, false>(pointer(SHARED_DOWN_W), pointer(SHARED_DOWN_S), place, arrived, asked, smem, program, asker, lane, policy);
-        ::ask<E, FE, false, SUMMED>(pointer(DOWN_W), pointer(DOWN_S), place, arrived, asked, smem, program, asker, lane, policy, chosen);
+        asker.product<FE, E, GATED, BESIDE>(pointer(UP_W), pointer(UP_S), chosen);
+        if (FS) asker.product<E, SIZE, false>(pointer(SHARED_DOWN_W), pointer(SHARED_DOWN_S));
+        asker.product<E, FE, false, SUMMED>(pointer(DOWN_W), pointer(DOWN_S), chosen);
     }
 
     // From the product before it, x, into x. `counted`: this program counts the choice.
-    static __device__ __forceinline__ void run(const u64* row, u16* x, u16* mid, u32* counters, u32& met, bool counted, Place& place, u8* memory, int program) {
+    static __device__ __forceinline__ void run(const u64* row, u16* x, u16* mid, u32* counters, u32& met, bool counted,
+                                               Place& place, u8* memory, int program) {
         float* logits = (float*)row[LOGITS];
         meet(counters, met);
         RouterRows<X_ + WEIGHED> own;
@@ -206,7 +210,8 @@ struct Mixture {
         if (FS) shared_ahead = SharedUp::first(program, row, SHARED_UP_S, x);
         wait(counters, met);
         auto residual = [&](int v, float* y) { numbers(fresh16((const uint4*)x + v), y); };
-        const float x_scale = prepare<E, MLP_NORM>(residual, (const u16*)row[MLP_W], (const u16*)row[MLP_B], MLP_EPS, OFFSET_OF_NORM, memory, own);
+        const u16 *norm = (const u16*)row[MLP_W], *norm_bias = (const u16*)row[MLP_B];
+        const float x_scale = prepare<E, MLP_NORM>(residual, norm, norm_bias, MLP_EPS, OFFSET_OF_NORM, memory, own);
         own.write(logits, program, memory);
         meet(counters, met);
         if (FS) SharedUp::run(shared_ahead, row, SHARED_UP_S, mid + TOP * FE, x_scale, place, memory, program);

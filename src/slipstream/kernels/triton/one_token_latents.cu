@@ -1,15 +1,16 @@
-// Part of `one_token.cu`: attention over a cache of latents (`OpSet.latent_queries` and `latent_attention` for one token), by the
-// interface of one_token_attention.cu. A cached row is [rotated key, latent], one for all heads.
+// Part of `one_token.cu`: attention over a cache of latents (`OpSet.latent_queries` and `latent_attention` for one token), by
+// the interface of one_token_attention.cu. A cached row is [rotated key, latent], one for all heads.
 //
-// A program takes a head, or of long sequences TOGETHER of them, and a part of the rows. It makes the head's query for latents of
-// the plain one, attends, and makes values of what it has seen: values of sums are sums of values, so that the parts add up as
-// those of other attention do, and there is no meeting more. The other parts' programs read the head's `keys` and `values`, too, from
-// the cache that all share. These and the latents come through the ring, long before the queries are there: a piece is 16 rows of
-// RANK numbers of `keys` [PLAIN, RANK] (a row counts as often as the query's number says), of the cache, or of `values` [D, RANK].
-// A warp takes two rows of a piece, a lane 8 numbers of each 256. Latents stay in the ring until they are read as values, too: in
-// registers there is no room for them.
+// A program takes a head, or of long sequences TOGETHER of them, and a part of the rows. It makes the head's query for latents
+// of the plain one, attends, and makes values of what it has seen: values of sums are sums of values, so that the parts add up
+// as those of other attention do, and there is no meeting more. The other parts' programs read the head's `keys` and `values`,
+// too, from the cache that all share. These and the latents come through the ring, long before the queries are there: a piece
+// is 16 rows of RANK numbers of `keys` [PLAIN, RANK] (a row counts as often as the query's number says), of the cache, or of
+// `values` [D, RANK]. A warp takes two rows of a piece, a lane 8 numbers of each 256. Latents stay in the ring until they are
+// read as values, too: in registers there is no room for them.
 #if LATENT
-static_assert(RANK % 256 == 0 && RANK * 2 <= PIECE && PLAIN % 16 == 0 && D % 16 == 0 && R <= 64 && H % TOGETHER == 0 && CACHE == 16,
+static_assert(RANK % 256 == 0 && RANK * 2 <= PIECE && PLAIN % 16 == 0 && D % 16 == 0 && R <= 64 && H % TOGETHER == 0
+                  && CACHE == 16,
               "a shape that one_token.py should refuse");
 constexpr int OWN = RANK / 256 * 8;       // a lane's numbers of a latent
 constexpr int ROWS_OF_WARP = 16 / WARPS;  // of a piece
@@ -22,15 +23,16 @@ __device__ __forceinline__ Shares shares_of(int length) {
 }
 
 template <typename Pointer>
-__device__ __forceinline__ void ask_attention(const Shares& shares, Pointer pointer, const int* table, Place& place, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane, u64 policy) {
-    if (program >= shares.items) return;
-    const Share share(shares, program);
-    const int mine = asker * (16 / ASKERS) + lane % (16 / ASKERS);
+__device__ __forceinline__ void ask_attention(const Shares& shares, Pointer pointer, const int* table, Asker& asker) {
+    if (asker.program >= shares.items) return;
+    const Share share(shares, asker.program);
+    const int mine = asker.which * (16 / ASKERS) + asker.lane % (16 / ASKERS);
     auto block_of = [&](int key) { return table[min(key, share.old - 1) / BLOCK_SIZE]; };
+    auto ask = [&](const u8* from, u64 policy) { asker.piece(from, RANK * 2, nullptr, 0, policy, UNDER_WAY); };
     auto weights = [&](const u8* from, int rows) {
         from += ((long long)share.head * rows + mine) * RANK * 2;
 #pragma unroll 1
-        for (int row = 0; row < shares.heads * rows; row += 16) ask_piece(from + row * RANK * 2, RANK * 2, nullptr, 0, place, arrived, asked, smem, asker, lane, policy, UNDER_WAY);
+        for (int row = 0; row < shares.heads * rows; row += 16) ask(from + row * RANK * 2, asker.once);
     };
     const u64 again = read_again();
     int block = share.first < share.old ? block_of(share.first + mine) : 0;
@@ -40,14 +42,15 @@ __device__ __forceinline__ void ask_attention(const Shares& shares, Pointer poin
     for (int start = share.first; start < share.old; start += 16) {
         const int key = min(start + mine, share.old - 1), here = block;  // rows beyond are not used
         block = block_of(start + 16 + mine);
-        ask_piece(latents + ((long long)here * BLOCK_SIZE + key % BLOCK_SIZE) * (R + RANK) * 2, RANK * 2, nullptr, 0, place, arrived, asked, smem, asker, lane, again, UNDER_WAY);
+        ask(latents + ((long long)here * BLOCK_SIZE + key % BLOCK_SIZE) * (R + RANK) * 2, again);
     }
     weights(pointer(VALUES_W), D);
 }
 
 template <int HEADS>
 struct LatentAttention : Share {
-    static constexpr int BATCH = HEADS == 1 && STAGES >= 4 ? 4 : 1, KEYS_OF_WARP = BATCH * ROWS_OF_WARP;  // pieces whose scores are taken together
+    static constexpr int BATCH = HEADS == 1 && STAGES >= 4 ? 4 : 1;  // pieces whose scores are taken together
+    static constexpr int KEYS_OF_WARP = BATCH * ROWS_OF_WARP;
 
     const int* table;
     u8* cache;
@@ -56,16 +59,21 @@ struct LatentAttention : Share {
     uint4 norm[RANK / 256];
     long long new_row;
 
-    __device__ __forceinline__ LatentAttention(const Shares& all, int program, const u64* row, const int* table) : Share(all, program), table(table), cache((u8*)row[K_AT]) {}
+    __device__ __forceinline__ LatentAttention(const Shares& all, int program, const u64* row, const int* table)
+        : Share(all, program), table(table), cache((u8*)row[K_AT]) {}
 
-    static __device__ __forceinline__ int key_of(int start, int i) { return start + i / ROWS_OF_WARP * 16 + threadIdx.x / 32 * ROWS_OF_WARP + i % ROWS_OF_WARP; }
+    static __device__ __forceinline__ int key_of(int start, int i) {
+        return start + i / ROWS_OF_WARP * 16 + threadIdx.x / 32 * ROWS_OF_WARP + i % ROWS_OF_WARP;
+    }
     static __device__ __forceinline__ int column(int j) { return j / 8 * 256 + threadIdx.x % 32 * 8 + j % 8; }
     __device__ __forceinline__ void ask_turned(int start) {
 #pragma unroll
         for (int i = 0; i < KEYS_OF_WARP; i++) {
             const int key = key_of(start, i);
-            if (key < old && threadIdx.x % 32 < TURNED)
-                turned[i] = *(const u32*)(cache + ((long long)table[key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE) * (R + RANK) * 2 + threadIdx.x % 32 * 4);
+            if (key < old && threadIdx.x % 32 < TURNED) {
+                const long long slot = (long long)table[key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
+                turned[i] = *(const u32*)(cache + slot * (R + RANK) * 2 + threadIdx.x % 32 * 4);
+            }
         }
     }
 
@@ -320,23 +328,25 @@ struct LatentAttention : Share {
             static_assert(VALUES <= 32 && (VALUES & (VALUES - 1)) == 0, "halved until one is left");
             over_lanes<VALUES>(value);
             const int which = lane / (32 / VALUES);
-            if (lane % (32 / VALUES) == 0)
-                parts[(long long)split * Q + (head + g) * D + which / ROWS_OF_WARP * 16 + warp * ROWS_OF_WARP + which % ROWS_OF_WARP] = value[0];
+            const int d = which / ROWS_OF_WARP * 16 + warp * ROWS_OF_WARP + which % ROWS_OF_WARP;
+            if (lane % (32 / VALUES) == 0) parts[(long long)split * Q + (head + g) * D + d] = value[0];
         }
         together();
     }
 };
 
 template <int HEADS>
-__device__ __forceinline__ void attend_with(const Shares& shares, int program, const u64* row, const int* table, const float* angles, const u16* qkv,
-                                            float* parts, float* tops, const u32* counters, u32 met, Place& place, u8* memory) {
+__device__ __forceinline__ void attend_with(const Shares& shares, int program, const u64* row, const int* table,
+                                            const float* angles, const u16* qkv, float* parts, float* tops,
+                                            const u32* counters, u32 met, Place& place, u8* memory) {
     LatentAttention<HEADS> a(shares, program, row, table);
     a.ask(row, angles, shares.length);
     wait(counters, met);
     a.run(qkv, parts, tops, place, memory);
 }
-__device__ __forceinline__ void attend(const Shares& shares, int program, const u64* row, const int* table, const float* angles, const u16* qkv,
-                                       float* parts, float* tops, const u32* counters, u32 met, Place& place, u8* memory) {
+__device__ __forceinline__ void attend(const Shares& shares, int program, const u64* row, const int* table,
+                                       const float* angles, const u16* qkv, float* parts, float* tops,
+                                       const u32* counters, u32 met, Place& place, u8* memory) {
     if (shares.heads == 1) attend_with<1>(shares, program, row, table, angles, qkv, parts, tops, counters, met, place, memory);
     else attend_with<TOGETHER>(shares, program, row, table, angles, qkv, parts, tops, counters, met, place, memory);
 }

@@ -2,7 +2,7 @@
 
 // --- what is computed from one_token.py's numbers
 constexpr int G = H / HK;
-constexpr int ASKING = LATENT ? H * (PLAIN + R) : (H + 2 * HK) * D;  // rows of the weight that makes queries (and keys and values)
+constexpr int ASKING = LATENT ? H * (PLAIN + R) : (H + 2 * HK) * D;  // rows of the weight of queries (and keys and values)
 constexpr int LATENTS = LATENT ? RANK + R : 16;                      // of the one that makes a latent and the key beside it
 constexpr int QKV = ASKING + (LATENT ? LATENTS : 0), Q = H * D;      // numbers before attention and behind it
 constexpr int ROW = PIECE + 64;  // rows of a piece must not meet in shared memory's banks
@@ -29,7 +29,8 @@ constexpr int ATTEND = 4 * (LATENT ? TOGETHER * (R + RANK) + PLAIN + R + RANK + 
 
 // --- shared memory
 constexpr int TABLE = 64;  // pointers of a layer there is room for
-constexpr int BARRIERS = 0, ROUTED = 16 * 16, ROWS = BARRIERS + 16 * 32, TILES = ROWS + 2 * 8 * TABLE, SCRATCH = TILES + 2 * WARPS * 16 * 4;
+constexpr int BARRIERS = 0, ROUTED = 16 * 16, ROWS = BARRIERS + 16 * 32, TILES = ROWS + 2 * 8 * TABLE;
+constexpr int SCRATCH = TILES + 2 * WARPS * 16 * 4;
 constexpr int FACTORS = SCRATCH + 256;  // of a tile's sums over experts [TOP, 16]
 constexpr int SUMS_AT = FACTORS + (X ? TOP * 64 : 0), INPUT_AT = (SUMS_AT + SUMS + 127) / 128 * 128;
 constexpr int RING = (INPUT_AT + most(INPUT, ATTEND) + 127) / 128 * 128;
@@ -40,9 +41,9 @@ static_assert(E % 16 == 0 && F % 16 == 0 && ASKING % 16 == 0 && LATENTS % 16 == 
               "a shape that one_token.py should refuse");
 
 // What a layer's row of the table points at, in this order (`POINTERS`).
-enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B, UP_W,
-       UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W, SHARED_DOWN_S,
-       SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W, NUM_POINTERS };
+enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B,
+       UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
+       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W, NUM_POINTERS };
 
 __device__ __forceinline__ u32 pair(float low, float high) { return rounded(low) | (u32)rounded(high) << 16; }
 __device__ __forceinline__ void numbers(const uint4& v, float* y) {  // 8 of the model's type
@@ -53,7 +54,9 @@ __device__ __forceinline__ void numbers(const uint4& v, float* y) {  // 8 of the
         y[2 * i + 1] = number((u16)(words[i] >> 16));
     }
 }
-__device__ __forceinline__ void from_e4m3(u32 codes, float& low, float& high) { apart(halves(codes), low, high); }  // the low two
+__device__ __forceinline__ void from_e4m3(u32 codes, float& low, float& high) {  // the low two
+    apart(halves(codes), low, high);
+}
 __device__ __forceinline__ float activate(float x) {
     if (KIND == 0) return x / (1.0f + power2(-1.4426950408889634f * x));
     if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
@@ -109,7 +112,8 @@ struct Place {  // in the ring, and which of two buffers takes a tile's sums
     }
 };
 
-// Which matrices a product has: one; of each chosen expert one, with outputs side by side; or such, whose outputs are summed up.
+// Which matrices a product has: one; of each chosen expert one, with outputs side by side; or such, whose outputs are summed
+// up.
 enum Matrices { ONE, BESIDE, SUMMED };
 struct Chosen {  // lane j of a warp: a token's expert j and its weight
     int expert = 0;
@@ -122,51 +126,67 @@ __device__ __forceinline__ int row_in(int expert, int tile, int t) {
     return GATES ? expert * (2 * N) + (t < 8 ? 0 : N - 8) + tile * 8 + t : expert * N + tile * 16 + t;
 }
 
-// Tiles are dealt out to the programs; those of a product that stands among AMONG tiles, behind BEFORE of them, together with the others.
+// Tiles are dealt out to the programs; those of a product that stands among AMONG tiles, behind BEFORE of them, together with
+// the others.
 template <int TILES_, int BEFORE = 0, int AMONG = 0>
 __device__ __forceinline__ int first_tile(int program) {
     const int tile = (int)((long long)program * (AMONG ? AMONG : TILES_) / PROGRAMS) - BEFORE;
     return tile < 0 ? 0 : tile < TILES_ ? tile : TILES_;
 }
 
-// Asks for 16 rows of a piece, `bytes` of each and `more` behind them (the last asker), with up to `depth` pieces under way then;
-// `from` is the row of this lane, if it has one.
-__device__ __forceinline__ void ask_piece(const u8* from, int bytes, const u8* from_more, int more, Place& place, Place& arrived, u32& asked, u32 smem, int asker, int lane, u64 policy, u32 depth = DEPTH) {
-    const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
-    until(full + 8, place.parity ^ 1);
-    for (; asked >= depth; asked--) {
-        until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
-        arrived.next();
-    }
-    asked++;
-    if (lane == 0) expect(full, 16 / ASKERS * bytes + more);
-    __syncwarp();
-    if (lane < 16 / ASKERS) bring(to + (asker * (16 / ASKERS) + lane) * ROW, from, bytes, full, policy);
-    if (more && lane == 0) bring(to + 16 * ROW, from_more, more, full, policy);
-    place.next();
-}
+// A warp that asks for weights, one of ASKERS: a copy costs the warp that asks for it some 60 cycles, so they share a piece's
+// rows. No more than DEPTH pieces are under way: beyond what keeps the memory busy, it only becomes slower, for the meetings
+// too.
+struct Asker {
+    const u32 smem;
+    const int program, which, lane;
+    const u64 once;        // the policy of what is read once
+    Place place, arrived;  // of the next piece, and of the oldest under way
+    u32 under_way = 0, choices = 0;  // pieces; layers whose choice of experts was waited for
 
-// Asks for this program's tiles of a product [N, K]; a gated one's N counts its gates alone. A copy costs the warp that asks for
-// it some 60 cycles, so ASKERS share a piece's rows. No more than DEPTH pieces are under way: beyond what keeps the memory busy,
-// it only becomes slower, for the meetings too. The scales of 4-bit codes lie as they are wanted: [tile, group, 16].
-template <int N, int K, bool GATES, Matrices OF = ONE, int BEFORE = 0, int AMONG = 0>
-__device__ __forceinline__ void ask(const u8* weight, const u8* scales, Place& place, Place& arrived, u32& asked, u32 smem, int program, int asker, int lane, u64 policy, Chosen chosen = {}) {
-    constexpr int EACH_ = N / (GATES ? 8 : 16), TOTAL = OF == BESIDE ? TOP * EACH_ : EACH_, PARTS = OF == SUMMED ? TOP : 1;
-    constexpr int BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
-    const int end = first_tile<TOTAL, BEFORE, AMONG>(program + 1), mine = asker * (16 / ASKERS) + lane;
-    for (int step = first_tile<TOTAL, BEFORE, AMONG>(program) * PARTS; step < end * PARTS; step++) {
-        const int tile = step / PARTS;
-        const int expert = OF == ONE ? 0 : chosen.of(OF == BESIDE ? tile / EACH_ : step % PARTS);
-        const u8* from = weight + (long long)row_in<N, GATES>(expert, tile % EACH_, mine) * BYTES_OF_ROW;
-        const u8* from_scales = scales + (long long)tile * (K / GROUP * 32);
+    __device__ __forceinline__ Asker(u32 smem, int program, int which, int lane)
+        : smem(smem), program(program), which(which), lane(lane), once(read_once()) {}
+    // The row of a piece that this lane asks for, if it is one of the first.
+    __device__ __forceinline__ int row() const { return which * (16 / ASKERS) + lane; }
+
+    // Asks for 16 rows of a piece, `bytes` of each from this lane's `from` on, and `more` behind them (the last asker).
+    __device__ __forceinline__ void piece(const u8* from, int bytes, const u8* from_more, int more, u64 policy,
+                                          u32 depth = DEPTH) {
+        const u32 full = smem + BARRIERS + place.stage * 16, to = smem + RING + place.stage * STAGE;
+        until(full + 8, place.parity ^ 1);
+        for (; under_way >= depth; under_way--) {
+            until(smem + BARRIERS + arrived.stage * 16, arrived.parity);
+            arrived.next();
+        }
+        under_way++;
+        if (lane == 0) expect(full, 16 / ASKERS * bytes + more);
+        __syncwarp();
+        if (lane < 16 / ASKERS) bring(to + row() * ROW, from, bytes, full, policy);
+        if (more && lane == 0) bring(to + 16 * ROW, from_more, more, full, policy);
+        place.next();
+    }
+
+    // Asks for this program's tiles of a product [N, K]; a gated one's N counts its gates alone. The scales of 4-bit codes lie
+    // as they are wanted: [tile, group, 16].
+    template <int N, int K, bool GATES, Matrices OF = ONE, int BEFORE = 0, int AMONG = 0>
+    __device__ __forceinline__ void product(const u8* weight, const u8* scales, Chosen chosen = {}) {
+        constexpr int EACH_ = N / (GATES ? 8 : 16), TOTAL = OF == BESIDE ? TOP * EACH_ : EACH_, PARTS = OF == SUMMED ? TOP : 1;
+        constexpr int BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
+        const int end = first_tile<TOTAL, BEFORE, AMONG>(program + 1);
+        for (int step = first_tile<TOTAL, BEFORE, AMONG>(program) * PARTS; step < end * PARTS; step++) {
+            const int tile = step / PARTS;
+            const int expert = OF == ONE ? 0 : chosen.of(OF == BESIDE ? tile / EACH_ : step % PARTS);
+            const u8* from = weight + (long long)row_in<N, GATES>(expert, tile % EACH_, row()) * BYTES_OF_ROW;
+            const u8* from_scales = scales + (long long)tile * (K / GROUP * 32);
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES; piece++) {
-            const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
-            const int more = FORM == 2 && asker == ASKERS - 1 ? bytes * 2 / GROUP * 32 : 0;
-            ask_piece(from + piece * PIECE, bytes, from_scales + piece * SCALE_BYTES, more, place, arrived, asked, smem, asker, lane, policy);
+            for (int i = 0; i < PIECES; i++) {
+                const int bytes = BYTES_OF_ROW % PIECE && i == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
+                const int more = FORM == 2 && which == ASKERS - 1 ? bytes * 2 / GROUP * 32 : 0;
+                piece(from + i * PIECE, bytes, from_scales + i * SCALE_BYTES, more, once);
+            }
         }
     }
-}
+};
 
 template <int F_> struct Sum { typedef float type; };
 template <> struct Sum<3> { typedef int type; };
@@ -179,16 +199,20 @@ struct AtEnd {
 
 enum { STORE, ACTIVATE, ADD };
 
-// This program's tiles of a product with the input that `prepare` left, to out (STORE, ACTIVATE) or into the residual (ADD). What
-// is summed over experts has the inputs of each, one beside the other, and all that a part's sums are multiplied with.
+// This program's tiles of a product with the input that `prepare` left, to out (STORE, ACTIVATE) or into the residual (ADD).
+// What is summed over experts has the inputs of each, one beside the other, and all that a part's sums are multiplied with.
 template <int N, int K, int CODES, int END, bool BIASED, Matrices OF = ONE, int BEFORE = 0, int AMONG = 0>
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM == 1 || FORM == 3;
-    static constexpr int OF_ONE = N / (GATES ? 8 : 16), TOTAL = OF == BESIDE ? TOP * OF_ONE : OF_ONE, PARTS = OF == SUMMED ? TOP : 1;
+    static constexpr int OF_ONE = N / (GATES ? 8 : 16), TOTAL = OF == BESIDE ? TOP * OF_ONE : OF_ONE;
+    static constexpr int PARTS = OF == SUMMED ? TOP : 1;
     static constexpr int BYTES_OF_ROW = row_bytes(K), PIECES = (BYTES_OF_ROW + PIECE - 1) / PIECE;
     static constexpr int TURNS = PIECE / 64 / WARPS, SUMS_OF = FORM == 2 ? 1 : TURNS;
 
-    static __device__ __forceinline__ AtEnd end_of(int tile, int end_tile, const u64* row, int scales, const u16* residual, Chosen chosen) {
+    // A program's first tile.
+    static __device__ __forceinline__ int begin(int program) { return first_tile<TOTAL, BEFORE, AMONG>(program); }
+    static __device__ __forceinline__ AtEnd end_of(int tile, int end_tile, const u64* row, int scales, const u16* residual,
+                                                   Chosen chosen) {
         AtEnd end;
         const int t = threadIdx.x % 16, part = threadIdx.x / 16;
         const int expert = OF == ONE ? 0 : chosen.of(OF == BESIDE ? tile / OF_ONE : part);
@@ -200,17 +224,19 @@ struct Product {
         }
         return end;
     }
-    static __device__ __forceinline__ AtEnd first(int program, const u64* row, int scales, const u16* residual, Chosen chosen = {}) {
-        return end_of(first_tile<TOTAL, BEFORE, AMONG>(program), first_tile<TOTAL, BEFORE, AMONG>(program + 1), row, scales, residual, chosen);
+    static __device__ __forceinline__ AtEnd first(int program, const u64* row, int scales, const u16* residual,
+                                                  Chosen chosen = {}) {
+        return end_of(begin(program), begin(program + 1), row, scales, residual, chosen);
     }
-    // `ahead` is what `first` said; x_scale what the input's codes are to be multiplied with, or in lane j part j's sums; `input`
-    // where it is.
-    static __device__ void run(AtEnd ahead, const u64* row, int scales, u16* out, float x_scale, Place& place, u8* memory, int program, Chosen chosen = {}, int input = INPUT_AT) {
+    // `ahead` is what `first` said; x_scale what the input's codes are to be multiplied with, or in lane j part j's sums;
+    // `input` where it is.
+    static __device__ void run(AtEnd ahead, const u64* row, int scales, u16* out, float x_scale, Place& place, u8* memory,
+                               int program, Chosen chosen = {}, int input = INPUT_AT) {
         const u32 smem = shared(memory);
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = first_tile<TOTAL, BEFORE, AMONG>(program + 1);
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = begin(program + 1);
         const u32 mine = (lane / 4) * ROW + lane % 4 * 16;
         float* factors = (float*)(memory + FACTORS);
-        for (int tile = first_tile<TOTAL, BEFORE, AMONG>(program); tile < end; tile++) {
+        for (int tile = begin(program); tile < end; tile++) {
             const AtEnd now = ahead;
             ahead = end_of(tile + 1, end, row, scales, out, chosen);
             if (OF == SUMMED) {
@@ -225,13 +251,14 @@ struct Product {
 #pragma unroll 1
                 for (int piece = 0; piece < PIECES; piece++) {
                     const u32 full = smem + BARRIERS + place.stage * 16, stage = smem + RING + place.stage * STAGE;
+                    const u32 from = smem + input + part * input_bytes(K);
                     const int bytes = BYTES_OF_ROW % PIECE && piece == PIECES - 1 ? BYTES_OF_ROW % PIECE : PIECE;
                     until(full, place.parity);
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
                         const int column = (warp * TURNS + turn) * 64;
                         if (BYTES_OF_ROW % PIECE == 0 || column < bytes)
-                            columns(sum[turn % SUMS_OF], stage + mine, stage, smem + input + part * input_bytes(K), memory, piece, column, lane);
+                            columns(sum[turn % SUMS_OF], stage + mine, stage, from, memory, piece, column, lane);
                     }
                     __syncwarp();
                     if (lane == 0) arrive(full + 8);
@@ -265,7 +292,8 @@ struct Product {
         }
     }
     // 64 bytes of 16 rows
-    static __device__ __forceinline__ void columns(Total (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory, int piece, int column, int lane) {
+    static __device__ __forceinline__ void columns(Total (&sum)[4], u32 weights, u32 stage, u32 input, const u8* memory,
+                                                   int piece, int column, int lane) {
         const uint4 low = at16(weights + column), high = at16(weights + 8 * ROW + column);
         if constexpr (FORM == 1) {
             const u32 at = input + (piece * PIECE + column + lane % 4 * 16) * 2;
@@ -307,7 +335,9 @@ struct Product {
     }
 };
 
-__device__ __forceinline__ uint4 in_model(const float* y) { return make_uint4(pair(y[0], y[1]), pair(y[2], y[3]), pair(y[4], y[5]), pair(y[6], y[7])); }
+__device__ __forceinline__ uint4 in_model(const float* y) {
+    return make_uint4(pair(y[0], y[1]), pair(y[2], y[3]), pair(y[4], y[5]), pair(y[6], y[7]));
+}
 // 8 numbers of a product's input, in its form; `back` makes codes of them. FP8's are rounded, but as float16.
 __device__ __forceinline__ void put(const float* y, float back, int v, u8* input) {
     if (FORM == 1) {
@@ -323,7 +353,9 @@ __device__ __forceinline__ void put(const float* y, float back, int v, u8* input
     } else
         *(uint4*)(input + v * 16) = in_model(y);
 }
-__device__ __forceinline__ float scale_of(float top) { return fmaxf(top, SMALLEST) / (FORM == 1 ? 448.0f : 127.0f); }  // of codes
+__device__ __forceinline__ float scale_of(float top) {  // of codes
+    return fmaxf(top, SMALLEST) / (FORM == 1 ? 448.0f : 127.0f);
+}
 
 // The row that a product reads, in its form; returns what codes are to be multiplied with. `load(v, y)` gives numbers 8 v …
 // 8 v + 7. NORM_ is 0, 1 (root mean square) or 2 (layer); `weight` and `bias` are the norm's. also(i, y) sees a thread's i-th 8
@@ -332,7 +364,8 @@ struct Nothing {
     __device__ __forceinline__ void operator()(int, const float*) {}
 };
 template <int K, int NORM_, typename Load, typename Also = Nothing>
-__device__ __forceinline__ float prepare(Load load, const u16* weight, const u16* bias, float eps, float offset, u8* memory, Also&& also = Also(), int input = INPUT_AT) {
+__device__ __forceinline__ float prepare(Load load, const u16* weight, const u16* bias, float eps, float offset, u8* memory,
+                                         Also&& also = Also(), int input = INPUT_AT) {
     constexpr int VECTORS = K / 8, TIMES = (VECTORS + THREADS - 1) / THREADS;
     float* scratch = (float*)(memory + SCRATCH);
     float y[TIMES][8];
