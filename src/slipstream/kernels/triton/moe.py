@@ -1,9 +1,9 @@
 """Mixtures of experts: routing, the experts' two products, and the weighed sum.
 
-An *entry* is a token's place in one of its experts. Entries are sorted by expert (`grouping`), so that one launch covers all
-experts whatever their load: with many entries a TMA-fed product of sorted rows (`sorted_experts`), else one that gathers them
-(`experts`, which has all forms of weights). Of so few entries that hardly two meet in one expert nothing is sorted: each is a
-tile, or with dense weights `few_experts` takes them. All sums have a fixed order.
+Tokens' places in experts, *entries*, are sorted by expert (`grouping`), so that one launch covers all experts whatever their
+load: with many entries a TMA-fed product of sorted rows (`sorted_experts`), else one that gathers them (`experts`, which has
+all forms of weights). Of so few entries that hardly two meet in one expert nothing is sorted: each is a tile, or with dense
+weights `few_experts` takes them. All sums have a fixed order.
 """
 
 from __future__ import annotations
