@@ -176,8 +176,8 @@ def _prompts_kernel(
 
 
 def prompt_tile(dtype: torch.dtype, width: int, longest: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_latent_prompts.py`). `width`: numbers of a key and
-    a value together."""
+    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_latent_prompts.py`). `width`: numbers of a key
+    and a value together."""
     if dtype == torch.float32:
         return 32, 16, 4, 2
     if width > 320:
