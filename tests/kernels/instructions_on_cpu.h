@@ -152,6 +152,7 @@ inline u32 __ballot_sync(u32, bool x) {
     return y;
 }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+inline u32 and_or(u32 x, u32 mask, u32 more) { return (x & mask) | more; }
 inline u32 largest(u32 x) {
     for (int i = 16; i; i >>= 1) x = std::max(x, __shfl_xor_sync(~0u, x, i));
     return x;

@@ -45,6 +45,12 @@ __device__ __forceinline__ float power2(float x) {
     return y;
 }
 
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 more) {  // x & mask | more; of two constants the compiler makes two
+    u32 y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(more));
+    return y;
+}
+
 // --- memory
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }

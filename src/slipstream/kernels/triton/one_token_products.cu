@@ -311,25 +311,27 @@ struct Product {
             // bfloat16's 128 (float16's 1024) makes 128 + c; `sums` holds what that is too much.
             constexpr u32 OFFSET = HALF ? 0x64006400u : 0x43004300u;
             constexpr int CHUNK_BYTES = CODES / 2;
-            const int chunk = column / CHUNK_BYTES, inside = column % CHUNK_BYTES / 2;
-            const int first = (piece * (PIECE / CHUNK_BYTES) + chunk) * CODES + inside;
+            const int chunk = column / CHUNK_BYTES, inside = column % CHUNK_BYTES / 2;  // a multiple of 32
+            const u32 first = (piece * (PIECE / CHUNK_BYTES) + chunk) * CODES + inside;
             const u32 a[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
-            const u16* scales = (const u16*)(memory + (stage - shared(memory)) + 16 * ROW) + chunk * (CODES / GROUP) * 16;
-            const float* sums = (const float*)(memory + SUMS_AT);
+            // One address each; a quarter is a constant beyond it.
+            const u16* of_chunk = (const u16*)(memory + (stage - shared(memory)) + 16 * ROW) + chunk * (CODES / GROUP) * 16;
+            const u16* scales = of_chunk + lane / 4;
+            const float* sums = (const float*)(memory + SUMS_AT) + first / 32;
+            const u32 inputs = input + (first + lane % 4 * 8) * 2;
 #pragma unroll
             for (int quarter = 0; quarter < 4; quarter++) {
-                const int from = first + quarter * (CODES / 4);
-                const uint4 x = at16(input + (from + lane % 4 * 8) * 2);
-                const float much = sums[from / 32];
+                const uint4 x = at16(inputs + quarter * (CODES / 4) * 2);
+                const float much = sums[quarter * (CODES / 4) / 32];
                 float c[4] = {much, much, much, much};
                 u32 b[8];
 #pragma unroll
-                for (int i = 0; i < 8; i++) b[i] = (a[i] >> 4 * quarter & 0x000f000fu) | OFFSET;
+                for (int i = 0; i < 8; i++) b[i] = and_or(a[i] >> 4 * quarter, 0x000f000fu, OFFSET);
                 multiply(c, b[0], b[1], b[2], b[3], x.x, x.y);
                 multiply(c, b[4], b[5], b[6], b[7], x.z, x.w);
                 const int group = quarter * (CODES / 4) / GROUP;
-                sum[0] += c[0] * number(scales[group * 16 + lane / 4]);
-                sum[2] += c[2] * number(scales[group * 16 + lane / 4 + 8]);
+                sum[0] += c[0] * number(scales[group * 16]);
+                sum[2] += c[2] * number(scales[group * 16 + 8]);
             }
         }
     }
