@@ -202,7 +202,7 @@ class Tokenizer:
         template = self._templates.get("tool_use", self.chat_template) if tools else self.chat_template
         if template is None:
             raise RequestError(
-                "this model has no chat template; use completions, with a plain prompt", field="messages"
+                "this model has no chat template; if it writes text, use completions with a plain prompt", field="messages"
             )
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return render(template, {**self._special.texts, **variables, **given})

@@ -32,10 +32,13 @@ def load_gguf(path: Path, dtype: str) -> Any:
         auto: Any = transformers.AutoModelForCausalLM
         return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense)
     except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"transformers can't load {path.name}: {error}; it needs pip install 'slipstream[dev]' for GGUF files",
-            field="engine",
-        ) from error
+        raise ConfigError(_refusal(path, error), field="engine") from error
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    if isinstance(error, ImportError):  # transformers itself, or gguf, which it reads such files with
+        return f"to compare with transformers {error.name or error} is missing: pip install 'slipstream[dev]'"
+    return f"transformers can't load {path.name}: {error}"
 
 
 AUTO = {
@@ -59,8 +62,7 @@ def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
         auto: Any = getattr(transformers, AUTO[kind])
         return auto.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     except (ImportError, ValueError, KeyError, OSError, RuntimeError) as error:  # the last where shapes are not the config's
-        hint = "; it needs pip install 'slipstream[dev]'" if isinstance(error, ImportError) else ""
-        raise ConfigError(f"transformers can't load {path.name}: {error}{hint}", field="model") from error
+        raise ConfigError(_refusal(path, error), field="model") from error
 
 
 class StepClock:
