@@ -170,6 +170,21 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
         close(mine, theirs)
 
 
+def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
+    """Of two equal prompts of 33 tokens that come together the second computes its last one, over the first one's blocks."""
+    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    step = cases.step(cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24))
+    table = step.meta.block_table.clone()
+    table[0, :2] = table[1, :2]
+    meta = dataclasses.replace(step.meta, block_table=table, from_start=True)
+    q, row = torch.randn(33, 2, 12), torch.randn(33, 24)
+    q, row = torch.cat((q[-1:], q)), torch.cat((row[-1:], row))
+    weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=torch.randn(16))
+    options = dict(eps=1e-5, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
+    out = OURS.attend_latents(q, row, LayerKV(step.kv.k, step.kv.k[..., 8:]), meta, **weights, **options)
+    close(out[0], out[-1])
+
+
 @triton.jit
 def _find_kernel(starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr):
     unit = triton.language.program_id(0)

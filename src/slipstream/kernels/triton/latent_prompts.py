@@ -242,17 +242,18 @@ def attend_latents(
     interleaved: bool,
     scale: float,
 ) -> Tensor:
-    """`OpSet.attend_latents` of a step with `meta.from_start`: decodes over latents, the others with keys and values."""
+    """`OpSet.attend_latents` of a step with `meta.from_start`: decodes over latents, the others with keys and values. All rows
+    are in the cache before anything attends: a sequence of one token may share blocks that a prompt of this step fills."""
     num_heads, plain, rank = keys.shape
     num_decodes, num_keys, width = meta.num_decodes, len(q) - meta.num_decodes, values.shape[2]
     options: dict[str, Any] = dict(norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
     q = q.contiguous()
     out = torch.empty(len(q), num_heads * width, dtype=q.dtype, device=q.device)
+    latents, turned = latent_rows(row, kv, meta, first=num_decodes, **options)
     if num_decodes:
         alone = _decodes_of(meta)
         queries = latent_queries(q[:num_decodes], row[:num_decodes], kv, alone, keys=keys, **options)
         out[:num_decodes] = latent_attention(queries, kv, alone, scale=scale, values=values)
-    latents, turned = latent_rows(row, kv, meta, first=num_decodes, **options)
     k = F.linear(latents, keys.view(-1, rank)).view(num_keys, num_heads, plain)
     v = torch.bmm(latents.expand(num_heads, -1, -1), values)
     prompt_attention(q, k, turned, v, meta, cos_sin=cos_sin, interleaved=interleaved, scale=scale, out=out)
