@@ -210,6 +210,13 @@ def test_units_of_prompts(lens):
     assert [tile for _, tile in found] == sorted((tile for _, tile in found), reverse=True)
 
 
+def test_high_tiles_of_prompts_fit_in_smaller_chips():
+    """DeepSeek's sizes, by what Triton 3.9 says that each takes (on Hopper 172,032 bytes and 131,072; else as below)."""
+    for of_chip, taken in ((232448, 172032), (166912, 90112), (101376, 90112)):
+        tile = latent_prompts.prompt_tile(torch.bfloat16, 320, 1000, of_chip)
+        assert {(128, 64, 8, 3): 172032, (128, 64, 8, 2): 90112}[tile] == taken <= of_chip
+
+
 def test_which_steps_have_keys_of_their_own(monkeypatch):
     """Steps of enough tokens behind the decodes, if nothing of theirs is in the cache."""
     asked = []
