@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, latent_prompts, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton import TritonOps, latent, latent_prompts, linear, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
 from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
@@ -137,6 +138,24 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
         found.append((queries, k[1:], out[step.owned]))
     for mine, theirs in zip(*found, strict=True):
         close(mine, theirs)
+
+
+def test_prompts_of_latents_as_long_as_a_grid_may_be(monkeypatch):
+    """Chunks of 16,384 tokens and more of 128 heads: a grid's first number alone may exceed 65,535."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(latent, "_latent_kernel", Kernel())
+    step = cases.step(cases.Shape(sequences=((1, 2), (5, 0), (2, 0)), num_kv_heads=1, head_dim=24))
+    q, kv = torch.empty(16384, 128, 2, dtype=torch.float16), LayerKV(step.kv.k, step.kv.k[..., 23:])
+    latent.latent_attention(q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0)
+    (grid,) = grids
+    assert math.prod(grid) == 3 * 16384 * 128 // 32
+    assert max(grid[1:]) < 65536
 
 
 PROMPTS = {
