@@ -125,6 +125,17 @@ def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
     torch.testing.assert_close(expected - REFERENCE.moe(x, logits, Experts(*pair, spec)), alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
+    """Their kernels don't take it along: it alone has biases (or is rounded, in a checkpoint that leaves experts be)."""
+    spec, ops = mixture(num_experts=17, top=2), TritonOps()
+    x, logits, up, down = case(num_tokens, spec)
+    pair = prepared(REFERENCE, spec, up, down)
+    shared = tuple(REFERENCE.prepare_linear(torch.randn(n, k) / 4, torch.randn(n)) for n, k in ((80, 32), (32, 40)))
+    expected, ours = (o.moe_and_shared(x, logits, Experts(*pair, spec), shared) for o in (REFERENCE, ops))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
@@ -148,10 +159,11 @@ def test_rounded_experts(scheme, num_tokens):
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
 
-@pytest.mark.parametrize(("size", "num_tokens"), [(40, 70), (200, 160)])
+@pytest.mark.parametrize(("size", "num_tokens"), [(40, 70), (200, 160), pytest.param(40, 400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["gated", "plain", "both halves"])
 def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
-    """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases."""
+    """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases. Tiles of 128
+    with their empty half left out, and (400 tokens) whole."""
     clamped = kind == "both halves"
     activation = ClampedSwiglu(alpha=1.7, limit=0.8) if clamped else "silu" if kind == "gated" else "relu"
     expert = DenseSpec(intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, latent_prompts, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton import TritonOps, latent, latent_prompts, linear, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
 from slipstream.kernels.triton.blocks import blocks, has_library, library
 from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
@@ -139,6 +140,24 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
         close(mine, theirs)
 
 
+def test_prompts_of_latents_as_long_as_a_grid_may_be(monkeypatch):
+    """Chunks of 16,384 tokens and more of 128 heads: a grid's first number alone may exceed 65,535."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(latent, "_latent_kernel", Kernel())
+    step = cases.step(cases.Shape(sequences=((1, 2), (5, 0), (2, 0)), num_kv_heads=1, head_dim=24))
+    q, kv = torch.empty(16384, 128, 2, dtype=torch.float16), LayerKV(step.kv.k, step.kv.k[..., 23:])
+    latent.latent_attention(q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0)
+    (grid,) = grids
+    assert math.prod(grid) == 3 * 16384 * 128 // 32
+    assert max(grid[1:]) < 65536
+
+
 PROMPTS = {
     "ragged": ((5, 0), (70, 0), (33, 0), (2, 0)),
     "even": ((40, 0),) * 3,
@@ -170,6 +189,21 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
         close(mine, theirs)
 
 
+def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
+    """Of two equal prompts of 33 tokens that come together the second computes its last one, over the first one's blocks."""
+    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    step = cases.step(cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24))
+    table = step.meta.block_table.clone()
+    table[0, :2] = table[1, :2]
+    meta = dataclasses.replace(step.meta, block_table=table, from_start=True)
+    q, row = torch.randn(33, 2, 12), torch.randn(33, 24)
+    q, row = torch.cat((q[-1:], q)), torch.cat((row[-1:], row))
+    weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=torch.randn(16))
+    options = dict(eps=1e-5, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
+    out = OURS.attend_latents(q, row, LayerKV(step.kv.k, step.kv.k[..., 8:]), meta, **weights, **options)
+    close(out[0], out[-1])
+
+
 @triton.jit
 def _find_kernel(starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr):
     unit = triton.language.program_id(0)
@@ -193,6 +227,13 @@ def test_units_of_prompts(lens):
     found = [tuple(unit) for unit in even.tolist()]
     assert sorted(found) == sorted((i, tile) for i in range(first, len(lens)) for tile in range(tiles))
     assert [tile for _, tile in found] == sorted((tile for _, tile in found), reverse=True)
+
+
+def test_high_tiles_of_prompts_fit_in_smaller_chips():
+    """DeepSeek's sizes, by what Triton 3.9 says that each takes (on Hopper 172,032 bytes and 131,072; else as below)."""
+    for of_chip, taken in ((232448, 172032), (166912, 90112), (101376, 90112)):
+        tile = latent_prompts.prompt_tile(torch.bfloat16, 320, 1000, of_chip)
+        assert {(128, 64, 8, 3): 172032, (128, 64, 8, 2): 90112}[tile] == taken <= of_chip
 
 
 def test_which_steps_have_keys_of_their_own(monkeypatch):

@@ -303,7 +303,8 @@ class OpSet(ABC):
         scale: float,
     ) -> Tensor:
         """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `latent_queries` and `latent_attention`, or what
-        comes to the same. keys [H, P, C] and values [H, C, V] are as `prepare_heads` made them."""
+        comes to the same: all rows are in the cache before any is looked at, also by a decode, whose blocks may be a prompt's
+        of this step. keys [H, P, C] and values [H, C, V] are as `prepare_heads` made them."""
         queries = self.latent_queries(
             q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved
         )

@@ -510,10 +510,7 @@ class ModelRunner:
         request pays for no compilation. Graphs of texts have run their largest and smallest steps."""
         if self.device.type == "cpu" or self.text_graphs is not None:
             return
-        steps = [(64, 64), (4, 1), (1, 1)]
-        if self._has_latents:  # whole prompts, short ones and long, have kernels of their own
-            steps += [(512, min(n, self.config.model.max_model_len)) for n in (128, 512)]
-        for num_tokens, length in steps:
+        for num_tokens, length in self._warm_up_steps():
             meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
@@ -526,6 +523,14 @@ class ModelRunner:
             logits = self.model.decoder.logits(hidden[-2:])
             self.ops.sample(logits, self._dummy_sampling(len(logits)))
         self._synchronize()
+
+    def _warm_up_steps(self) -> list[tuple[int, int]]:
+        """(tokens, length of the prompts)"""
+        steps = [(64, 64), (4, 1), (1, 1)]
+        if self._has_latents:  # whole prompts, short ones and long, have kernels of their own
+            most = min(512, self.config.scheduling.max_num_batched_tokens)  # of more tokens no activations were measured
+            steps += [(most, min(n, most, self.config.model.max_model_len)) for n in (128, 512)]
+        return steps
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cpu":

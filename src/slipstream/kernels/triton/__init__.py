@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,11 +168,20 @@ class TritonOps(OpSet):
         interleaved: bool,
         scale: float,
     ) -> Tensor:
-        options: dict[str, Any] = dict(keys=keys, values=values, norm=norm, eps=eps, cos_sin=cos_sin)
-        options.update(interleaved=interleaved, scale=scale)
-        if latent_prompts.takes(meta):
-            return latent_prompts.attend_latents(q, row, kv, meta, **options)
-        return super().attend_latents(q, row, kv, meta, **options)
+        attend = latent_prompts.attend_latents if latent_prompts.takes(meta) else super().attend_latents
+        return attend(
+            q,
+            row,
+            kv,
+            meta,
+            keys=keys,
+            values=values,
+            norm=norm,
+            eps=eps,
+            cos_sin=cos_sin,
+            interleaved=interleaved,
+            scale=scale,
+        )
 
     def latent_queries(
         self,

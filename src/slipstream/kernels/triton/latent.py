@@ -347,7 +347,7 @@ def _values_kernel(
     tl.store(out_ptr + row * V + vs, y.to(out_ptr.dtype.element_ty), mask=vs < V)
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_seq", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs", "splits"])
 def _latent_kernel(
     q_ptr,
     k_ptr,
@@ -360,6 +360,7 @@ def _latent_kernel(
     scale,
     table_stride,
     first_seq,
+    num_seqs,
     splits,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -372,12 +373,13 @@ def _latent_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a (sequence, BLOCK_M of its tokens' heads, part of its keys). R numbers are rotated, C are the latent's."""
+    """One program a (sequence, BLOCK_M of its tokens' heads; part of its keys). R numbers are rotated, C are the latent's.
+    Sequences and tiles are one dimension, since a grid's others end at 65,535: 16,384 tokens of 128 heads are more tiles."""
     D: tl.constexpr = R + C
     if PDL:
         follow()
-    seq, split = tl.program_id(0) + first_seq, tl.program_id(2)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    seq, split = tl.program_id(0) % num_seqs + first_seq, tl.program_id(1)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_seqs  # the longest first
     start = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - start
     if tile * BLOCK_M >= num_queries * H:
@@ -459,9 +461,9 @@ def latent_attention(
     def launch(first: int, count: int, max_query_len: int, splits: int, part: Tensor, lse: Tensor) -> None:
         num_rows = max_query_len * num_heads
         block_m, block_n, warps, stages = tile or of_rows(num_rows)
-        _latent_kernel[(count, triton.cdiv(num_rows, block_m), splits)](
+        _latent_kernel[(count * triton.cdiv(num_rows, block_m), splits)](
             q, kv.k, out, part, lse, meta.block_table, meta.query_start_loc, meta.seq_lens, scale, meta.block_table.stride(0),
-            first, splits, BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps,
+            first, count, splits, BLOCK_M=block_m, BLOCK_N=block_n, SPLIT=splits > 1, num_warps=warps,
             num_stages=stages, **shape, **overlapped(q),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import LOG2E, _load, _softened
+from slipstream.kernels.triton.device import shared_bytes
 from slipstream.kernels.triton.latent import _angles, _joined, _turned, latent_attention, latent_queries, latent_rows
 from slipstream.kernels.triton.overlap import follow, overlapped
 
@@ -31,6 +32,8 @@ HEADS_AT_ONCE = 16
 """Heads that run side by side. All 128 of DeepSeek V3 would leave no two tiles of a head to share what they read."""
 SHORT = 256
 """Tokens of the longest prompt up to which tiles are lower: less of what they multiply lies ahead of the queries."""
+THREE_STAGES_BYTES = 168 * 1024
+"""What a high tile of three stages takes on Hopper, 128 KiB elsewhere; of two 88 KiB, which fit in the 99 of small chips."""
 
 
 @triton.jit
@@ -175,14 +178,14 @@ def _prompts_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (vs < V)[None, :])
 
 
-def prompt_tile(dtype: torch.dtype, width: int, longest: int) -> tuple[int, int, int, int]:
+def prompt_tile(dtype: torch.dtype, width: int, longest: int, shared: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_latent_prompts.py`). `width`: numbers of a key
-    and a value together."""
+    and a value together; `shared`: bytes of memory that a program may take."""
     if dtype == torch.float32:
         return 32, 16, 4, 2
     if width > 320:
         return 64, 32, 4, 2
-    return (64, 64, 4, 2) if longest <= SHORT else (128, 64, 8, 3)
+    return (64, 64, 4, 2) if longest <= SHORT else (128, 64, 8, 3 if shared >= THREE_STAGES_BYTES else 2)
 
 
 def prompt_attention(
@@ -207,7 +210,9 @@ def prompt_attention(
     first_seq, last_seq = meta.num_decodes, len(meta.seq_lens)
     block_p, block_v = (max(16, triton.next_power_of_2(n)) for n in (plain, width))
     half = max(8, triton.next_power_of_2(rotary // 2))
-    block_m, block_n, warps, stages = tile or prompt_tile(q.dtype, block_p + 2 * half + block_v, meta.max_query_len)
+    block_m, block_n, warps, stages = tile or prompt_tile(
+        q.dtype, block_p + 2 * half + block_v, meta.max_query_len, shared_bytes(q.device)
+    )
     # Units of a sequence: as many as the longest needs, or, if that leaves more of them empty, as it needs itself.
     tiles, num_seqs = triton.cdiv(meta.max_query_len, block_m), last_seq - first_seq
     most = num_keys // block_m + num_seqs
@@ -242,17 +247,18 @@ def attend_latents(
     interleaved: bool,
     scale: float,
 ) -> Tensor:
-    """`OpSet.attend_latents` of a step with `meta.from_start`: decodes over latents, the others with keys and values."""
+    """`OpSet.attend_latents` of a step with `meta.from_start`: decodes over latents, the others with keys and values. All rows
+    are in the cache before anything attends: a sequence of one token may share blocks that a prompt of this step fills."""
     num_heads, plain, rank = keys.shape
     num_decodes, num_keys, width = meta.num_decodes, len(q) - meta.num_decodes, values.shape[2]
     options: dict[str, Any] = dict(norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
     q = q.contiguous()
     out = torch.empty(len(q), num_heads * width, dtype=q.dtype, device=q.device)
+    latents, turned = latent_rows(row, kv, meta, first=num_decodes, **options)
     if num_decodes:
         alone = _decodes_of(meta)
         queries = latent_queries(q[:num_decodes], row[:num_decodes], kv, alone, keys=keys, **options)
         out[:num_decodes] = latent_attention(queries, kv, alone, scale=scale, values=values)
-    latents, turned = latent_rows(row, kv, meta, first=num_decodes, **options)
     k = F.linear(latents, keys.view(-1, rank)).view(num_keys, num_heads, plain)
     v = torch.bmm(latents.expand(num_heads, -1, -1), values)
     prompt_attention(q, k, turned, v, meta, cos_sin=cos_sin, interleaved=interleaved, scale=scale, out=out)

@@ -44,8 +44,8 @@ def moe(
     weights, chosen = route(router_logits, spec, own.correction, load)
     few = hardly_meet(x.shape[0], spec)
     if few and _dense(up, down):
-        assert added is None
-        return few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
+        y = few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
+        return y if added is None else y + added
     groups = singles(chosen) if few else group(chosen, spec.num_experts)
     given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if sorted_experts.covers(given, up, down, groups):
