@@ -11,6 +11,7 @@ import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.ops import Heads, Scoring
@@ -200,8 +201,19 @@ def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
     q, row = torch.cat((q[-1:], q)), torch.cat((row[-1:], row))
     weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=torch.randn(16))
     options = dict(eps=1e-5, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
-    out = OURS.attend_latents(q, row, LayerKV(step.kv.k, step.kv.k[..., 8:]), meta, **weights, **options)
+    kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
+    out = OURS.attend_latents(q, row, kv, meta, **weights, **options)
     close(out[0], out[-1])
+    for from_start in (False, True):
+        with pytest.raises(ConfigError, match="8-bit"):
+            OURS.attend_latents(
+                q,
+                row,
+                dataclasses.replace(kv, k_scale=torch.ones(1)),
+                dataclasses.replace(meta, from_start=from_start),
+                **weights,
+                **options,
+            )
 
 
 @triton.jit

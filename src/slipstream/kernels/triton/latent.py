@@ -425,6 +425,11 @@ def _latent_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cs < C)[None, :])
 
 
+def refuse_8_bits(kv: LayerKV) -> None:
+    if kv.k_scale is not None:
+        raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
+
+
 def latent_attention(
     q: Tensor,
     kv: LayerKV,
@@ -436,8 +441,7 @@ def latent_attention(
 ) -> Tensor:
     """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`. `tile`:
     (BLOCK_M, BLOCK_N, warps, stages)."""
-    if kv.k_scale is not None:
-        raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    refuse_8_bits(kv)
     q = q.contiguous()
     (num_tokens, num_heads, head_dim), width = q.shape, kv.v.shape[3]
     out = torch.empty(num_tokens, num_heads, width, dtype=q.dtype, device=q.device)

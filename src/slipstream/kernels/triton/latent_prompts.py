@@ -23,7 +23,15 @@ from torch.nn import functional as F
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import LOG2E, _load, _softened
 from slipstream.kernels.triton.device import shared_bytes
-from slipstream.kernels.triton.latent import _angles, _joined, _turned, latent_attention, latent_queries, latent_rows
+from slipstream.kernels.triton.latent import (
+    _angles,
+    _joined,
+    _turned,
+    latent_attention,
+    latent_queries,
+    latent_rows,
+    refuse_8_bits,
+)
 from slipstream.kernels.triton.overlap import follow, overlapped
 
 WHOLE_TOKENS = 256
@@ -249,6 +257,7 @@ def attend_latents(
 ) -> Tensor:
     """`OpSet.attend_latents` of a step with `meta.from_start`: decodes over latents, the others with keys and values. All rows
     are in the cache before anything attends: a sequence of one token may share blocks that a prompt of this step fills."""
+    refuse_8_bits(kv)
     num_heads, plain, rank = keys.shape
     num_decodes, num_keys, width = meta.num_decodes, len(q) - meta.num_decodes, values.shape[2]
     options: dict[str, Any] = dict(norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
