@@ -439,7 +439,13 @@ def test_a_step_of_padding(tmp_path, family, sizes):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("scheme", "num_dense", "apart"), [(None, 2, 4096), (None, 1, 64), ("fp8", 1, 4096), ("int4-g32", 2, 4096)]
+    ("scheme", "num_dense", "apart"),
+    [
+        (None, 1, 64),
+        ("fp8", 1, 4096),
+        pytest.param(None, 2, 4096, marks=pytest.mark.slow),
+        pytest.param("int4-g32", 2, 4096, marks=pytest.mark.slow),
+    ],
 )
 def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
     """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many

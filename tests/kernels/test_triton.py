@@ -520,7 +520,7 @@ def test_attention_takes_the_tables_tiles(monkeypatch):
     close(ours[step.owned], theirs[step.owned])
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
+@pytest.mark.parametrize("scheme", [*(pytest.param(s, marks=pytest.mark.slow) for s in (None, "int4-g32")), "int8"])
 def test_a_models_trials_run_and_agree(monkeypatch, scheme):
     """Every key that is tuned for a model is one that the engine looks up: with a tile of its own, each op is given it."""
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)

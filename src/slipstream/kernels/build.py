@@ -1,4 +1,4 @@
-"""Build libslipstream_cpu into this package: `python -m slipstream.kernels.build [--sanitize]`.
+"""Build libslipstream_cpu into this package: `python -m slipstream.kernels.build [--sanitize] [--into FOLDER]`.
 
 For source trees that are run without being installed, with the compiler and CMake that are there. `pip install .` does the same
 through scikit-build-core, and installs the package without the library where there is no compiler: `remedy` says what
@@ -51,7 +51,11 @@ def _origin() -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m slipstream.kernels.build", description=__doc__)
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UndefinedBehaviorSanitizer")
+    parser.add_argument("--into", type=Path, default=PACKAGE, help="another folder than this package's", metavar="FOLDER")
     args = parser.parse_args(arguments)
+    if not args.into.is_dir():
+        print(f"--into: {args.into} is no folder", file=sys.stderr)
+        return 1
     if not (SOURCE / "CMakeLists.txt").is_file():
         print(f"{SOURCE} is not there: this is no source tree; {remedy()}", file=sys.stderr)
         return 1
@@ -66,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         subprocess.run(["cmake", "-S", SOURCE, "-B", build, "-DCMAKE_BUILD_TYPE=Release", sanitize], check=True)
         subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
         (built,) = Path(build).glob("libslipstream_cpu.*")
-        target = PACKAGE / built.name
+        target = args.into / built.name
         temporary = target.with_suffix(".new")  # a running process may have the old one mapped
         shutil.copy2(built, temporary)
         temporary.replace(target)
