@@ -423,7 +423,9 @@ def test_the_librarys_product_by_blocks_gets_what_it_wants(monkeypatch, num_toke
     assert not has_library(x, w)  # on a CPU
 
 
-@pytest.mark.parametrize(("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), (128, 768)])
+@pytest.mark.parametrize(
+    ("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), pytest.param(128, 768, marks=pytest.mark.slow)]
+)
 def test_4_bit_products(size, inner):
     outer = 70
     scheme = SCHEMES["int4" if size == 128 else "int4-g32"]
@@ -520,7 +522,7 @@ def test_attention_takes_the_tables_tiles(monkeypatch):
     close(ours[step.owned], theirs[step.owned])
 
 
-@pytest.mark.parametrize("scheme", [*(pytest.param(s, marks=pytest.mark.slow) for s in (None, "int4-g32")), "int8"])
+@pytest.mark.parametrize("scheme", [None, *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "int4-g32"))])
 def test_a_models_trials_run_and_agree(monkeypatch, scheme):
     """Every key that is tuned for a model is one that the engine looks up: with a tile of its own, each op is given it."""
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
