@@ -1,5 +1,6 @@
 """Prompts of latent attention, over latents and with keys and values of their own (DeepSeek-V2-Lite's layer): microseconds of
 both and of their parts, and of the attention's tiles; how far the two are apart. On a GPU, in under a minute:
+
     python benchmarks/gpu_latent_prompts.py OUT.json
 
 All are replayed from graphs, so the host's time is not in it, in turn; each time is the median of ROUNDS. FLOPs are those of

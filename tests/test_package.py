@@ -49,6 +49,11 @@ def test_how_to_get_the_library(monkeypatch, tmp_path, compiler, source, url, sa
     assert build.remedy() == said
 
 
+def test_a_folder_that_is_not_there(capsys, tmp_path):
+    assert build.main(["--into", str(tmp_path / "none")]) == 1
+    assert "--into" in capsys.readouterr().err
+
+
 def test_a_package_that_nobody_installed(monkeypatch, tmp_path):
     def missing(name: str) -> Installed:
         raise PackageNotFoundError(name)

@@ -161,3 +161,12 @@ def test_a_checkpoint_that_is_not_its_configs_is_no_internal_error(tmp_path):
     with pytest.raises(ConfigError, match=r"transformers can't load") as error:
         load_folder(tmp_path, "float32")
     assert "pip install" not in str(error.value)
+
+
+def test_transformers_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("config.json", "x.gguf"):
+        (tmp_path / name).touch()
+    for path in (tmp_path, tmp_path / "x.gguf"):
+        with pytest.raises(ConfigError, match=r"transformers is missing: pip install 'slipstream\[dev\]'"):
+            load_folder(path, "float32")

@@ -36,9 +36,10 @@ def load_gguf(path: Path, dtype: str) -> Any:
 
 
 def _refusal(path: Path, error: Exception) -> str:
-    if isinstance(error, ImportError):  # transformers itself, or gguf, which it reads such files with
-        return f"to compare with transformers {error.name or error} is missing: pip install 'slipstream[dev]'"
-    return f"transformers can't load {path.name}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"to compare with transformers {error.name} is missing: pip install 'slipstream[dev]'"
+    remedy = ": pip install 'slipstream[dev]'" if isinstance(error, ImportError) else ""  # gguf, as transformers says it
+    return f"transformers can't load {path.name}: {error}{remedy}"
 
 
 AUTO = {
