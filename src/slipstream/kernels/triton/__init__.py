@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,35 +154,9 @@ class TritonOps(OpSet):
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
         return whole.mean_of_texts(hidden, starts)
 
-    def attend_latents(
-        self,
-        q: Tensor,
-        row: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        keys: Tensor,
-        values: Tensor,
-        norm: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        interleaved: bool,
-        scale: float,
-    ) -> Tensor:
+    def attend_latents(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, **options: Any) -> Tensor:
         attend = latent_prompts.attend_latents if latent_prompts.takes(meta) else super().attend_latents
-        return attend(
-            q,
-            row,
-            kv,
-            meta,
-            keys=keys,
-            values=values,
-            norm=norm,
-            eps=eps,
-            cos_sin=cos_sin,
-            interleaved=interleaved,
-            scale=scale,
-        )
+        return attend(q, row, kv, meta, **options)
 
     def latent_queries(
         self,
