@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.facts import plain
+from slipstream.bench.environment import plain
 from slipstream.bench.report import document
 from slipstream.plan.hardware import bound_spinning
 

@@ -213,7 +213,7 @@ def carry_out(
 ) -> dict[str, Any]:
     """The checkpoint at `out`, and what is to be said of it."""
     recipe, begin = parse(steps), time.perf_counter()
-    facts: dict[str, Any] = {
+    info: dict[str, Any] = {
         "recipe": recipe.as_data(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -221,17 +221,17 @@ def carry_out(
     if recipe.reshapes:
         assert rest(recipe) is None
         made = reshape(source, recipe, out, device=device, say=_every_fiftieth)
-        facts["num_parameters"] = made.spec.num_parameters
-        facts["num_layers"] = made.spec.num_layers
+        info["num_parameters"] = made.spec.num_parameters
+        info["num_layers"] = made.spec.num_layers
         if (record := made.path / "distill.json").is_file():
             history = json.loads(record.read_text())["history"]
-            facts["history"] = [r for r in history if r["held_out_kl"] is not None or r["step"] % 50 == 0]
+            info["history"] = [r for r in history if r["held_out_kl"] is not None or r["step"] % 50 == 0]
         publish(made, recipe, out, lambda folder: None)
     else:
         done = compress(source, recipe, out, windows=calibration, device=device, dtype=dtype)
-        facts["bits_per_weight"] = done.bits_per_weight
-        facts["bits"] = {p.name: p.fmt.bits for p in done.products if p.fmt is not None} if "average" in str(steps) else {}
-    return {**facts, "compress_s": time.perf_counter() - begin, "file_bytes": model_bytes(out)}
+        info["bits_per_weight"] = done.bits_per_weight
+        info["bits"] = {p.name: p.fmt.bits for p in done.products if p.fmt is not None} if "average" in str(steps) else {}
+    return {**info, "compress_s": time.perf_counter() - begin, "file_bytes": model_bytes(out)}
 
 
 def _every_fiftieth(text: str) -> None:
@@ -346,12 +346,12 @@ def main() -> None:
                         known[kind] = seconds_a_step(source, steps, folder / "trial", windows, device, dtype)
                     num_steps = max(1, int(args.seconds[i % len(args.seconds)] / known[kind]))
                     steps = changed(steps, [f"{kind}.num_steps={num_steps}"])
-                facts = carry_out(source, steps, out, windows, device, dtype)
+                info = carry_out(source, steps, out, windows, device, dtype)
             except Exception:  # a row that fails must not take those after it along
                 traceback.print_exc()
                 print(f"failed: {shown}", flush=True)
                 continue
-            row = {**measure(original, dataclasses.replace(plain, model=str(out)), text), **facts}
+            row = {**measure(original, dataclasses.replace(plain, model=str(out)), text), **info}
             save(shown, row)
             if args.speed:
                 as_served = dataclasses.replace(plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto")

@@ -27,7 +27,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.evals.text import TextSettings, calibration_windows, read_windows
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription, read_spec
-from slipstream.model.scheme import FORMATS
+from slipstream.spec.scheme import FORMATS
 
 CPU = torch.device("cpu")
 PRODUCTS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")

@@ -43,7 +43,7 @@ def child(path: Path, scheme: str, folder: Path | None) -> None:
 
     from slipstream.kernels.ops import select_ops
     from slipstream.model.loader import load_model
-    from slipstream.model.scheme import SCHEMES
+    from slipstream.spec.scheme import SCHEMES
 
     threads, device = available_cores(), torch.device("cpu")
     torch.set_num_threads(threads)

@@ -22,9 +22,9 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.ops import Experts, OpSet
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import MoESpec
 from slipstream.plan.hardware import available_cores
+from slipstream.spec.model import MoESpec
+from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.roofline import measure_ceilings
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -86,7 +86,7 @@ def layer(ops: OpSet, form: str, spec: MoESpec, products: list[Any]) -> tuple[Op
     made = []
     for p in products:
         weight = torch.empty(spec.num_experts * p.rows, p.inner, dtype=torch.bfloat16).normal_(0.0, 0.02)
-        made.append(ops.prepare_experts(weight, SCHEMES.get(form), num_experts=spec.num_experts))
+        made.append(ops.quantize_experts(weight, SCHEMES.get(form), num_experts=spec.num_experts))
     return ops, made
 
 

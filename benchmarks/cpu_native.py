@@ -28,8 +28,8 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.loader import LoadedModel, load_model
-from slipstream.model.scheme import SCHEMES
 from slipstream.plan.hardware import available_cores
+from slipstream.spec.scheme import SCHEMES
 
 BLOCK = 16
 FORMS: dict[str, dict[str, Any]] = {

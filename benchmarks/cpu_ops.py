@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 
 E, H, K, D, FF, V, CONTEXT, BLOCK = 576, 9, 3, 64, 1536, 49152, 512, 16
@@ -90,7 +90,7 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
     }.items():
         x = torch.randn(batch, inner).to(dtype)
         weights = [torch.randn(out, inner).to(dtype) for _ in range(max(2, min(24, int(1e8 / (out * inner * 2)))))]
-        packed = [ops.prepare_linear(w, None) for w in weights]
+        packed = [ops.quantize_weight(w, None) for w in weights]
         found[f"linear {name}"] = {
             "used": rotating(packed, lambda w, x=x: ops.linear(x, w)),
             "F.linear": rotating(weights, lambda w, x=x: F.linear(x, w)),
@@ -108,7 +108,7 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
     }
     meta, kv = decode_step(batch, dtype)
     qkv, table = torch.randn(batch, (H + 2 * K) * D).to(dtype), torch.randn(CONTEXT, D)
-    heads = Heads(num_heads=H, num_kv_heads=K, head_dim=D, cos_sin=table)
+    heads = QKVLayout(num_heads=H, num_kv_heads=K, head_dim=D, cos_sin=table)
     found["rope_and_cache"] = {
         "used": lambda: ops.rope_and_cache(qkv, kv, meta, heads),
         "first layer": lambda: CpuOps().rope_and_cache(qkv, kv, meta, heads),
@@ -117,11 +117,11 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
     q = torch.randn(batch, H, D).to(dtype)
     groups = cpu.decode_groups(meta, meta.seq_lens.tolist(), kv, None, dtype)
     found["attention, decode"] = {
-        "used": lambda: ops.attention(q, kv, meta, Scoring(scale=0.125)),
-        "first layer": lambda: CpuOps().attention(q, kv, meta, Scoring(scale=0.125)),
+        "used": lambda: ops.attention(q, kv, meta, AttentionParams(scale=0.125)),
+        "first layer": lambda: CpuOps().attention(q, kv, meta, AttentionParams(scale=0.125)),
         "products, float32 scores": lambda: [products_decode(q, kv, g, torch.float32) for g in groups],
         "products, scores as the cache": lambda: [products_decode(q, kv, g, dtype) for g in groups],
-        "reference": lambda: reference.attention(q, kv, meta, Scoring(scale=0.125)),
+        "reference": lambda: reference.attention(q, kv, meta, AttentionParams(scale=0.125)),
     }
     logits = torch.randn(batch, V).to(dtype) * 4
     one = torch.ones(batch)
@@ -170,16 +170,16 @@ def main() -> None:
                     print(f"{rows[-1]['dtype']:9}{batch:4}  {op:20} {shown}", flush=True)
     if args.out:
         sizes = {"E": E, "H": H, "K": K, "D": D, "F": FF, "V": V, "context": CONTEXT, "block_size": BLOCK}
-        facts: dict[str, Any] = {
+        info: dict[str, Any] = {
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cpu": model,
             "threads": args.threads,
         }
-        facts["openmp"] = {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))}
-        facts["instructions"] = torch.backends.cpu.get_cpu_capability()
+        info["openmp"] = {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))}
+        info["instructions"] = torch.backends.cpu.get_cpu_capability()
         args.out.write_text(
-            json.dumps({**facts, "sizes": sizes, "unit": "microseconds", "rows": rows}, indent=1) + "\n"
+            json.dumps({**info, "sizes": sizes, "unit": "microseconds", "rows": rows}, indent=1) + "\n"
         )
 
 

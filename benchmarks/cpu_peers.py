@@ -183,8 +183,8 @@ def compare(args: argparse.Namespace, path: Path, threads: int) -> None:
         if build:
             print(f"{name}: {build}")
     print_table("ratios", ["", *columns], [[n, *(f"{v:.2f}" for v in m.values())] for n, m in ratios.items()])
-    facts = {"file": path.name, "threads": threads, "builds": builds}
-    common.save(args.output, "cpu_peers", **facts, medians=medians, ratios=ratios, rounds=rounds)
+    info = {"file": path.name, "threads": threads, "builds": builds}
+    common.save(args.output, "cpu_peers", **info, medians=medians, ratios=ratios, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Round:
     """All copies of one weight, one after the other."""
 
     def __init__(self, ops: NativeOps, weight: ScaledLinear, tokens: int, cache_bytes: int) -> None:
-        held, arena = ops.adopt_linear(weight), Arena()
+        held, arena = ops.pack_weight(weight), Arena()
         (part,) = held.parts
         self.num_bytes, self.tokens = part.data.numel(), tokens
         self.copies = max(2, -(-cache_bytes // self.num_bytes))

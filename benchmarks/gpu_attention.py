@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
@@ -79,7 +79,7 @@ def main() -> None:
         q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16)
         for kind in ("bf16", "fp8"):
             kv, meta = step(lengths, context, kv_heads, dim, kind)
-            call = partial(paged_attention, q, kv, meta, Scoring(scale=dim**-0.5))
+            call = partial(paged_attention, q, kv, meta, AttentionParams(scale=dim**-0.5))
             measure(case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim]))
             measure(case, f"{kind} Hopper", flops, call)
         if len(set(lengths)) == 1 and not context:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.latent import latent_attention
+from slipstream.kernels.triton.mla import mla_paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 CUDA, BLOCK, LENGTH = torch.device("cuda"), 16, 192
@@ -63,7 +63,7 @@ def main() -> None:
     for heads, kv_heads, size, dtype in HEADS:
         k, v = (torch.randn(num_blocks, kv_heads, BLOCK, size, device=CUDA, dtype=dtype) for _ in range(2))
         q = torch.randn(1000, heads, size, device=CUDA, dtype=dtype)
-        attend = partial(paged_attention, q, LayerKV(k, v), meta, Scoring(scale=size**-0.5))
+        attend = partial(paged_attention, q, LayerKV(k, v), meta, AttentionParams(scale=size**-0.5))
         sweep(f"{heads} heads, {kv_heads} kv heads of {size}", lambda tile, run=attend: run(decode_tile=tile), TILES, rows)
     for (case, tiles), (num_seqs, num_new, length) in zip(
         LATENT_TILES.items(), ((1024, 1, LENGTH), (128, 128, 128), (1, 1, LENGTH)), strict=True
@@ -73,8 +73,8 @@ def main() -> None:
         kv = LayerKV(k, k[..., ROTATED:])
         q = torch.randn(num_seqs * num_new, LATENT_HEADS, ROTATED + LATENT, device=CUDA, dtype=torch.bfloat16)
 
-        attend_latents = partial(latent_attention, q, kv, step, scale=0.05)
-        sweep(case, lambda tile, run=attend_latents: run(tile=tile), tiles, rows)
+        mla_attention = partial(mla_paged_attention, q, kv, step, scale=0.05)
+        sweep(case, lambda tile, run=mla_attention: run(tile=tile), tiles, rows)
     record = {"command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -26,14 +26,14 @@ import triton
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton import TritonOps, moe
 from slipstream.kernels.triton.experts import experts
-from slipstream.kernels.triton.grouping import entries_of_a_tile, group
+from slipstream.kernels.triton.grouped_gemm import product, sort_rows
+from slipstream.kernels.triton.moe_permute import entries_of_a_tile, group
 from slipstream.kernels.triton.pointwise import activation, quantize
-from slipstream.kernels.triton.sorted_experts import product, sort_rows
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
+from slipstream.spec.scheme import SCHEMES
 
 CONFIGS = Path(__file__).parent / "configs"
 MODELS = (("qwen3-30b-a3b", None), ("mixtral-8x7b", "fp8"), ("deepseek-v2-lite", None))
@@ -73,7 +73,7 @@ def main() -> None:
         whole = read_spec(CONFIGS / name).spec
         spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
         up, down = (
-            ops.prepare_experts(
+            ops.quantize_experts(
                 torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
                 SCHEMES[scheme] if scheme else None,
                 num_experts=p.copies,

@@ -33,9 +33,9 @@ from common import median, parser, save
 
 from slipstream.config import DTYPE_BYTES
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import SCHEMES, Scheme
-from slipstream.model.spec import ModelSpec, MoESpec
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.model import ModelSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES, Scheme
 
 MODELS = (
     "gpt-j-6b,falcon-7b,starcoder-15b,mpt-7b,bloom-7b1,gpt-neox-20b,opt-13b,mixtral-8x7b:fp8,qwen3-30b-a3b,deepseek-v2-lite,gpt-oss-20b"
@@ -218,7 +218,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         "model": name,
         "scheme": config.model.quantization,
         "dtype": dtype,
-        "device": config.device.facts.name,
+        "device": config.device.info.name,
         "start_s": started,
         "decode_ms": decode * 1e3,
         "decode_floor_ms": floor.decode_s * 1e3,

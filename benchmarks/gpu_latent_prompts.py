@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.latent import latent_attention, latent_queries, latent_rows
-from slipstream.kernels.triton.latent_prompts import prompt_attention
+from slipstream.kernels.triton.mla import latent_rows, mla_paged_attention, mla_queries
+from slipstream.kernels.triton.mla_prefill import prompt_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 PLAIN, ROTATED, LATENT, VALUE, BLOCK, SCALE = 128, 64, 512, 128, 16, 192**-0.5
@@ -98,17 +98,17 @@ def layer(lengths: list[int], num_heads: int, device: torch.device) -> Layer:
 def calls(x: Layer) -> dict[str, Callable[[], Any]]:
     """What is timed, by name."""
     ops, (num_tokens, num_heads) = TritonOps(), x.q.shape[:2]
-    whole = partial(ops.attend_latents, x.q, x.row, x.kv, keys=x.keys, values=x.values, scale=SCALE, **x.options)
+    whole = partial(ops.mla_attention, x.q, x.row, x.kv, keys=x.keys, values=x.values, scale=SCALE, **x.options)
     latents, turned = latent_rows(x.row, x.kv, x.meta, first=0, **x.options)
     weight = x.keys.view(-1, LATENT)
     k = F.linear(latents, weight).view(num_tokens, num_heads, PLAIN)
     v = torch.bmm(latents.expand(num_heads, -1, -1), x.values)
     out = torch.empty(num_tokens, num_heads * VALUE, dtype=x.q.dtype, device=x.q.device)
-    queries = latent_queries(x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options)
+    queries = mla_queries(x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options)
     return {
         "over latents": partial(whole, replace(x.meta, from_start=False)),
-        "  queries": partial(latent_queries, x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options),
-        "  attention": partial(latent_attention, queries, x.kv, x.meta, scale=SCALE),
+        "  queries": partial(mla_queries, x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options),
+        "  attention": partial(mla_paged_attention, queries, x.kv, x.meta, scale=SCALE),
         "with keys and values": partial(whole, x.meta),
         "  rows": partial(latent_rows, x.row, x.kv, x.meta, first=0, **x.options),
         "  keys": partial(F.linear, latents, weight),

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from slipstream.hub import tiles_folder
-from slipstream.kernels.tiles import load_tiles
+from slipstream.kernels.autotune_table import load_tiles
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.tuning import microseconds
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
 BANDWIDTH, DENSE_RATE, EIGHT_BIT_RATE = 4.45e12, 780e12, 1450e12
@@ -41,7 +41,7 @@ def main() -> None:
             kind = SCHEMES.get(scheme)
             weight_bytes = kind.weight_bytes(outer, inner) if kind else outer * inner * 2
             weight = torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) * 0.02
-            copies = [ops.prepare_linear(weight.clone(), None, kind) for _ in range(max(2, int(3e8 / weight_bytes)))]
+            copies = [ops.quantize_weight(weight.clone(), None, kind) for _ in range(max(2, int(3e8 / weight_bytes)))]
             rate = EIGHT_BIT_RATE if kind and kind.inputs else DENSE_RATE
             for num_tokens in map(int, args.tokens.split(",")):
                 x = torch.randn(num_tokens, inner, device="cuda", dtype=torch.bfloat16)

@@ -20,8 +20,8 @@ import torch
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
+from slipstream.spec.scheme import SCHEMES
 
 CONFIGS = Path(__file__).parent / "configs"
 BANDWIDTH, DENSE_RATE, EIGHT_BIT_RATE = 4.45e12, 780e12, 1450e12
@@ -49,7 +49,7 @@ def main() -> None:
             sizes = [kind.weight_bytes(p.rows, p.inner) if kind else 2 * p.rows * p.inner for p in products]
             layers = [
                 [
-                    ops.prepare_experts(
+                    ops.quantize_experts(
                         torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
                         kind,
                         num_experts=p.copies,

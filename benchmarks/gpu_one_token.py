@@ -18,7 +18,7 @@ import torch
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS = 300

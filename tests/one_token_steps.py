@@ -25,8 +25,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensor
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.weights import Linear
-from slipstream.model.scheme import Scheme
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.scheme import Scheme
 from tests import tiny_models
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "max_position_embeddings": 2048}
@@ -65,7 +65,7 @@ KEYS, VALUES, SCALE = 2.0, 3.0, 0.3
 class Exact(ReferenceOps):
     """For a model in float32 with the numbers that one in bfloat16 has: scales of groups are rounded as there."""
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme, torch.bfloat16)
 
 

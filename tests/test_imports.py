@@ -22,29 +22,28 @@ FILES = {
 
 BASE = ("errors", "types", "config")
 DESCRIPTION = (
-    *("model.spec", "model.scheme", "model.quantization_config", "model.description", "model.families"),
-    *("model.parameters", "model.held"),
-    "model.pooling",
+    *("spec", "model.quantization_config", "model.description", "model.families", "model.native_formats", "model.pooling"),
 )
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
+    "spec": ("errors",),
     "types": ("errors",),
-    "config": ("errors", "model.scheme", "model.spec"),
+    "config": ("errors", "spec"),
     "hub": ("errors",),
-    "plan": (*BASE, "model.spec", "model.scheme", "model.parameters", "model.held"),
-    "core": (*BASE, "model.spec"),
-    "kernels": ("errors", "model.spec", "model.scheme"),
-    "model": ("errors", "kernels"),
-    "worker": (*BASE, "plan", "kernels", "model"),
-    "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.tiles", *DESCRIPTION, "model.gguf"),
+    "plan": (*BASE, "spec", "model.native_formats"),
+    "core": (*BASE, "spec"),
+    "kernels": ("errors", "spec"),
+    "model": ("errors", "spec", "kernels"),
+    "worker": (*BASE, "spec", "plan", "kernels", "model"),
+    "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.autotune_table", *DESCRIPTION, "model.gguf"),
     "server": (*BASE, "plan", "engine", "compress.context"),
     "bench": (*BASE, "plan", "engine"),
-    "evals": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine"),
-    "compress": (*BASE, "hub", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
+    "evals": (*BASE, "hub", "spec", "plan", "kernels", "model", "worker", "engine"),
+    "compress": (*BASE, "hub", "spec", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
         *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
         *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
-        *("kernels.ops", "kernels.tiles", "kernels.triton.tuning", "kernels.build"),
+        *("kernels.ops", "kernels.autotune_table", "kernels.triton.tuning", "kernels.build"),
     ),
     "__main__": ("cli",),
 }
@@ -62,7 +61,7 @@ HEAVY = {  # third-party package: the parts that may import it
     "uvicorn": ("server",),
 }
 TORCH_FREE = (
-    *("types", "errors", "config", "hub", "plan", "core", "kernels.tiles", "kernels.build", "evals.text"),
+    *("types", "errors", "config", "hub", "plan", "core", "kernels.autotune_table", "kernels.build", "evals.text"),
     *("compress.context", "compress.steps", *DESCRIPTION),
 )
 

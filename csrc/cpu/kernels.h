@@ -84,12 +84,12 @@ static inline bool latent(const AttentionArgs& a) { return a.value_dim < a.head_
 struct LatentArgs {
     const float *q, *row;
     int64_t q_stride, row_stride;
-    int64_t plain_dim, rank;
+    int64_t nope_dim, rank;
     const float* norm;  // [rank]
     float* queries;     // [H, rotary + rank]: the first part of each, rotated
     int64_t queries_stride;
     int32_t form;
-    uint8_t* plain;  // [H · plain_dim] in `form`
+    uint8_t* plain;  // [H · nope_dim] in `form`
     int64_t plain_stride;
 };
 

@@ -125,7 +125,7 @@ static void rope_and_cache(const AttentionArgs& a, int64_t token, float* scratch
 // Latent attention: the key's row [rotated, normed latent] goes to the cache, the heads' rotated numbers to their queries, and what
 // is to be multiplied into the latents' space to `plain`. scratch: a key, and all heads' plain numbers, padded.
 static void latent_row(const AttentionArgs& a, const LatentArgs& l, int64_t token, float* scratch) {
-    const int64_t rotary = a.rotary_dim, width = l.plain_dim + rotary;
+    const int64_t rotary = a.rotary_dim, width = l.nope_dim + rotary;
     const float *q = l.q + token * l.q_stride, *row = l.row + token * l.row_stride;
     const float* cos_sin = a.cos_sin + a.positions[token] * rotary;
     float *key = scratch, *plain = scratch + padded(a.head_dim);
@@ -136,11 +136,11 @@ static void latent_row(const AttentionArgs& a, const LatentArgs& l, int64_t toke
     write_cache(a, a.k, nullptr, 0, a.slots[token], key);
     for (int64_t h = 0; h < a.num_heads; h++) {
         float* query = l.queries + token * l.queries_stride + h * a.head_dim;
-        memcpy(plain + h * l.plain_dim, q + h * width, l.plain_dim * 4);
-        memcpy(query, q + h * width + l.plain_dim, rotary * 4);
+        memcpy(plain + h * l.nope_dim, q + h * width, l.nope_dim * 4);
+        memcpy(query, q + h * width + l.nope_dim, rotary * 4);
         turn_head(query, cos_sin, rotary, a.interleaved);
     }
-    emit_row(l.form, l.plain + token * l.plain_stride, a.num_heads * l.plain_dim, plain);
+    emit_row(l.form, l.plain + token * l.plain_stride, a.num_heads * l.nope_dim, plain);
 }
 
 static float largest(const float* x, int64_t size) {

@@ -233,7 +233,7 @@ struct Rope : WithCache {
 struct LatentQueries : WithCache {
     int32_t row_of, queries, plain;
     LatentArgs latents;
-    int64_t scratch_floats(Program&) override { return padded(args.head_dim) + padded(args.num_heads * latents.plain_dim); }
+    int64_t scratch_floats(Program&) override { return padded(args.head_dim) + padded(args.num_heads * latents.nope_dim); }
     int chunks(Program& p) override {
         look_up(p);
         LatentArgs& l = latents;
@@ -478,14 +478,14 @@ void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t nu
 }
 
 void ss_add_latent_queries(ss_program* p, int32_t q, int32_t row, int32_t queries, int32_t plain, int32_t form, int32_t layer,
-                           int64_t num_heads, int64_t plain_dim, int64_t rank, const float* norm, float eps,
+                           int64_t num_heads, int64_t nope_dim, int64_t rank, const float* norm, float eps,
                            const float* cos_sin, int64_t rotary_dim, int32_t interleaved) {
     auto* op = add<LatentQueries>(p);
     op->q = q, op->row_of = row, op->queries = queries, op->plain = plain, op->layer = layer, op->args = {}, op->latents = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = 1, a.head_dim = rotary_dim + rank, a.value_dim = rank, a.cos_sin = cos_sin;
     a.rotary_dim = rotary_dim, a.interleaved = interleaved, a.norm_eps = eps;
-    op->latents.plain_dim = plain_dim, op->latents.rank = rank, op->latents.norm = norm, op->latents.form = form;
+    op->latents.nope_dim = nope_dim, op->latents.rank = rank, op->latents.norm = norm, op->latents.form = form;
 }
 
 void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,

@@ -87,11 +87,11 @@ SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, in
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                                   int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
-// Latent attention (`OpSet.latent_queries`), but for the product: of q, float32 [H, plain_dim + rotary_dim], and row, float32
+// Latent attention (`OpSet.mla_queries`), but for the product: of q, float32 [H, nope_dim + rotary_dim], and row, float32
 // [rank + rotary_dim], the cache gets [rotary_dim rotated, rank normed]; the rotated first rotary_dim of each head's rotary_dim + rank
-// go to queries (float32), the plain numbers, which a product takes to the other ones, to plain, [H · plain_dim] in `form`.
+// go to queries (float32), the plain numbers, which a product takes to the other ones, to plain, [H · nope_dim] in `form`.
 SS_API void ss_add_latent_queries(ss_program*, int32_t q, int32_t row, int32_t queries, int32_t plain, int32_t form, int32_t layer,
-                                  int64_t num_heads, int64_t plain_dim, int64_t rank, const float* norm, float eps,
+                                  int64_t num_heads, int64_t nope_dim, int64_t rank, const float* norm, float eps,
                                   const float* cos_sin, int64_t rotary_dim, int32_t interleaved);
 // value_dim: head_dim, or less, if the values are parts of the keys' rows (`LayerKV.latent`).
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,

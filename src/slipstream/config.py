@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, OutOfMemoryError
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import LatentAttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.model.description import ModelDescription
@@ -31,7 +31,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
+class DeviceInfo:
     """What a device is and has, as the worker found it (`worker.device.detect`)."""
 
     device: str  # "cpu" or "cuda:0"
@@ -104,7 +104,7 @@ class ModelConfig:
     path: Path
     tokenizer: str | None
     dtype: DType
-    quantization: str | None  # a name in model.scheme.SCHEMES
+    quantization: str | None  # a name in spec.scheme.SCHEMES
     max_model_len: int
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
     weights_cache: Literal["auto", "off"]
@@ -135,7 +135,7 @@ class SchedulingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    facts: DeviceFacts
+    info: DeviceInfo
     kernels: Literal["auto", "reference", "cpu", "torch", "triton"]
     tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
@@ -169,7 +169,7 @@ class EngineConfig:
         if capacity >= wanted:
             return self
         need = self.longest_seq_blocks * block_bytes
-        more = "gpu_memory_utilization or kv_cache_bytes" if self.device.facts.is_cuda else "kv_cache_bytes"
+        more = "gpu_memory_utilization or kv_cache_bytes" if self.device.info.is_cuda else "kv_cache_bytes"
         have = num_blocks * block_bytes
         each = " of prompt and of answer" if self.cache.tables_per_seq > 1 else ""
         if self.origins["max_model_len"].source == "user":
@@ -191,7 +191,7 @@ class EngineConfig:
         )
 
 
-def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> EngineConfig:
+def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:
     """Check `args` against the model and the device and fill in what was left open. Pure."""
     origins: dict[str, Origin] = {}
 
@@ -250,7 +250,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             field="kv_cache_dtype",
         )
 
-    _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.reads_whole else (dtype, "fp8", "int8"))
+    _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
     longest = spec.max_position
     if spec.is_encoder and model.pooling.max_length is not None:
         longest = min(longest, model.pooling.max_length)
@@ -267,7 +267,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
         raise ConfigError(f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size")
 
     chunked, prefixes = args.enable_chunked_prefill, args.enable_prefix_caching
-    if spec.reads_whole:  # all tokens of a text see each other: no part can be computed by itself, or kept for another text
+    if spec.needs_full_prompt:  # its tokens see each other: no part can be computed or kept by itself
         chunked, prefixes = not spec.is_encoder, False
         for name, value in (("enable_chunked_prefill", chunked), ("enable_prefix_caching", prefixes)):
             origins[name] = Origin(value, "model", "its encoder reads texts whole")
@@ -380,7 +380,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
             max_queue=args.max_queue,
         ),
         device=DeviceConfig(
-            facts=device,
+            info=device,
             kernels=args.kernels,  # type: ignore[arg-type]
             tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
             enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(spec, args),
@@ -395,10 +395,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceFacts) -> E
 def _has_graphs(spec: ModelSpec, args: EngineArgs) -> bool:
     """Decoders that write, and encoders unless a text's sums are to be the same in any step: then the number of tokens does not
     say how kernels are launched. The reference's attention reads lengths on the host, which no graph can."""
-    return args.kernels != "reference" and (spec.writes or (spec.is_encoder and not args.deterministic))
+    return args.kernels != "reference" and (spec.generates or (spec.is_encoder and not args.deterministic))
 
 
-def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
+def _auto_dtype(trained: str, device: DeviceInfo) -> tuple[DType, str]:
     if device.is_cuda:
         if trained == "float16":
             return "float16", "the checkpoint's own"
@@ -410,7 +410,7 @@ def _auto_dtype(trained: str, device: DeviceFacts) -> tuple[DType, str]:
 
 def _reject_unsupported(
     args: EngineArgs,
-    device: DeviceFacts,
+    device: DeviceInfo,
     quantization: str | None,
     checkpoint_scheme: str | None,
     checkpoint_kv: str | None,
@@ -461,7 +461,7 @@ def _reject_unsupported(
         )
 
 
-def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], frozenset[str]]:
+def held_products(kernels: str, device: DeviceInfo) -> tuple[frozenset[str], frozenset[str]]:
     """What the ops on a device compute with as a checkpoint has it (`OpSet.rounded` and, of experts, `rounded_experts`)."""
     if device.is_cuda or kernels == "reference":
         every = frozenset(("fp8", "fp8-block", "int8", "int4"))
@@ -470,7 +470,7 @@ def held_products(kernels: str, device: DeviceFacts) -> tuple[frozenset[str], fr
     return held, held
 
 
-def _check_products(model: ModelDescription, device: DeviceFacts, kernels: str) -> None:
+def _check_products(model: ModelDescription, device: DeviceInfo, kernels: str) -> None:
     """Where a checkpoint says product by product how it is rounded, the device has each of these products."""
     capability, held = device.compute_capability, model.held_formats(*held_products(kernels, device))
     eight = [name for name, fmt in held.items() if fmt.kind == "float"]
@@ -488,7 +488,7 @@ DENSE_SHARE = 0.25
 
 
 def _choose_dense_copies(
-    args: EngineArgs, model: ModelDescription, device: DeviceFacts, quantization: str | None, choose: Callable[..., Any]
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None, choose: Callable[..., Any]
 ) -> bool:
     """Whether 4-bit weights are kept a second time, dense: beyond some tokens the dense product is the faster one."""
     spec = model.spec
@@ -511,7 +511,7 @@ def _choose_dense_copies(
     return chosen
 
 
-def _has_tiles(args: EngineArgs, device: DeviceFacts) -> bool:
+def _has_tiles(args: EngineArgs, device: DeviceInfo) -> bool:
     return device.is_cuda and args.kernels in ("auto", "triton")
 
 

@@ -12,9 +12,9 @@ from slipstream.cli.info import describe
 from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
 from slipstream.hub import tiles_folder
-from slipstream.kernels.tiles import Measured, TileTable, file_name, load_tiles, write_tiles
+from slipstream.kernels.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.model.description import read_spec
-from slipstream.plan.hardware import GpuFacts, HostFacts
+from slipstream.plan.hardware import GpuInfo, HostInfo
 from slipstream.plan.memory import weights_bytes
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -134,13 +134,13 @@ def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeyp
     assert any(str(own) in m["what"] and m["needed"] for m in found["missing"])
 
 
-HOST = HostFacts(
+HOST = HostInfo(
     system="Linux", cpu="x", cpu_features=(), num_cores=2, num_cpus=2, memory_bytes=2**34, free_bytes=2**33
 )
-GPU = GpuFacts(name="NVIDIA H200", memory_bytes=2**37, free_bytes=2**37, driver="470.1")
-CPU_TORCH = doctor.TorchFacts(version="2.13.0", cuda_build=None, sees_gpu=False)
-CUDA_TORCH = doctor.TorchFacts(version="2.13.0", cuda_build="13.0", sees_gpu=True)
-BLIND_TORCH = doctor.TorchFacts(version="2.13.0", cuda_build="13.0", sees_gpu=False)
+GPU = GpuInfo(name="NVIDIA H200", memory_bytes=2**37, free_bytes=2**37, driver="470.1")
+CPU_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build=None, sees_gpu=False)
+CUDA_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=True)
+BLIND_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build="13.0", sees_gpu=False)
 ALL = {"triton": "3", "huggingface-hub": "2"}
 
 

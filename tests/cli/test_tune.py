@@ -8,13 +8,13 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.cli.serve import Banner
-from slipstream.config import DeviceFacts
+from slipstream.config import DeviceInfo
 from slipstream.hub import tiles_folder
-from slipstream.kernels.tiles import Measured, file_name, load_tiles, read_tiles
+from slipstream.kernels.autotune_table import Measured, file_name, load_tiles, read_tiles
 from slipstream.plan.memory import MemoryLedger
 from tests.plan.specs import CONFIGS
 
-GPU = DeviceFacts(
+GPU = DeviceInfo(
     device="cuda:0", name="NVIDIA Test", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16",
     compute_capability=(9, 0),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from slipstream.compress.quantize.learned import Offsets, learn
 from slipstream.compress.quantize.rounding import gptq, nearest, solved
 from slipstream.compress.recipe import parse
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import WeightFormat
+from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
 from tests.compress.test_rounding import inputs, weights

@@ -14,8 +14,8 @@ from slipstream.compress.steps import PruneSettings
 from slipstream.compress.structure import Kept, Units, axes, cut_parameters, num_units, pieces
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.description import read_spec
-from slipstream.model.parameters import parameters as shapes
 from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.spec.parameters import parameters as shapes
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS
 

@@ -13,8 +13,8 @@ from slipstream.compress.recipe import QAT, parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import WeightFormat
 from slipstream.model.weights import load_parameters
+from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
 from tests.model.harness import load, run

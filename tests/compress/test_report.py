@@ -159,6 +159,6 @@ def test_bytes_are_of_the_weights(tmp_path):
 
 
 def test_every_field_is_in_the_document(report):
-    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "facts", "canary"}
+    names = {f.name for f in dataclasses.fields(Report)} - {"divergence", "info", "canary"}
     assert names <= report.document.keys()
     assert {f.name for f in dataclasses.fields(Side)} == report.document["original"].keys()

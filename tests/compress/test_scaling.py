@@ -10,7 +10,7 @@ from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.quantize.scaling import folds, scale_inputs, search_scale
 from slipstream.compress.recipe import Quantize
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import WeightFormat
+from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from slipstream.compress.sparsify import keep, layer_ratios, outlier_share, spar
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import WeightFormat
 from slipstream.model.weights import load_parameters
+from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 from tests.model.harness import load, run
 from tests.model.test_families import CASES, TOKENS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.model.description import read_spec
@@ -412,7 +412,7 @@ def test_a_refused_scheme_names_those_that_there_are(path, kernels, remedy):
 
 
 def on_a_gpu(path, capability=(9, 0), memory=2**34, **settings):
-    facts = DeviceFacts(
+    info = DeviceInfo(
         device="cuda:0",
         name="a GPU",
         memory_bytes=memory,
@@ -420,7 +420,7 @@ def on_a_gpu(path, capability=(9, 0), memory=2**34, **settings):
         best_dtype="bfloat16",
         compute_capability=capability,
     )
-    return resolve(EngineArgs(model=str(path), **settings), read_spec(path), facts)
+    return resolve(EngineArgs(model=str(path), **settings), read_spec(path), info)
 
 
 def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):

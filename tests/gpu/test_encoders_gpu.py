@@ -12,7 +12,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import TextsPlan
 from slipstream.worker.texts import lay_out, text_inputs
@@ -82,17 +82,17 @@ def test_attention_of_whole_texts(dim, turned, window, longest):
     angles = torch.rand(longest, dim // 2, generator=rng) * 6.3
     table = torch.cat((angles.cos(), angles.sin()), dim=1) if turned else None
     cache = torch.zeros(sum(-(-n // 16) for n in lengths) + 1, num_kv_heads, 16, dim)
-    scoring = Scoring(scale=dim**-0.5, window=window, causal=False)
+    params = AttentionParams(scale=dim**-0.5, window=window, causal=False)
 
     def heads(device):
         cos_sin = None if table is None else table.to(device)
-        return Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, cos_sin=cos_sin)
+        return QKVLayout(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, cos_sin=cos_sin)
 
     meta = lay_out(inputs, total, len(lengths), **sizes)[1]
-    theirs = ReferenceOps().whole_attention(qkv.float(), LayerKV(cache, cache.clone()), meta, heads("cpu"), scoring)
+    theirs = ReferenceOps().bidirectional_attention(qkv.float(), LayerKV(cache, cache.clone()), meta, heads("cpu"), params)
     meta = lay_out(inputs.cuda(), total, len(lengths), **sizes)[1]
     on_gpu = LayerKV(cache.cuda().bfloat16(), cache.cuda().bfloat16())
-    ours = TritonOps().whole_attention(qkv.cuda(), on_gpu, meta, heads("cuda"), scoring)
+    ours = TritonOps().bidirectional_attention(qkv.cuda(), on_gpu, meta, heads("cuda"), params)
     assert ours.isfinite().all()
     torch.testing.assert_close(ours.float().cpu()[: sum(lengths)], theirs[: sum(lengths)], rtol=2e-2, atol=3e-2)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.kernels.metadata import LayerKV, by_dim
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps
 from tests.gpu.test_kernels_gpu import error, step
@@ -18,7 +18,7 @@ pytestmark = [
         reason="needs an NVIDIA GPU (sm_90)",
     ),
 ]
-PLAIN = Scoring(scale=128**-0.5)
+PLAIN = AttentionParams(scale=128**-0.5)
 
 
 def paged_attention(*args, **options):
@@ -60,9 +60,9 @@ def test_against_the_reference(query_lens, contexts, shape, kind):
         kv = in_8_bits(kv, kind)
     assert covered(q, kv)
     for options in ({}, {"window": 200, "softcap": 20.0})[: 2 if len(meta.seq_lens) == 5 else 1]:
-        scoring = Scoring(scale=q.shape[2] ** -0.5, **options)
-        ours = paged_attention(q, kv, meta, scoring)
-        theirs = ReferenceOps().attention(q, kv, meta, scoring)
+        params = AttentionParams(scale=q.shape[2] ** -0.5, **options)
+        ours = paged_attention(q, kv, meta, params)
+        theirs = ReferenceOps().attention(q, kv, meta, params)
         assert error(ours, theirs) < 5e-3
 
 

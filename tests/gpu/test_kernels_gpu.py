@@ -12,12 +12,12 @@ import torch
 
 from slipstream.compress.sparsify import keep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, by_dim
-from slipstream.kernels.ops import Experts, Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.kernels.weights import GroupedLinear, SparseCopy
-from slipstream.model.scheme import FORMAT_MAX, SCHEMES
-from slipstream.model.spec import DenseSpec, GroupLimit, MoESpec
+from slipstream.spec.model import DenseSpec, GroupLimit, MoESpec
+from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,8 +90,8 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
         options = {"alibi_slopes": torch.rand(q.shape[1], device="cuda") * 0.1}
     if options.get("sinks") == "yes":
         options = {"sinks": torch.randn(q.shape[1], device="cuda", dtype=dtype) * 3, "window": 300}
-    ours = ops.attention(q, kv, meta, Scoring(scale=q.shape[2] ** -0.5, **options))
-    theirs = REFERENCE.attention(q, kv, meta, Scoring(scale=q.shape[2] ** -0.5, **options))
+    ours = ops.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))
+    theirs = REFERENCE.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))
     assert error(ours, theirs) < 5e-3
 
 
@@ -115,9 +115,9 @@ def test_latent_attention(ops, query_lens, contexts, heads):
         k = kv.k.clone()
         cache = LayerKV(k, k[..., 64:])
         turned = o.rope_and_cache(
-            rows, cache, meta, Heads(num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True)
+            rows, cache, meta, QKVLayout(num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True)
         )
-        found.append((turned, k[1:], o.attention(turned, cache, meta, Scoring(scale=576**-0.5))))
+        found.append((turned, k[1:], o.attention(turned, cache, meta, AttentionParams(scale=576**-0.5))))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 5e-3
 
@@ -133,8 +133,8 @@ def test_latents_before_and_behind(ops, contexts):
     for o in (ops, REFERENCE):
         k = kv.k.clone()
         mine = LayerKV(k, k[..., 64:])
-        queries = o.latent_queries(q, row, mine, meta, **options)
-        found.append((queries, k, o.latent_attention(queries, mine, meta, values / 8, scale=0.05)))
+        queries = o.mla_queries(q, row, mine, meta, **options)
+        found.append((queries, k, o.mla_paged_attention(queries, mine, meta, values / 8, scale=0.05)))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 1e-2
 
@@ -156,7 +156,7 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
         q, row, keys, values, norm = (t.to(kind) for t in given)
         k = kv.k.to(kind, copy=True)
         options = dict(norm=norm, eps=1e-6, cos_sin=torch.cat((angles.cos(), angles.sin()), -1), interleaved=interleaved)
-        return k, o.attend_latents(q, row, LayerKV(k, k[..., 64:]), meta, keys=keys, values=values, scale=192**-0.5, **options)
+        return k, o.mla_attention(q, row, LayerKV(k, k[..., 64:]), meta, keys=keys, values=values, scale=192**-0.5, **options)
 
     cache, ours = attend(ops, meta, torch.bfloat16)
     absorbed, theirs = attend(ops, dataclasses.replace(meta, from_start=False), torch.bfloat16)
@@ -170,7 +170,7 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
 def test_one_token_of_any_width(ops, n, k):
     x, weight = torch.randn(1, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
-        w = ops.prepare_linear(weight, bias)
+        w = ops.quantize_weight(weight, bias)
         assert error(ops.linear(x, w), REFERENCE.linear(x, w)) < 4e-3
 
 
@@ -210,12 +210,12 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
 
     small = LayerKV(codes(kv.k, scales[0]), by_dim(codes(kv.v, scales[1])), *scales)
     (_, heads, dim), kv_heads = q.shape, kv.k.shape[1]
-    ours = ops.attention(q, small, meta, Scoring(scale=dim**-0.5))
-    assert error(ours, REFERENCE.attention(q, small, meta, Scoring(scale=dim**-0.5))) < 5e-3
+    ours = ops.attention(q, small, meta, AttentionParams(scale=dim**-0.5))
+    assert error(ours, REFERENCE.attention(q, small, meta, AttentionParams(scale=dim**-0.5))) < 5e-3
     qkv = torch.randn(len(q), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     caches = [LayerKV(small.k.clone(), small.v.clone(), *scales) for _ in range(2)]
     both = [
-        o.rope_and_cache(qkv, c, meta, Heads(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None))
+        o.rope_and_cache(qkv, c, meta, QKVLayout(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None))
         for o, c in zip((ops, REFERENCE), caches, strict=True)
     ]
     assert torch.equal(*both)
@@ -232,7 +232,7 @@ def test_quantised_products(ops, name, num_tokens):
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         x = torch.randn(num_tokens, k, device="cuda", dtype=torch.bfloat16)
         for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
-            w = ops.prepare_linear(weight, bias, SCHEMES[name])
+            w = ops.quantize_weight(weight, bias, SCHEMES[name])
             if isinstance(w, GroupedLinear) and bias is not None:  # as AWQ writes them
                 w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape, device="cuda").bfloat16())
             theirs = REFERENCE.linear(x, w)
@@ -248,7 +248,7 @@ def test_2_of_4_products(ops, name, num_tokens):
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         weight *= keep(weight.abs(), 0.5, "2:4", by_row=True)
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-        w = (REFERENCE if name is None else ops).prepare_linear(weight, bias, None if name is None else SCHEMES[name])
+        w = (REFERENCE if name is None else ops).quantize_weight(weight, bias, None if name is None else SCHEMES[name])
         sparse = dataclasses.replace(w, sparse=SparseCopy(torch._cslt_compress(w.weight), 64))
         x = torch.randn(num_tokens, k, device="cuda", dtype=torch.bfloat16)
         assert error(ops.linear(x, sparse), REFERENCE.linear(x, w)) < 8e-3, (n, k)
@@ -272,8 +272,8 @@ def test_8_bit_rows(ops, inputs):
 
 def test_overlapped_kernels_wait_for_what_they_read(ops):
     """Programmatic launches in a graph: a chain of norms and products, each reading what the one before wrote."""
-    linear = ops.prepare_linear(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None)
-    quantised = ops.prepare_linear(linear.weight, None, SCHEMES["fp8"])
+    linear = ops.quantize_weight(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None)
+    quantised = ops.quantize_weight(linear.weight, None, SCHEMES["fp8"])
     w = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
 
@@ -310,7 +310,7 @@ def test_the_other_ops(ops):
     qkv = torch.randn(tokens, 48 * 128, device="cuda", dtype=torch.bfloat16)
     caches = [LayerKV(kv.k.clone(), kv.v.clone()) for _ in range(2)]
     both = [
-        o.rope_and_cache(qkv, c, meta, Heads(num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin))
+        o.rope_and_cache(qkv, c, meta, QKVLayout(num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin))
         for o, c in zip((ops, REFERENCE), caches, strict=True)
     ]
     assert error(*both) < 5e-3
@@ -318,7 +318,7 @@ def test_the_other_ops(ops):
     assert torch.equal(caches[0].v, caches[1].v)
     for n, k in ((6144, 4096), (4096, 14336), (49152, 576), (100, 300)):
         one = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
-        linear = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16), None)
+        linear = ops.quantize_weight(torch.randn(n, k, device="cuda", dtype=torch.bfloat16), None)
         assert error(ops.linear(one, linear), REFERENCE.linear(one, linear)) < 5e-3
 
 
@@ -353,7 +353,7 @@ def test_mixtures_of_experts(ops, name, num_tokens):
         spec = MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=True)
         shapes = (num_experts * 2 * size, hidden), (num_experts * hidden, size)
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for n, k in shapes]
-        up, down = (ops.prepare_experts(w, SCHEMES[name] if name else None, num_experts=num_experts) for w in weights)
+        up, down = (ops.quantize_experts(w, SCHEMES[name] if name else None, num_experts=num_experts) for w in weights)
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16).float()
         logits += torch.arange(num_experts, device="cuda") * 1e-4  # no ties, which each may break otherwise
@@ -370,8 +370,8 @@ def test_an_expert_of_all_tokens(ops, num_tokens):
     spec = MoESpec(num_experts=64, num_experts_per_token=6, expert=expert, normalize=False)
     shapes = (64 * 2816, 2048), (64 * 2048, 1408), (2 * 2816, 2048), (2048, 2816)
     up, down, *shared = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in shapes)
-    pair = [ops.prepare_experts(w, num_experts=64) for w in (up, down)]
-    always = tuple(ops.prepare_linear(w, None) for w in shared)
+    pair = [ops.quantize_experts(w, num_experts=64) for w in (up, down)]
+    always = tuple(ops.quantize_weight(w, None) for w in shared)
     x, logits = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64))
     ours, theirs = (o.moe_and_shared(x, logits.float(), Experts(*pair, spec), always) for o in (ops, REFERENCE))
     assert error(ours, theirs) < 2e-2
@@ -385,7 +385,7 @@ def test_deterministic_products(ops, name):
         scheme = None if name is None else SCHEMES[name]
         if scheme is not None and k % scheme.multiple:
             continue
-        w = ops.prepare_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
+        w = ops.quantize_weight(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
         x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
         whole = ops.linear(x, w)
         assert error(whole, REFERENCE.linear(x, w)) < 2e-2

@@ -11,7 +11,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps as steps
 from tests import tiny_models
 

@@ -125,7 +125,7 @@ def edge_shapes(max_sequences: int = 5, block_sizes: tuple[int, ...] = (4, 16)) 
 
 
 def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Fields of `Scoring`: window, soft cap, ALiBi, sinks and a bias by distance, each or none; now and then over
+    """Fields of `AttentionParams`: window, soft cap, ALiBi, sinks and a bias by distance, each or none; now and then over
     whole sequences, where there is no window."""
     slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / num_heads) for i in range(num_heads)])
     return st.fixed_dictionaries(

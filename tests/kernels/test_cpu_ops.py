@@ -22,13 +22,13 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, LinearArgmax, NativeOps, Product, add_linear
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import Heads, Scoring, select_ops
+from slipstream.kernels.ops import AttentionParams, QKVLayout, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear
 from slipstream.model.gguf_quants import dequantize
-from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step
 
 torch.set_num_threads(1)
@@ -81,9 +81,9 @@ def test_dense_products(ops, dtype, out, inner):
     for rows in ROWS:
         x = torch.randn(rows, 2 * inner).to(dtype)[:, :inner]  # not contiguous
         for b in (bias, None):
-            w = ops.prepare_linear(weight, b)
+            w = ops.quantize_weight(weight, b)
             assert (w.out_features, w.weight.device.type) == (out, "meta")
-            assert_near(ops.linear(x, w), reference.linear(x, reference.prepare_linear(weight, b)))
+            assert_near(ops.linear(x, w), reference.linear(x, reference.quantize_weight(weight, b)))
     assert ops.linear(x[:0], w).shape == (0, out)
 
 
@@ -92,7 +92,7 @@ def test_products_of_8_bits(ops, out, inner):
     torch.manual_seed(out)
     weight, bias = torch.randn(out, inner), torch.randn(out)
     weight[0], weight[-1, 0] = 0.0, 40.0
-    w = ops.prepare_linear(weight, bias, SCHEMES["int8"])
+    w = ops.quantize_weight(weight, bias, SCHEMES["int8"])
     (part,) = w.parts
     rounded = part.rows_of(torch.arange(out))
     scale = weight.abs().amax(1, keepdim=True) / 127
@@ -106,7 +106,7 @@ def test_products_of_8_bits(ops, out, inner):
 def test_codes_of_a_checkpoint_are_taken_as_they_are(ops):
     torch.manual_seed(0)
     codes, scales = torch.randint(-127, 128, (48, 64), dtype=torch.int8), torch.rand(48)
-    w = ops.adopt_linear(ScaledLinear(weight=codes, scales=scales, out_dtype=torch.bfloat16))
+    w = ops.pack_weight(ScaledLinear(weight=codes, scales=scales, out_dtype=torch.bfloat16))
     assert torch.equal(w.parts[0].rows_of(torch.arange(48)), codes.float() * scales[:, None])
     assert w.weight.dtype == torch.bfloat16
 
@@ -129,7 +129,7 @@ def test_sparse_products_are_the_dense_ones(ops, out, inner):
         codes, scales, bias = pruned(out, inner, zeros), torch.rand(out), torch.randn(out)
         codes[-1, -1] = -128
         stored = ScaledLinear(weight=codes, scales=scales, bias=bias, out_dtype=torch.float32)
-        ours, theirs = sparse.adopt_linear(stored), dense.adopt_linear(stored)
+        ours, theirs = sparse.pack_weight(stored), dense.pack_weight(stored)
         assert [w.parts[0].kind for w in (ours, theirs)] == [native.S8, native.I8]
         assert theirs.parts[0].zeros == int((codes == 0).sum()) / codes.numel()
         assert torch.equal(ours.parts[0].rows_of(torch.arange(out)), codes.float() * scales[:, None])
@@ -143,7 +143,7 @@ def test_gate_and_up_may_be_sparse(ops, half):
     torch.manual_seed(half)
     codes, bias = pruned(2 * half, 96, 0.7), torch.randn(2 * half)
     stored = ScaledLinear(weight=codes, scales=torch.rand(2 * half) / 50, bias=bias, out_dtype=torch.float32)
-    (part,) = NativeOps(2, ops.engine.isa, sparse_from=0.5).adopt_linear(stored).parts
+    (part,) = NativeOps(2, ops.engine.isa, sparse_from=0.5).pack_weight(stored).parts
     for rows in (1, 5, 13, 60):
         x, y = torch.randn(rows, 96), torch.empty(rows, half)
         p = native.Program(ops.engine)
@@ -161,9 +161,9 @@ def test_the_faster_form_is_chosen_by_the_zeros(ops):
     for share, kind in ((threshold - 0.05, native.I8), (threshold + 0.05, native.S8)):
         weight = torch.ones(64, 320)
         weight[:, : int(320 * share)] = 0.0
-        (part,) = ops.prepare_linear(weight, None, SCHEMES["int8"]).parts
+        (part,) = ops.quantize_weight(weight, None, SCHEMES["int8"]).parts
         assert part.kind == kind
-        assert ops.forms_of(ops.prepare_linear(weight, None, SCHEMES["int8"])) == [
+        assert ops.forms_of(ops.quantize_weight(weight, None, SCHEMES["int8"])) == [
             (native.KIND_NAMES[kind], part.data.numel())
         ]
     # Masks, numbers, scales, where panels begin, and what may be read beyond the end
@@ -202,7 +202,7 @@ def test_blocks_of_gguf_are_taken_as_they_are(ops, kind, out, num_blocks):
     assert torch.equal(exact, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])))
     order = torch.from_numpy(rng.permutation(out)).int()
     pieces = (BlockRows(type=kind, blocks=raw, start=0, order=order),)
-    w = ops.adopt_linear(BlockLinear(weight=torch.empty(out, inner, device="meta"), pieces=pieces))
+    w = ops.pack_weight(BlockLinear(weight=torch.empty(out, inner, device="meta"), pieces=pieces))
     (part,) = w.parts
     assert ops.forms_of(w) == [(kind, part.data.numel())]
     assert part.data.numel() == -(-out // 16) * 16 * inner * CPU_BLOCK_BYTES[kind] // 256
@@ -229,7 +229,7 @@ def test_rows_of_several_types_are_parts(ops):
     )
     pieces = tuple(BlockRows(type=k, blocks=r, start=s) for k, r, s in zip(kinds, raw, (0, 32, 48), strict=True))
     bias = torch.randn(96)
-    w = ops.adopt_linear(BlockLinear(weight=torch.empty(96, 64, device="meta"), pieces=pieces, bias=bias))
+    w = ops.pack_weight(BlockLinear(weight=torch.empty(96, 64, device="meta"), pieces=pieces, bias=bias))
     assert len(w.parts) == 3
     x = torch.randn(5, 64)
     assert_near(ops.linear(x, w), eight_bits(x) @ torch.from_numpy(exact).T + bias)
@@ -247,7 +247,7 @@ def test_products_of_4_bits_by_groups(ops, form, out, inner):
     zeros = torch.randint(0, 16, scales.shape).bfloat16() if "zero points" in form else None
     chunk, bias = chunk_of(inner, size), torch.randn(out)
     w = GroupedLinear(weight=pack4(codes, chunk), scales=scales, zeros=zeros, group_size=size, chunk=chunk, bias=bias)
-    ours, exact = ops.adopt_linear(w), dequantize_linear(w)
+    ours, exact = ops.pack_weight(w), dequantize_linear(w)
     assert (ours.weight.dtype, ours.weight.shape) == (torch.bfloat16, exact.shape)
     assert ops.forms_of(ours) == [(form.partition(",")[0], ours.parts[0].data.numel())]
     assert torch.equal(ours.parts[0].rows_of(torch.arange(out)), exact)
@@ -261,7 +261,7 @@ def test_products_of_4_bits_by_groups(ops, form, out, inner):
 def test_rounding_to_4_bits_at_load(ops, scheme, dtype):
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[:3, :128] = 0.0
-    ours, theirs = (o.prepare_linear(weight, None, SCHEMES[scheme]) for o in (ops, reference))
+    ours, theirs = (o.quantize_weight(weight, None, SCHEMES[scheme]) for o in (ops, reference))
     if (scheme, dtype) == ("int4-g32", torch.float32):  # scales are float16 then, as GGUF's
         theirs = round_linear(weight, None, SCHEMES[scheme], torch.float16)
     assert ops.forms_of(ours)[0][0] == ("int4" if scheme == "int4" else "Q4_0")
@@ -273,7 +273,7 @@ def test_rounding_to_4_bits_at_load(ops, scheme, dtype):
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-head"])
 def test_a_scheme_without_a_product_is_refused_by_name(scheme):
     with pytest.raises(ConfigError, match="fp8"):
-        OPS[ISAS[0]].prepare_linear(torch.randn(32, 128), None, SCHEMES[scheme])
+        OPS[ISAS[0]].quantize_weight(torch.randn(32, 128), None, SCHEMES[scheme])
 
 
 # --- The other operators ----------------------------------------------------------------------------------------------
@@ -344,8 +344,8 @@ def test_rope_and_cache(data):
     qkv = torch.randn(len(case.q), (shape.num_heads + 2 * shape.num_kv_heads) * dim).to(dtype)
     before = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     ours, theirs = copy(before), copy(before)
-    q = ops.rope_and_cache(qkv, ours, case.meta, Heads(**options))
-    assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, Heads(**options)))
+    q = ops.rope_and_cache(qkv, ours, case.meta, QKVLayout(**options))
+    assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, QKVLayout(**options)))
     # Slot 0 is left out: which of the padded rows wrote there last is open.
     ours.k[0, :, 0] = theirs.k[0, :, 0] = ours.v[0, :, 0] = theirs.v[0, :, 0] = 0
     if ours.k.dtype == torch.int8:  # a hair's difference may fall on the other side of a half
@@ -365,10 +365,10 @@ def test_attention(data):
     kv = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     options = data.draw(attention_options(shape.num_heads))
     options["scale"] /= 4  # scores that do not all fall on one key
-    got = ops.attention(case.q, kv, case.meta, Scoring(**options))
+    got = ops.attention(case.q, kv, case.meta, AttentionParams(**options))
     assert got.shape == case.q.shape
     assert got.isfinite().all()
-    expected = reference.attention(case.q, kv, case.meta, Scoring(**options))
+    expected = reference.attention(case.q, kv, case.meta, AttentionParams(**options))
     got, expected = got[case.owned], expected[case.owned]
     if kv.k.dtype == torch.float32 or (
         kv.k.dtype == torch.int8 and ops.engine.isa != "avx512-bf16" and got.dtype == torch.float32
@@ -385,8 +385,8 @@ def test_long_sequences_in_tiles_and_splits(ops, dtype):
     for heads, kv_heads in ((9, 3), (8, 1), (2, 2)):
         case = step(Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=64), dtype)
         for options in ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 64}):
-            got = ops.attention(case.q, case.kv, case.meta, Scoring(scale=0.1, **options))
-            expected = reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.1, **options))
+            got = ops.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1, **options))
+            expected = reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1, **options))
             torch.testing.assert_close(
                 got.float(), expected.float(), rtol=2**-6, atol=2e-5 if dtype == torch.float32 else 2**-5
             )
@@ -408,7 +408,7 @@ def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
     torch.manual_seed(out)
     weight, bias = pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner), torch.randn(out)
     scheme = SCHEMES["int8"] if form in ("int8", "sparse") else None
-    w = ops.prepare_linear(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
+    w = ops.quantize_weight(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
     found, whole = LinearArgmax(ops.engine, w), Product(ops.engine, w)
     for num_tokens in (1, 5, 48, 49, 130):
         x = torch.randn(num_tokens, inner)
@@ -420,7 +420,7 @@ def test_the_largest_of_equals_is_the_first(ops):
     weight = torch.zeros(3000, 32)
     weight[[40, 41, 2900], 0] = 1.0
     weight[[700, 2500], 1] = 1.0
-    found = LinearArgmax(ops.engine, ops.prepare_linear(weight, None))
+    found = LinearArgmax(ops.engine, ops.quantize_weight(weight, None))
     x = torch.zeros(3, 32)
     x[0, 0] = x[1, 1] = 1.0
     assert found(x).tolist() == [40, 700, 0]
@@ -435,18 +435,18 @@ def test_threads_change_nothing(ops):
     for threads in (1, 2, 5):
         own = NativeOps(threads, ops.engine.isa)
         for _ in range(10):
-            w = own.prepare_linear(weight, None)
+            w = own.quantize_weight(weight, None)
             found = own.linear(x, w)
             expected = found if expected is None else expected
             assert torch.equal(found, expected)
         assert_near(
-            own.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
-            reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
+            own.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3)),
+            reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3)),
         )
 
 
 def test_a_bound_tensor_has_rows_that_lie_together():
-    assert isinstance(OPS[ISAS[0]].prepare_linear(torch.randn(4, 4), None), native.NativeLinear)
+    assert isinstance(OPS[ISAS[0]].quantize_weight(torch.randn(4, 4), None), native.NativeLinear)
     with pytest.raises(AssertionError):
         native.Program(OPS[ISAS[0]].engine).bound(torch.randn(4, 4).T)
 
@@ -455,7 +455,7 @@ def test_a_bound_tensor_has_rows_that_lie_together():
 def test_a_step_that_was_begun(threads):
     """It is done when it was waited for, by whomever: its owner, what else is asked of the engine, or whoever drops it."""
     ops, x = NativeOps(threads), torch.randn(30, 512)
-    w = ops.prepare_linear(torch.randn(640, 512), None)
+    w = ops.quantize_weight(torch.randn(640, 512), None)
     y, found, expected = torch.empty(30, 640), torch.empty(30, 1, dtype=torch.int64), ops.linear(x, w)
     first, then = native.Program(ops.engine), native.Program(ops.engine)
     inputs, rows = first.bound(x), first.bound(y)
@@ -494,7 +494,7 @@ def test_a_collector_of_cycles_lets_go_in_any_order(order):
     weight = torch.randn(2048, 1024)
     ops = NativeOps(2)
     program = native.Program(ops.engine)
-    add_linear(program, program.bound(x), program.bound(y), w := ops.prepare_linear(weight, None))
+    add_linear(program, program.bound(x), program.bound(y), w := ops.quantize_weight(weight, None))
     parts = {"engine": ops.engine, "program": program}
     y.zero_()
     parts["running"] = program.begin(native.StepInputs(num_tokens=512), None, (x, y, w, ops))
@@ -512,6 +512,6 @@ def test_every_panel_is_multiplied_once(threads):
     ops, x = NativeOps(threads), torch.randn(1, 64)
     for rows in (16, 48, 80, 32 * 7, 32 * 18, 32 * 30 + 16, 32 * 61):
         weight = torch.randn(rows, 64)
-        w = ops.prepare_linear(weight, None)
+        w = ops.quantize_weight(weight, None)
         assert_near(ops.linear(x, w), x @ weight.T)
         assert torch.equal(LinearArgmax(ops.engine, w)(x), ops.linear(x, w).argmax(-1))

@@ -36,7 +36,7 @@ class Compiled:
 
 driver.set_active(Device())
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton import hopper
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
@@ -47,7 +47,7 @@ k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
 scales = [torch.ones(8), torch.ones(8)]
 kv = LayerKV(k, v) if kind.itemsize == 2 else LayerKV(k, by_dim(v), *scales)
 q = torch.zeros(600, 32, dim, dtype=torch.bfloat16)
-hopper.prefill(q, kv, meta, Scoring(scale=0.1), torch.empty_like(q), first_seq=0)
+hopper.prefill(q, kv, meta, AttentionParams(scale=0.1), torch.empty_like(q), first_seq=0)
 print(json.dumps([hopper._prefill_kernel.grid, hopper._prefill_kernel.binary.asm["sass"]]))
 """
 

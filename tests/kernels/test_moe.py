@@ -13,11 +13,11 @@ from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
-from slipstream.kernels.triton import TritonOps, grouping, sorted_experts
+from slipstream.kernels.triton import TritonOps, grouped_gemm, moe_permute
 from slipstream.kernels.triton import moe as triton_moe
 from slipstream.kernels.weights import GroupedLinear
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import ClampedSwiglu, DenseSpec, GroupLimit, MoESpec
+from slipstream.spec.model import ClampedSwiglu, DenseSpec, GroupLimit, MoESpec
+from slipstream.spec.scheme import SCHEMES
 
 REFERENCE = ReferenceOps()
 
@@ -34,11 +34,11 @@ def case(num_tokens, spec, *, inner=32, seed=0, skew=0.0):
 def prepared(ops, spec, up, down, scheme=None, biases=(None, None)):
     rounding = SCHEMES[scheme] if scheme else None
     given = zip((up, down), biases, strict=True)
-    return [ops.prepare_experts(w, rounding, bias, num_experts=spec.num_experts) for w, bias in given]
+    return [ops.quantize_experts(w, rounding, bias, num_experts=spec.num_experts) for w, bias in given]
 
 
 def adopted(ops, spec, *weights):
-    return [ops.adopt_experts(w, num_experts=spec.num_experts) for w in weights]
+    return [ops.pack_experts(w, num_experts=spec.num_experts) for w in weights]
 
 
 def mixture(num_experts=5, top=2, size=48, *, normalize=True, gated=True):
@@ -116,7 +116,7 @@ def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
     pair = prepared(REFERENCE, spec, up, down, biases=biases)
     sizes = ((2 * size if gated else size, 32), (32, size))
     shared = tuple(
-        REFERENCE.prepare_linear(torch.randn(n, k) / 4, torch.randn(n) if bias else None) for n, k in sizes
+        REFERENCE.quantize_weight(torch.randn(n, k) / 4, torch.randn(n) if bias else None) for n, k in sizes
     )
     expected = REFERENCE.moe_and_shared(x, logits, Experts(*pair, spec), shared)
     torch.testing.assert_close(ops.moe_and_shared(x, logits, Experts(*pair, spec), shared), expected, rtol=1e-4, atol=1e-4)
@@ -131,7 +131,7 @@ def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
     spec, ops = mixture(num_experts=17, top=2), TritonOps()
     x, logits, up, down = case(num_tokens, spec)
     pair = prepared(REFERENCE, spec, up, down)
-    shared = tuple(REFERENCE.prepare_linear(torch.randn(n, k) / 4, torch.randn(n)) for n, k in ((80, 32), (32, 40)))
+    shared = tuple(REFERENCE.quantize_weight(torch.randn(n, k) / 4, torch.randn(n)) for n, k in ((80, 32), (32, 40)))
     expected, ours = (o.moe_and_shared(x, logits, Experts(*pair, spec), shared) for o in (REFERENCE, ops))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
@@ -140,7 +140,7 @@ def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
 def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
     x, logits, up, down = case({32: 40, 64: 90, 128: 300}[block], spec)
-    assert grouping.group(triton_moe.route(logits, spec)[1], 2).block == block
+    assert moe_permute.group(triton_moe.route(logits, spec)[1], 2).block == block
     expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
     ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -169,8 +169,8 @@ def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
     expert = DenseSpec(intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped)
     spec, ops = MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True), TritonOps()
     taken = []
-    product = sorted_experts.sorted_experts
-    monkeypatch.setattr(sorted_experts, "sorted_experts", lambda *a: taken.append(a[3].block) or product(*a))
+    product = grouped_gemm.grouped_gemm
+    monkeypatch.setattr(grouped_gemm, "grouped_gemm", lambda *a: taken.append(a[3].block) or product(*a))
     for skew in (0.0, 30.0):
         x, logits, up, down = (t.half() for t in case(num_tokens, spec, inner=56, skew=skew))
         biases = (torch.randn(len(up)).half(), torch.randn(len(down)).half()) if clamped else (None, None)
@@ -185,7 +185,7 @@ def test_zero_points_of_a_checkpoint():
     x, logits, up, down = case(5, spec, inner=64)
     made = []
     for w in (up, down):
-        held = REFERENCE.prepare_experts(w, SCHEMES["int4-g32"], num_experts=spec.num_experts)
+        held = REFERENCE.quantize_experts(w, SCHEMES["int4-g32"], num_experts=spec.num_experts)
         zeros = torch.randint(5, 11, held.scales.shape).float()
         assert isinstance(held, GroupedLinear)
         made.append(GroupedLinear(weight=held.weight, scales=held.scales, zeros=zeros, group_size=32, chunk=held.chunk))
@@ -209,14 +209,14 @@ def test_equal_likelihoods_take_the_first(monkeypatch, many):
 @pytest.mark.parametrize("load", ["even", "one", "few"])
 def test_groups(monkeypatch, share, many, load):
     """Every entry once, in its expert's place, in tiles that cover all and no more than there can be."""
-    monkeypatch.setattr(grouping, "SHARE", share)
-    monkeypatch.setattr(grouping, "MANY_SHARES", many)
+    monkeypatch.setattr(moe_permute, "SHARE", share)
+    monkeypatch.setattr(moe_permute, "MANY_SHARES", many)
     chosen = {
         "even": torch.arange(6, dtype=torch.int32).repeat(20).view(-1, 2),
         "one": torch.full((60, 2), 3, dtype=torch.int32),
         "few": torch.tensor([[5, 0]], dtype=torch.int32),
     }[load]
-    g = grouping.group(chosen, 6)
+    g = moe_permute.group(chosen, 6)
     flat, order, starts, ends = chosen.flatten().tolist(), g.order.tolist(), g.starts.tolist(), [0, *g.tile_ends.tolist()]
     assert sorted(order) == list(range(len(flat)))
     assert g.places is not None
@@ -231,10 +231,10 @@ def test_groups(monkeypatch, share, many, load):
 
 def test_the_cpu_has_no_rounded_experts():
     with pytest.raises(ConfigError) as caught:
-        CpuOps().prepare_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2)
+        CpuOps().quantize_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2)
     assert caught.value.field == "kernels"
     with pytest.raises(ConfigError):
-        CpuOps().adopt_experts(REFERENCE.prepare_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2), num_experts=2)
+        CpuOps().pack_experts(REFERENCE.quantize_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2), num_experts=2)
 
 
 V3 = dict(scores="sigmoid", correction=True, weight_scale=2.5)

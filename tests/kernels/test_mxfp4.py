@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.cpu_experts import NativeExperts
+from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.quantize import E2M1, dequantize, round_linear
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, load, run
 from tests.model.test_family_configs import CONFIGS
@@ -107,7 +107,7 @@ def test_the_real_model():
     description = read_spec(CONFIGS / "gpt-oss-20b")
     assert (description.spec.num_parameters, description.scheme, description.dtype) == (20_914_757_184, "mxfp4", "bfloat16")
     assert 13.5e9 < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values()) < 14.5e9
-    cpu = DeviceFacts(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    cpu = DeviceInfo(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
     config = resolve(EngineArgs(model="x", kv_cache_bytes=2**30), description, cpu)
     assert config.model.quantization == "mxfp4"
     on_cpu = sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"], on_cpu=True).values())

@@ -20,8 +20,8 @@ from slipstream.kernels.triton import TritonOps, one_token
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.model.one_token import shape_of
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import GroupLimit
+from slipstream.spec.model import GroupLimit
+from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
 from tests.model.harness import CPU, Paged
 
@@ -116,7 +116,7 @@ def test_latents_it_does_not_know(tmp_path, changed):
     assert shape_of(spec_of(tmp_path, "deepseek_v2", **{**LATENT, **changed}).layers) is None
 
 
-@pytest.mark.parametrize("changed", [{"plain_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str)
+@pytest.mark.parametrize("changed", [{"nope_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str)
 def test_latents_it_does_not_take(tmp_path, changed):
     shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT).layers)
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
@@ -467,7 +467,7 @@ class Spoilt(ReferenceOps):
         super().__init__()
         self.fault = fault
 
-    def attention(self, q, kv, meta, scoring):
+    def attention(self, q, kv, meta, params):
         length = int(meta.seq_lens[0])
         if self.fault == "without the new key" and length > 1:
             meta = dataclasses.replace(meta, seq_lens=meta.seq_lens - 1)
@@ -475,7 +475,7 @@ class Spoilt(ReferenceOps):
             table = meta.block_table.clone()
             table[0, 3] = table[0, 5]
             meta = dataclasses.replace(meta, block_table=table)
-        found = super().attention(q, kv, meta, scoring)
+        found = super().attention(q, kv, meta, params)
         return (found.float() * 1.05).to(found.dtype) if self.fault == "five percent too much" else found
 
     def rope_and_cache(self, qkv, kv, meta, heads):

@@ -19,7 +19,7 @@ from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model import loader
-from slipstream.model.spec import OwnActivation, OwnNorm, SequentialBlock
+from slipstream.spec.model import OwnActivation, OwnNorm, SequentialBlock
 from tests import tiny_models
 from tests.model.harness import CPU, run
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, draw, filter_probs, uniform
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step
 
@@ -29,8 +29,8 @@ def test_linear_embed_and_norms() -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
     expected = (x.double() @ w.double().T + b).float()
-    torch.testing.assert_close(ops.linear(x, ops.prepare_linear(w, b)), expected)
-    assert ops.prepare_linear(w, b).out_features == 5
+    torch.testing.assert_close(ops.linear(x, ops.quantize_weight(w, b)), expected)
+    assert ops.quantize_weight(w, b).out_features == 5
     table = torch.randn(6, 8).bfloat16()
     ids = torch.tensor([5, 0, 5], dtype=torch.int32)
     # sqrt(8) in bfloat16 is 2.828125: the scale is rounded before it multiplies.
@@ -85,7 +85,7 @@ def test_rotation_agrees_with_transformers(rotary_dim: int) -> None:
     for interleaved in (False, True):
         kv = case.clone_kv()
         q = ops.rope_and_cache(
-            qkv, kv, case.meta, Heads(num_heads=4, num_kv_heads=2, head_dim=16, cos_sin=table, interleaved=interleaved)
+            qkv, kv, case.meta, QKVLayout(num_heads=4, num_kv_heads=2, head_dim=16, cos_sin=table, interleaved=interleaved)
         )
         turned = [t[..., :rotary_dim] for t in (q_in, k_in)]
         if interleaved:
@@ -117,8 +117,8 @@ def test_heads_are_normed_before_the_rotation() -> None:
     normed[:, :2] = F.rms_norm(normed[:, :2], (16,), q_norm + 1, 1e-6)
     normed[:, 2:3] = F.rms_norm(normed[:, 2:3], (16,), k_norm + 1, 1e-6)
     one, two = case.clone_kv(), case.clone_kv()
-    got = ops.rope_and_cache(qkv, one, case.meta, Heads(**sizes, q_norm=q_norm, k_norm=k_norm, norm_offset=1.0))  # type: ignore[arg-type]
-    expected = ops.rope_and_cache(normed.flatten(1), two, case.meta, Heads(**sizes))  # type: ignore[arg-type]
+    got = ops.rope_and_cache(qkv, one, case.meta, QKVLayout(**sizes, q_norm=q_norm, k_norm=k_norm, norm_offset=1.0))  # type: ignore[arg-type]
+    expected = ops.rope_and_cache(normed.flatten(1), two, case.meta, QKVLayout(**sizes))  # type: ignore[arg-type]
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(one.k, two.k)
 
@@ -168,7 +168,7 @@ def test_attention(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes(max_sequences=2, block_sizes=(4,)))
     options = data.draw(attention_options(shape.num_heads))
     case = step(shape)
-    got = ops.attention(case.q, case.kv, case.meta, Scoring(**options))
+    got = ops.attention(case.q, case.kv, case.meta, AttentionParams(**options))
     assert got.isfinite().all()
     torch.testing.assert_close(got[case.owned], attention_by_loops(case, **options)[case.owned])
 

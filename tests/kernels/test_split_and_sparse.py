@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
+from slipstream.kernels.autotune_table import NEVER, Measured, TileTable
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.tiles import NEVER, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, halves
+from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import SplitLinear
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 70])
@@ -29,31 +29,31 @@ def test_outliers_are_not_rounded(num_tokens, with_bias):
     plain = ReferenceOps().linear(x, whole)
     assert (reference - exact).norm() < 0.1 * (plain - exact).norm()
     ops = TritonOps()
-    torch.testing.assert_close(ops.linear(x, ops.adopt_linear(split)), reference, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ops.linear(x, ops.pack_weight(split)), reference, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_halves_are_seen(dtype):
     score = torch.rand(192, 128) + 0.1
     weight = (score * keep(score, 0.5, "2:4", by_row=True) * -50).to(dtype)
-    assert halves.has_halves(weight)
+    assert sparse24.has_halves(weight)
     more = weight.clone()
     more.view(torch.int8 if dtype.itemsize == 1 else dtype)[150, 8:12] = 1
-    assert not halves.has_halves(more)
-    assert not halves.has_halves(weight[:40])  # no multiple of what the library takes
+    assert not sparse24.has_halves(more)
+    assert not sparse24.has_halves(weight[:40])  # no multiple of what the library takes
 
 
 @pytest.mark.parametrize(("kind", "usual"), [("bfloat16", None), ("int8", 256), ("fp8", None)])
 def test_the_table_says_from_when_on_the_sparse_product_is_taken(monkeypatch, kind, usual):
     """A file or what comes with Slipstream decides, never a clock: the same in every run."""
-    monkeypatch.setattr(halves, "available", lambda weight: True)
+    monkeypatch.setattr(sparse24, "available", lambda weight: True)
     monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight)
     weight = (torch.randn(128, 64) * keep(torch.rand(128, 64), 0.5, "2:4", by_row=True)).bfloat16()
 
     def from_tokens(*entry):
         entries = {("halves", kind, (128, 64)): Measured(entry)} if entry else {}
         ops = TritonOps(TileTable(device="", entries=entries))
-        w = ops.prepare_linear(weight, None, None if kind == "bfloat16" else SCHEMES[kind])
+        w = ops.quantize_weight(weight, None, None if kind == "bfloat16" else SCHEMES[kind])
         return None if w.sparse is None else w.sparse.from_tokens
 
     assert from_tokens() == usual

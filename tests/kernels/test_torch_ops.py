@@ -20,10 +20,10 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.ops import Heads, Scoring, select_ops
+from slipstream.kernels.ops import AttentionParams, QKVLayout, select_ops
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference import draw as reference_draw
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, sampling_cases, step
 
 torch.set_num_threads(1)
@@ -53,19 +53,19 @@ def test_linear(dtype: torch.dtype, rows: int, out: int, inner: int) -> None:
     weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((out, inner), (out,), (rows, 2 * inner)))
     x = x[:, :inner]  # not contiguous
     for b in (bias, None):
-        w = CpuOps().prepare_linear(weight, b)
+        w = CpuOps().quantize_weight(weight, b)
         assert (w.out_features, isinstance(w, PackedLinear)) == (out, cpu.can_pack(dtype))
-        assert_near(CpuOps().linear(x, w), reference.linear(x, reference.prepare_linear(weight, b)))
+        assert_near(CpuOps().linear(x, w), reference.linear(x, reference.quantize_weight(weight, b)))
         assert CpuOps().linear(x[:0], w).shape == (0, out)
 
 
 def test_a_packed_weight_is_not_held_twice() -> None:
     assert cpu.can_pack(torch.float32), "the tests need a torch with oneDNN"
-    w = CpuOps().prepare_linear(torch.randn(8, 4), None)
+    w = CpuOps().quantize_weight(torch.randn(8, 4), None)
     assert isinstance(w, PackedLinear)
     assert w.weight.device.type == "meta"
     assert w.weight.shape == (8, 4)
-    assert isinstance(CpuOps().prepare_linear(torch.randn(8, 4).half(), None), PackedLinear) is False
+    assert isinstance(CpuOps().quantize_weight(torch.randn(8, 4).half(), None), PackedLinear) is False
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,8 +113,8 @@ def test_rope_and_cache(data: st.DataObject) -> None:
         options["interleaved"] = not options["interleaved"]
         qkv = torch.randn(len(case.q), (shape.num_heads + 2 * shape.num_kv_heads) * dim).to(dtype)
         ours, theirs = case.clone_kv(), case.clone_kv()
-        q = ops.rope_and_cache(qkv, ours, case.meta, Heads(**options))
-        assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, Heads(**options)))
+        q = ops.rope_and_cache(qkv, ours, case.meta, QKVLayout(**options))
+        assert_near(q, reference.rope_and_cache(qkv, theirs, case.meta, QKVLayout(**options)))
         # Slot 0 is left out: which of the padded rows wrote there last is open.
         ours.k[0, :, 0] = theirs.k[0, :, 0] = ours.v[0, :, 0] = theirs.v[0, :, 0] = 0
         assert_near(ours.k, theirs.k, largest=8.0)
@@ -129,11 +129,11 @@ def test_attention(data: st.DataObject) -> None:
     ops = CpuOps()
     for _ in range(2):  # layers may differ in window and the like
         options = data.draw(attention_options(shape.num_heads))
-        got = ops.attention(case.q, case.kv, case.meta, Scoring(**options))
+        got = ops.attention(case.q, case.kv, case.meta, AttentionParams(**options))
         assert got.shape == case.q.shape
         assert got.isfinite().all()
         # What is averaged are values of the cache, of standard deviation 1.
-        expected = reference.attention(case.q, case.kv, case.meta, Scoring(**options))
+        expected = reference.attention(case.q, case.kv, case.meta, AttentionParams(**options))
         assert_near(got[case.owned], expected[case.owned], largest=4.0)
 
 
@@ -142,8 +142,8 @@ def test_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MAX_TEMPORARY_BYTES", 4000)
     case = step(Shape(sequences=((1, 30), (1, 3), (1, 60), (1, 99), (150, 30), (70, 0)), num_heads=4, num_kv_heads=2))
     for options in ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 20}):
-        got = CpuOps().attention(case.q, case.kv, case.meta, Scoring(scale=0.3, **options))  # type: ignore[arg-type]
-        expected = reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3, **options))  # type: ignore[arg-type]
+        got = CpuOps().attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, **options))  # type: ignore[arg-type]
+        expected = reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, **options))  # type: ignore[arg-type]
         assert_near(got, expected)
 
 
@@ -158,8 +158,8 @@ def test_one_long_decode_among_short_ones_is_not_paid_by_all() -> None:
     (windowed,) = cpu.decode_groups(case.meta, lens, case.kv, 32, torch.float32)
     assert windowed.num_blocks <= 3
     for window in (None, 32):
-        got = CpuOps().attention(case.q, case.kv, case.meta, Scoring(scale=0.3, window=window))
-        assert_near(got, reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3, window=window)))
+        got = CpuOps().attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, window=window))
+        assert_near(got, reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, window=window)))
 
 
 def test_what_was_derived_does_not_outlive_its_step() -> None:
@@ -167,8 +167,8 @@ def test_what_was_derived_does_not_outlive_its_step() -> None:
     for seed, length in ((0, 20), (1, 20), (2, 33)):
         case = step(Shape(sequences=((1, length), (1, 3)), seed=seed))
         assert_near(
-            ops.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
-            reference.attention(case.q, case.kv, case.meta, Scoring(scale=0.3)),
+            ops.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3)),
+            reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3)),
         )
 
 
@@ -245,4 +245,4 @@ def test_a_seeded_row_does_not_depend_on_the_others() -> None:
 def test_what_torch_has_no_product_for(monkeypatch: pytest.MonkeyPatch, built: bool, advice: str) -> None:
     monkeypatch.setattr(cpu, "has_cpu_kernels", lambda: built)
     with pytest.raises(ConfigError, match=f"no int8 product: use kernels='reference', or {advice}"):
-        CpuOps().prepare_linear(torch.zeros(32, 32), None, SCHEMES["int8"])
+        CpuOps().quantize_weight(torch.zeros(32, 32), None, SCHEMES["int8"])

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, by_dim
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -24,17 +25,16 @@ from slipstream.kernels.reference import (
     to_cache,
     uniform,
 )
-from slipstream.kernels.tiles import NO_TILES, Measured, TileTable
-from slipstream.kernels.triton import TritonOps, latent, latent_prompts, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton import TritonOps, linear, mla, mla_prefill, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
-from slipstream.kernels.triton.blocks import blocks, has_library, library
-from slipstream.kernels.triton.grouped import expand, grouped, grouped_gemv
+from slipstream.kernels.triton.fp8_block import blocks, has_library, library
+from slipstream.kernels.triton.int4_groupwise import expand, grouped, grouped_gemv
 from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
-from slipstream.kernels.triton.parts import Scratch
 from slipstream.kernels.triton.pointwise import rows_at_once
+from slipstream.kernels.triton.split_k import Scratch
 from slipstream.kernels.weights import Quantized
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import ClampedSwiglu
+from slipstream.spec.model import ClampedSwiglu
+from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases
 from tests.plan.specs import make_spec
 
@@ -78,8 +78,8 @@ def test_attention(data, splits, dtype):
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        ours = ops.attention(step.q, kv, step.meta, Scoring(**options))
-    theirs = REFERENCE.attention(step.q, kv, step.meta, Scoring(**options))
+        ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
+    theirs = REFERENCE.attention(step.q, kv, step.meta, AttentionParams(**options))
     assert ours.isfinite().all()
     # Against an 8-bit cache the kernel multiplies in float16.
     tolerance = 1e-4 if dtype is None else 1e-2
@@ -98,11 +98,11 @@ def test_latent_attention(data, splits):
     for ops in (OURS, REFERENCE, CpuOps(), NativeOps()):
         k = step.kv.k.clone()
         kv = LayerKV(k, k[..., rotary:])
-        heads = Heads(num_heads=shape.num_heads, num_kv_heads=1, head_dim=40, cos_sin=cos_sin, interleaved=True)
+        heads = QKVLayout(num_heads=shape.num_heads, num_kv_heads=1, head_dim=40, cos_sin=cos_sin, interleaved=True)
         q = ops.rope_and_cache(rows, kv, step.meta, heads)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("slipstream.kernels.triton.latent.num_splits", lambda *_: splits)
-            seen = ops.attention(q, kv, step.meta, Scoring(scale=0.3))
+            patch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
+            seen = ops.attention(q, kv, step.meta, AttentionParams(scale=0.3))
         assert seen.isfinite().all()
         assert seen.shape == (*q.shape[:2], 32)
         found.append((q, k[1:], seen[step.owned]))
@@ -121,7 +121,7 @@ def test_latent_attention(data, splits):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
-    monkeypatch.setattr("slipstream.kernels.triton.latent.num_splits", lambda *_: splits)
+    monkeypatch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
     heads, plain, rotary, rank, width = 3, 20, 8, 72, 24
     step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
     num_tokens = len(step.q)
@@ -133,8 +133,8 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
         kv = LayerKV(k, k[..., rotary:])
         cos_sin = torch.ones(2000, rotary).cumsum(0).sin()
         options = dict(keys=keys, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=interleaved)
-        queries = ops.latent_queries(q, row, kv, step.meta, **options)
-        out = ops.latent_attention(queries, kv, step.meta, values, scale=0.3)
+        queries = ops.mla_queries(q, row, kv, step.meta, **options)
+        out = ops.mla_paged_attention(queries, kv, step.meta, values, scale=0.3)
         assert out.shape == (num_tokens, heads * width)
         found.append((queries, k[1:], out[step.owned]))
     for mine, theirs in zip(*found, strict=True):
@@ -150,10 +150,10 @@ def test_prompts_of_latents_as_long_as_a_grid_may_be(monkeypatch):
             grids.append(grid)
             return lambda *_, **__: None
 
-    monkeypatch.setattr(latent, "_latent_kernel", Kernel())
+    monkeypatch.setattr(mla, "_latent_kernel", Kernel())
     step = cases.step(cases.Shape(sequences=((1, 2), (5, 0), (2, 0)), num_kv_heads=1, head_dim=24))
     q, kv = torch.empty(16384, 128, 2, dtype=torch.float16), LayerKV(step.kv.k, step.kv.k[..., 23:])
-    latent.latent_attention(q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0)
+    mla.mla_paged_attention(q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0)
     (grid,) = grids
     assert math.prod(grid) == 3 * 16384 * 128 // 32
     assert max(grid[1:]) < 65536
@@ -173,7 +173,7 @@ PROMPTS = {
 @pytest.mark.parametrize("lens", PROMPTS.values(), ids=PROMPTS)
 def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
     """With keys and values of their own: results and cache are the reference's."""
-    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
     heads, plain, rotary, rank, width = sizes
     step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
     meta, num_tokens = dataclasses.replace(step.meta, from_start=True), len(step.q)
@@ -184,7 +184,7 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
     made = []
     for ops in (OURS, REFERENCE):
         k = step.kv.k.clone()
-        out = ops.attend_latents(q.clone(), row, LayerKV(k, k[..., rotary:]), meta, **options)
+        out = ops.mla_attention(q.clone(), row, LayerKV(k, k[..., rotary:]), meta, **options)
         made.append((k[1:], out))
     for mine, theirs in zip(*made, strict=True):
         close(mine, theirs)
@@ -192,7 +192,7 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
 
 def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
     """Of two equal prompts of 33 tokens that come together the second computes its last one, over the first one's blocks."""
-    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
     step = cases.step(cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24))
     table = step.meta.block_table.clone()
     table[0, :2] = table[1, :2]
@@ -202,11 +202,11 @@ def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
     weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=torch.randn(16))
     options = dict(eps=1e-5, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
     kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
-    out = OURS.attend_latents(q, row, kv, meta, **weights, **options)
+    out = OURS.mla_attention(q, row, kv, meta, **weights, **options)
     close(out[0], out[-1])
     for from_start in (False, True):
         with pytest.raises(ConfigError, match="8-bit"):
-            OURS.attend_latents(
+            OURS.mla_attention(
                 q,
                 row,
                 dataclasses.replace(kv, k_scale=torch.ones(1)),
@@ -219,7 +219,7 @@ def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
 @triton.jit
 def _find_kernel(starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr):
     unit = triton.language.program_id(0)
-    seq, tile = latent_prompts._find(unit, starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
+    seq, tile = mla_prefill._find(unit, starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
     triton.language.store(out_ptr + 2 * unit, seq)
     triton.language.store(out_ptr + 2 * unit + 1, tile)
 
@@ -244,16 +244,16 @@ def test_units_of_prompts(lens):
 def test_high_tiles_of_prompts_fit_in_smaller_chips():
     """DeepSeek's sizes, by what Triton 3.9 says that each takes (on Hopper 172,032 bytes and 131,072; else as below)."""
     for of_chip, taken in ((232448, 172032), (166912, 90112), (101376, 90112)):
-        tile = latent_prompts.prompt_tile(torch.bfloat16, 320, 1000, of_chip)
+        tile = mla_prefill.prompt_tile(torch.bfloat16, 320, 1000, of_chip)
         assert {(128, 64, 8, 3): 172032, (128, 64, 8, 2): 90112}[tile] == taken <= of_chip
 
 
 def test_which_steps_have_keys_of_their_own(monkeypatch):
     """Steps of enough tokens behind the decodes, if nothing of theirs is in the cache."""
     asked = []
-    monkeypatch.setattr(latent_prompts, "WHOLE_TOKENS", 8)
-    monkeypatch.setattr(latent_prompts, "attend_latents", lambda *_, **__: asked.append("own"))
-    monkeypatch.setattr("slipstream.kernels.triton.latent_attention", lambda *_, **__: asked.append("absorbed"))
+    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(mla_prefill, "mla_attention", lambda *_, **__: asked.append("own"))
+    monkeypatch.setattr("slipstream.kernels.triton.mla_paged_attention", lambda *_, **__: asked.append("absorbed"))
     names = "keys", "values", "norm", "eps", "cos_sin", "interleaved", "scale"
     norm, cos_sin = torch.ones(16), torch.ones(50, 8)
     given = dict(zip(names, (torch.ones(2, 4, 16), None, norm, 1e-5, cos_sin, True, 1.0), strict=True))
@@ -262,7 +262,7 @@ def test_which_steps_have_keys_of_their_own(monkeypatch):
         step = cases.step(cases.Shape(sequences=lens, num_heads=2, num_kv_heads=1, head_dim=24))
         q, row = torch.randn(len(step.q), 2, 12), torch.randn(len(step.q), 24)
         kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
-        OURS.attend_latents(q, row, kv, dataclasses.replace(step.meta, from_start=from_start), **given)
+        OURS.mla_attention(q, row, kv, dataclasses.replace(step.meta, from_start=from_start), **given)
     assert asked == ["own", "absorbed", "absorbed", "absorbed"]
 
 
@@ -292,8 +292,8 @@ def test_rope_and_cache(data):
         caches[1].v.copy_(caches[0].v)
     if data.draw(st.booleans()):
         caches[0] = dataclasses.replace(caches[0], v=by_dim(caches[0].v))
-    ours = OURS.rope_and_cache(qkv, caches[0], step.meta, Heads(**options))
-    theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, Heads(**options))
+    ours = OURS.rope_and_cache(qkv, caches[0], step.meta, QKVLayout(**options))
+    theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, QKVLayout(**options))
     close(ours, theirs)
     for mine, other in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
         mine, other = mine[1:].float(), other[1:].float()  # padding may write anything to the null block
@@ -401,7 +401,7 @@ def test_products_by_blocks(num_tokens, outer, inner, tile):
         for _ in range(2):  # the counters of the parts are as they were
             close(blocks(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
-        close(OURS.linear(x, OURS.adopt_linear(w)), theirs)
+        close(OURS.linear(x, OURS.pack_weight(w)), theirs)
         close(TritonOps(deterministic=True).linear(x, w), theirs)
 
 
@@ -438,7 +438,7 @@ def test_4_bit_products(size, inner):
         for splits in (1, 2, 3):
             ours = grouped(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
-        kept = TritonOps(dense_copies=True).adopt_linear(w)
+        kept = TritonOps(dense_copies=True).pack_weight(w)
         many = torch.randn(GROUPED_FEW + 1, inner).half()
         assert torch.equal(kept.dense, expand(w, torch.float16))
         torch.testing.assert_close(
@@ -493,7 +493,7 @@ def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, s
     key = (op, kind, (outer, inner, *size))
     ops = TritonOps(TileTable(device="", entries={key: Measured(tile)}))
     weight = torch.randn(outer, inner)
-    w = ops.prepare_linear(weight.half() if op == "grouped" else weight, None, SCHEMES[scheme] if scheme else None)
+    w = ops.quantize_weight(weight.half() if op == "grouped" else weight, None, SCHEMES[scheme] if scheme else None)
     x = torch.randn(tokens, inner).to(w.scales.dtype if op == "grouped" else weight.dtype)
     ours, theirs = ops.linear(x, w), REFERENCE.linear(x, w)
     assert seen == [tile if op != "blocks" else (16, *tile)]  # whose first number follows from the tokens
@@ -516,8 +516,8 @@ def test_attention_takes_the_tables_tiles(monkeypatch):
         ("decode", "float32", (*shape, 4)): Measured((16, 2, 1)),
         ("prefill", "float32", (*shape, 32)): Measured((16, 16, 4, 1)),
     }
-    ours = TritonOps(TileTable(device="", entries=entries)).attention(step.q, step.kv, step.meta, Scoring(scale=0.25))
-    theirs = REFERENCE.attention(step.q, step.kv, step.meta, Scoring(scale=0.25))
+    ours = TritonOps(TileTable(device="", entries=entries)).attention(step.q, step.kv, step.meta, AttentionParams(scale=0.25))
+    theirs = REFERENCE.attention(step.q, step.kv, step.meta, AttentionParams(scale=0.25))
     assert seen == [((16, 2, 1), (16, 16, 4, 1))]
     close(ours[step.owned], theirs[step.owned])
 
@@ -563,7 +563,7 @@ def test_linear_embed_and_copies():
     x, weight, bias = torch.randn(1, 100), torch.randn(30, 100), torch.randn(30)
     for b in (None, bias):
         for ops in (OURS, TritonOps(deterministic=True)):
-            close(ops.linear(x, ops.prepare_linear(weight, b)), REFERENCE.linear(x, REFERENCE.prepare_linear(weight, b)))
+            close(ops.linear(x, ops.quantize_weight(weight, b)), REFERENCE.linear(x, REFERENCE.quantize_weight(weight, b)))
         close(gemv(x, weight, b, tile=(2, 32, 4)), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))
@@ -621,7 +621,7 @@ def test_rows_of_tokens(dtype):
     for count in (0, 1, 5, 300):
         rows, positions = (torch.randint(0, n, (count,), dtype=dtype) for n in (6, 64))
         given = tokens, table, rows, positions, 16
-        for ours, theirs in zip(OURS.look_up(*given), REFERENCE.look_up(*given), strict=True):
+        for ours, theirs in zip(OURS.gather_inputs(*given), REFERENCE.gather_inputs(*given), strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
     rows, positions = torch.tensor([5, 0, 2], dtype=dtype), torch.tensor([64, 3, 0], dtype=dtype)

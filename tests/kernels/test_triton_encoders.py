@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.whole import text_ends
+from slipstream.kernels.triton.bidirectional import text_ends
 from slipstream.model.loader import load_model
 from slipstream.types import TextsPlan
 from slipstream.worker.texts import lay_out, text_inputs
@@ -91,10 +91,10 @@ def step_of(lengths, num_tokens):
 def test_whole_attention(data, lengths, shape, turned, more):
     num_heads, num_kv_heads, head_dim = shape
     num_tokens = sum(lengths) + more
-    scoring = Scoring(**(data.draw(cases.attention_options(num_heads)) | {"causal": False}))
+    params = AttentionParams(**(data.draw(cases.attention_options(num_heads)) | {"causal": False}))
     torch.manual_seed(num_tokens)
     table = None if turned is None else torch.randn(max(lengths), 16)
-    heads = Heads(
+    heads = QKVLayout(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=table, interleaved=bool(turned)
     )
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -102,19 +102,19 @@ def test_whole_attention(data, lengths, shape, turned, more):
     if data.draw(st.booleans()):
         meta = dataclasses.replace(meta, text_ends=text_ends(meta)) if not more else meta
     k = torch.zeros(sum(-(-n // 16) for n in lengths) + 1, num_kv_heads, 16, head_dim)
-    theirs = REFERENCE.whole_attention(qkv, LayerKV(k, k.clone()), meta, heads, scoring)
-    ours = OURS.whole_attention(qkv, LayerKV(k, k), meta, heads, scoring)
+    theirs = REFERENCE.bidirectional_attention(qkv, LayerKV(k, k.clone()), meta, heads, params)
+    ours = OURS.bidirectional_attention(qkv, LayerKV(k, k), meta, heads, params)
     assert ours.isfinite().all()
     torch.testing.assert_close(ours[: sum(lengths)], theirs[: sum(lengths)], rtol=1e-4, atol=1e-4)
 
 
 def test_a_text_that_went_wrong_harms_no_other():
-    meta, heads = step_of([9, 20, 5], 34), Heads(num_heads=2, num_kv_heads=2, head_dim=16)
+    meta, heads = step_of([9, 20, 5], 34), QKVLayout(num_heads=2, num_kv_heads=2, head_dim=16)
     qkv = torch.randn(34, 96)
     kv = LayerKV(torch.zeros(1, 2, 16, 16), torch.zeros(1, 2, 16, 16))
-    fine = OURS.whole_attention(qkv, kv, meta, heads, Scoring(scale=0.25, causal=False))
+    fine = OURS.bidirectional_attention(qkv, kv, meta, heads, AttentionParams(scale=0.25, causal=False))
     qkv[9:29] = torch.tensor([float("inf"), float("nan"), float("-inf"), 1.0]).repeat(24)
-    wrong = OURS.whole_attention(qkv, kv, meta, heads, Scoring(scale=0.25, causal=False))
+    wrong = OURS.bidirectional_attention(qkv, kv, meta, heads, AttentionParams(scale=0.25, causal=False))
     for which in (slice(0, 9), slice(29, 34)):
         torch.testing.assert_close(wrong[which], fine[which])
 

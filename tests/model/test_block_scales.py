@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.cli.info import estimate
-from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, resolve
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.ops import select_ops
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.weights import BlockScaledLinear, Linear
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
 from slipstream.plan.memory import held_bytes, weights_bytes
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run
 
@@ -251,7 +251,7 @@ def test_where_it_runs(tmp_path):
     description = read_spec(tmp_path)
     args = EngineArgs(model=str(tmp_path), max_model_len=64)
     memory = dict(memory_bytes=2**37, free_bytes=2**37)
-    gpu = DeviceFacts(device="cuda:0", name="H200", best_dtype="bfloat16", compute_capability=(9, 0), **memory)
+    gpu = DeviceInfo(device="cuda:0", name="H200", best_dtype="bfloat16", compute_capability=(9, 0), **memory)
     assert resolve(args, description, gpu).model.quantization == "fp8-block"
     with pytest.raises(ConfigError, match=r"8\.9"):
         resolve(args, description, dataclasses.replace(gpu, compute_capability=(8, 0)))
@@ -260,7 +260,7 @@ def test_where_it_runs(tmp_path):
     assert ledger.weights_bytes == sum(weights_bytes(description.spec, 2).values())
     tiny_models.build(tmp_path / "dense", "qwen3", **DENSE)
     with pytest.raises(ConfigError, match="needs a GPU"):
-        resolve(EngineArgs(model="x", quantization="fp8-block"), read_spec(tmp_path / "dense"), config.device.facts)
+        resolve(EngineArgs(model="x", quantization="fp8-block"), read_spec(tmp_path / "dense"), config.device.info)
 
 
 def test_experts_must_be_whole_blocks(tmp_path):

@@ -18,8 +18,8 @@ from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run
 

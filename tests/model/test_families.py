@@ -14,8 +14,8 @@ import torch
 from slipstream.config import DTYPE_BYTES
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.description import read_spec
-from slipstream.model.parameters import parameters
-from slipstream.model.spec import LatentAttentionSpec
+from slipstream.spec.model import LatentAttentionSpec
+from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.model.harness import Paged, greedy, load, run
 

@@ -13,12 +13,13 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from slipstream import LLM, SamplingParams
-from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.ops import select_ops
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
-from slipstream.model.spec import (
+from slipstream.plan.memory import block_bytes, weights_bytes
+from slipstream.spec.model import (
     AlibiSpec,
     LongRopeScaling,
     MoESpec,
@@ -27,7 +28,6 @@ from slipstream.model.spec import (
     RopeSpec,
     SequentialBlock,
 )
-from slipstream.plan.memory import block_bytes, weights_bytes
 from tests import tiny_models
 from tests.model.harness import CPU, load, run
 
@@ -403,7 +403,7 @@ def test_what_deepseek_could_be_and_is_not_here_is_refused(tmp_path, changes, fi
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_latents_are_not_cached_in_8_bits(kind):
     description = read_spec(CONFIGS / "deepseek-v2-lite")
-    gpu = DeviceFacts(
+    gpu = DeviceInfo(
         device="cuda:0", name="a GPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16", compute_capability=(9, 0)
     )
     with pytest.raises(ConfigError, match="latent") as caught:

@@ -19,9 +19,9 @@ from slipstream.kernels import native
 from slipstream.model.description import read_spec
 from slipstream.model.families import find_gguf_family
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.parameters import parameters
 from slipstream.model.positions import rope_table
-from slipstream.model.spec import Llama3Scaling, RopeSpec
+from slipstream.spec.model import Llama3Scaling, RopeSpec
+from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
 from tests.model.harness import Paged, load, run
@@ -335,7 +335,7 @@ def apart(architecture, name, value, a):
     layer = next((part for part in name.split(".") if part.isdigit()), None)
     last = name.rsplit(".", 1)[-1]
     if architecture == "deepseek2" and "kv_b_proj" in name:
-        keys, values = np.split(value.reshape(a.num_heads, -1, a.kv_rank), [a.plain_dim], axis=1)
+        keys, values = np.split(value.reshape(a.num_heads, -1, a.kv_rank), [a.nope_dim], axis=1)
         return {f"blk.{layer}.attn_k_b.weight": keys.swapaxes(1, 2), f"blk.{layer}.attn_v_b.weight": values}
     if architecture == "gpt-oss" and last in GPT_OSS:
         parts = {kind: value[..., start::2] for kind, start in (("gate", 0), ("up", 1))}

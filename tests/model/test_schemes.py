@@ -14,10 +14,10 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.decoder import LatentAttention
 from slipstream.model.loader import load_model
-from slipstream.model.parameters import parameters
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import MoESpec
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.model import MoESpec
+from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, run, states, written
 
@@ -103,7 +103,7 @@ def test_every_scheme_loads_on_every_family(folder, scheme):
     kept: list[torch.Tensor | None] = []
     for a in (x.attention for x in layers):
         latent = isinstance(a, LatentAttention)
-        kept += [a.cos_sin] if latent else [a.heads.cos_sin, a.scoring.alibi_slopes, a.scoring.distance_bias]
+        kept += [a.cos_sin] if latent else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name)  # into such tables
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.description import read_spec
-from slipstream.model.scheme import SCHEMES
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.model.weights import load_parameters
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS
 
@@ -112,6 +112,6 @@ def test_states_of_each_layer_are_told(tmp_path):
 
 def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ConfigError, match="no gradient"):
-        AutogradOps().prepare_linear(torch.ones(2, 2), None, SCHEMES["int8"])
+        AutogradOps().quantize_weight(torch.ones(2, 2), None, SCHEMES["int8"])
     with pytest.raises(ConfigError, match="one token or more"):
         SequenceBatch.of([[1], []], CPU)

@@ -16,7 +16,7 @@ from slipstream.kernels import native
 from slipstream.model.bitmasks import made_dense
 from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run
 from tests.model.test_compressed import SIZES, compress, log_probabilities

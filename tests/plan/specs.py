@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.model.description import read_spec
-from slipstream.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
+from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 LLAMA_8B = read_spec(CONFIGS / "llama-3-8b").spec

@@ -12,11 +12,11 @@ from slipstream.plan import hardware
 
 
 def test_host_facts_are_plausible():
-    facts = hardware.host_facts()
-    assert 1 <= facts.num_cores <= facts.num_cpus
-    assert 0 < facts.free_bytes <= facts.memory_bytes
-    assert facts.cpu
-    assert facts.system
+    info = hardware.host_info()
+    assert 1 <= info.num_cores <= info.num_cpus
+    assert 0 < info.free_bytes <= info.memory_bytes
+    assert info.cpu
+    assert info.system
 
 
 def test_cores_follow_the_affinity():

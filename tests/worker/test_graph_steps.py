@@ -13,7 +13,12 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.worker.graphs import SHORT_SEQS, StepGraphs, graph_rows, short_inputs, short_ladder, short_sizes
-from slipstream.worker.input_batch import RowTable, _look_up_after_upload, _look_up_on_host, _upload_together
+from slipstream.worker.input_batch import (
+    RowTable,
+    _gather_inputs_after_upload,
+    _gather_inputs_on_host,
+    _upload_together,
+)
 from slipstream.worker.model_runner import GRAPH_BYTES
 from tests import tiny_models
 
@@ -184,7 +189,7 @@ def test_a_step_is_the_same_looked_up_on_either_side():
     given = table, [np.array(a, np.int64) for a in arrays]
     sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=0)
     (ids, meta, more), (ids_too, meta_too, more_too) = (
-        look(*given, **sizes) for look in (_look_up_on_host, _look_up_after_upload)
+        look(*given, **sizes) for look in (_gather_inputs_on_host, _gather_inputs_after_upload)
     )
     assert torch.equal(ids, ids_too)
     for name in ("query_start_loc", "seq_lens", "block_table", "positions", "slot_mapping"):

@@ -84,6 +84,6 @@ def test_the_account_of_latents(tmp_path, given):
     assert attention.num_bytes == spec.num_layers * 3 * 32 * a.head_dim * 2
     assert attention.operations == spec.num_layers * 3 * 32 * 2 * a.num_heads * (a.head_dim + a.kv_rank)
     heads = [o for o in decode.operators if o.operator.startswith("head_linear")]
-    each = a.num_heads * a.kv_rank * (a.plain_dim + a.value_dim)
+    each = a.num_heads * a.kv_rank * (a.nope_dim + a.value_dim)
     assert sum(o.operations for o in heads) == spec.num_layers * 3 * 2 * each
     assert all(o.bound is not None for o in heads)

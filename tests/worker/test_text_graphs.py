@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM
-from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.model.description import read_spec
 from slipstream.types import TextsPlan
 from slipstream.worker.input_batch import text_batch
@@ -174,6 +174,6 @@ def test_what_graphs_hold(tmp_path):
 def test_whose_steps_are_graphs(tmp_path, build, family, more, has_graphs):
     """On a GPU: a decoder that gives scores has none yet."""
     build(tmp_path, family)
-    gpu = DeviceFacts(device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    gpu = DeviceInfo(device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
     config = resolve(EngineArgs(model=str(tmp_path), **more), read_spec(tmp_path), gpu)
     assert config.device.enforce_eager != has_graphs

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.bench.facts import plain
+from slipstream.bench.environment import plain
 from slipstream.cli.console import phases, print_json, progress_bar, say
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.cli.roofline import add_arguments as add_roofline

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(llm, sampling, args.system, quiet=args.json)
         conversation.template("")  # a model without a chat template is refused before the first turn
         if sys.stdin.isatty():
-            say(f"{args.model} on {llm.config.device.facts.name}. /help lists the commands.")
+            say(f"{args.model} on {llm.config.device.info.name}. /help lists the commands.")
         conversation.loop()
         if args.json:
             print_json({"model": args.model, "messages": conversation.messages, "turns": conversation.speeds})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from slipstream.cli.console import phases, print_facts, print_json
+from slipstream.cli.console import phases, print_info, print_json
 from slipstream.cli.options import MODEL_HELP, add_output_options
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.model.check import check
     from slipstream.model.description import read_spec
-    from slipstream.model.scheme import CPU_BLOCK_BYTES
+    from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
     path = resolve_model(args.model, download_dir=args.download_dir)
     with phases(f"checking {args.model}") as phase:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     title = f"{args.model} against transformers in float32, {len(tokens)} random tokens"
     if kernels != args.kernels:
         title += f", by the {kernels}'s kernels (its weights are rounded)"
-    print_facts(f"{title}: the largest difference after", rows)
+    print_info(f"{title}: the largest difference after", rows)
     print()
     if report.top1_agreement is not None:
         print(f"both find the same token likeliest after {report.top1_agreement:.0%} of the tokens")

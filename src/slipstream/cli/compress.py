@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
+from slipstream.cli.console import phases, print_info, print_json, progress_bar, say, size
 from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
@@ -243,7 +243,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
 
     done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
     if args.json:
-        facts: dict[str, Any] = {
+        info: dict[str, Any] = {
             "recipe": {"name": recipe.name, "steps": recipe.as_data()},
             "out": None if args.dry_run else args.out,
             "bytes_before": plan.bytes_before,
@@ -253,7 +253,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             "num_sparse_products": sparse,
             "products": {p.name: p.fmt for p in done},
         }
-        print_json({**facts, "report": None if report is None else report.document})
+        print_json({**info, "report": None if report is None else report.document})
         return
     kinds: dict[str, int] = {}
     after, bits = plan.bytes_after, plan.bits_per_weight
@@ -288,6 +288,6 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
             found = report.compressed.tokens_per_s[batch]
             rows.append(("tokens/s", f"{before:.1f} → {found:.1f} with {batch} at once ({found / before:.2f} ×)"))
         rows += task_rows(report)
-    print_facts("would write" if args.dry_run else args.out, rows)
+    print_info("would write" if args.dry_run else args.out, rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         found = compress(parts, llm.get_tokenizer(), scorer(llm), settings)
     change = None if args.compare is None else _compare(args, parts, "".join(found.parts))
     if args.json:
-        facts = {"num_tokens_before": found.num_tokens_before, "num_tokens_after": found.num_tokens_after}
-        print_json({"model": model, "text": found.text, **facts, "kept_share": found.kept_share, "answers": change})
+        info = {"num_tokens_before": found.num_tokens_before, "num_tokens_after": found.num_tokens_after}
+        print_json({"model": model, "text": found.text, **info, "kept_share": found.kept_share, "answers": change})
         return 0
     print(found.text)
     say(f"slipstream: kept {found.num_tokens_after} of {found.num_tokens_before} tokens ({found.kept_share:.0%})")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slipstream.bench.facts import plain
+from slipstream.bench.environment import plain
 
 
 def print_json(value: Any) -> None:
@@ -50,7 +50,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def print_facts(title: str, rows: list[tuple[str, str]]) -> None:
+def print_info(title: str, rows: list[tuple[str, str]]) -> None:
     """Two columns on standard output."""
     from rich.console import Console
     from rich.text import Text

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import print_facts, print_json, size
+from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import add_output_options
-from slipstream.plan.hardware import GpuFacts, HostFacts, gpus, host_facts
+from slipstream.plan.hardware import GpuInfo, HostInfo, gpus, host_info
 
 if TYPE_CHECKING:
     from slipstream.worker.cpu_choice import CpuChoice
@@ -33,7 +33,7 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFacts:
+class TorchInfo:
     """`cuda_build` is the CUDA version torch was built for, None for a CPU build."""
 
     version: str
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream import __version__
     from slipstream.hub import DEFAULT_MODEL, cache_folder, list_cached
 
-    host, cards, torch = host_facts(), gpus(), torch_facts()
+    host, cards, torch = host_info(), gpus(), torch_info()
     packages = {name: package_version(name) for name in PACKAGES}
     model = list_cached().get(DEFAULT_MODEL)
     choice = cpu_choice(measure=args.measure) if torch is not None else None
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
         ("cache folder", str(cache_folder())),
         (f"model {DEFAULT_MODEL}", str(model or "not fetched yet")),
     ]
-    print_facts("this machine", rows)
+    print_info("this machine", rows)
     if used is not None:
         print()
-        print_facts("will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()])
+        print_info("will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()])
     if choice is not None:
         print()
         rows = [
@@ -110,10 +110,10 @@ def run(args: argparse.Namespace) -> int:
             for t in choice.timings
         ]
         rule = "an older instruction set or fewer threads are taken if 20% faster, twice"
-        print_facts(f"CPU as measured, on a small decoder ({rule})", rows)
+        print_info(f"CPU as measured, on a small decoder ({rule})", rows)
     print()
     if missing:
-        print_facts("missing", [(m.what, m.command) for m in missing])
+        print_info("missing", [(m.what, m.command) for m in missing])
     else:
         print("nothing is missing")
     return exit_code(missing)
@@ -123,7 +123,7 @@ def exit_code(missing: list[Missing]) -> int:
     return 1 if any(m.needed for m in missing) else 0
 
 
-def cuda_text(torch: TorchFacts) -> str:
+def cuda_text(torch: TorchInfo) -> str:
     if torch.cuda_build is None:
         return "CPU build"
     return f"built for CUDA {torch.cuda_build}, " + ("sees a GPU" if torch.sees_gpu else "sees no GPU")
@@ -141,7 +141,7 @@ def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
     out of the way."""
     from slipstream.errors import ConfigError
     from slipstream.hub import tiles_folder
-    from slipstream.kernels.tiles import load_tiles
+    from slipstream.kernels.autotune_table import load_tiles
 
     found: dict[str, str] = {}
     broken: list[Missing] = []
@@ -154,12 +154,12 @@ def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
     return found, broken
 
 
-def torch_facts() -> TorchFacts | None:
+def torch_info() -> TorchInfo | None:
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
 
-    return TorchFacts(version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=torch.cuda.is_available())
+    return TorchInfo(version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=torch.cuda.is_available())
 
 
 def will_use() -> dict[str, Any]:
@@ -170,14 +170,14 @@ def will_use() -> dict[str, Any]:
     from slipstream.kernels.ops import select_ops
     from slipstream.worker.device import detect
 
-    facts = detect("auto", machine_folder())
-    ops = select_ops(torch.device(facts.device), num_threads=facts.num_threads, isa=facts.isa)
+    info = detect("auto", machine_folder())
+    ops = select_ops(torch.device(info.device), num_threads=info.num_threads, isa=info.isa)
     return {
-        "device": f"{facts.device} ({facts.name})",
-        "dtype": facts.best_dtype,
-        "dtype_reason": facts.dtype_reason or "the GPU's fast type",
+        "device": f"{info.device} ({info.name})",
+        "dtype": info.best_dtype,
+        "dtype_reason": info.dtype_reason or "the GPU's fast type",
         "kernels": ops.describe(),
-        "threads": facts.num_threads,
+        "threads": info.num_threads,
     }
 
 
@@ -195,9 +195,9 @@ def cpu_kernels_built() -> bool:
 
 
 def find_missing(
-    host: HostFacts,
-    cards: tuple[GpuFacts, ...],
-    torch: TorchFacts | None,
+    host: HostInfo,
+    cards: tuple[GpuInfo, ...],
+    torch: TorchInfo | None,
     packages: dict[str, str | None],
     *,
     has_model: bool,

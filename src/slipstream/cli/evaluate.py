@@ -12,7 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.console import phases, print_facts, print_json, progress_bar, say, size
+from slipstream.cli.console import phases, print_info, print_json, progress_bar, say, size
 from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         if given[name] is not None and given[name] is not False:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} compares two models; give B, or an option for B such as --quantization-b", field="B")
-    return _alone(args, settings)
+    return _exclusive(args, settings)
 
 
 def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[str, Any]) -> int:
@@ -142,7 +142,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
     return int(report.within_max_kl is False)
 
 
-def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
+def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
     from slipstream.evals.perplexity import perplexity
     from slipstream.evals.scorer import Scorer
     from slipstream.evals.text import read_windows
@@ -172,7 +172,7 @@ def _alone(args: argparse.Namespace, settings: TextSettings) -> int:
         ("run as", _run_as(a.settings)),
         *((t.name, f"{t.metric} {_value(t)} on {t.num_questions} questions") for t in results),
     ]
-    print_facts(args.a, rows)
+    print_info(args.a, rows)
     return 0
 
 
@@ -235,7 +235,7 @@ def _print(report: Report) -> None:
         ("A run as", _run_as(a.run_as)),
         ("B run as", _run_as(b.run_as)),
     ]
-    print_facts(f"A: {a.model}   B: {b.model}", rows)
+    print_info(f"A: {a.model}   B: {b.model}", rows)
     if found.layers:
         worst = sorted(found.layers, key=lambda layer: -layer.own)[:3]
         named = ", ".join(f"layer {w.layer} ({w.own:.2%})" for w in worst)

@@ -10,13 +10,11 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from slipstream.cli.console import print_facts, print_json, size
+from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
-from slipstream.config import DTYPE_BYTES, DeviceFacts, EngineArgs, EngineConfig, held_products, resolve
+from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, held_products, resolve
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.model.scheme import CPU_BLOCK_BYTES, SCHEMES
-from slipstream.model.spec import DenseSpec, LatentAttentionSpec, MoESpec
 from slipstream.plan.memory import (
     MemoryLedger,
     block_bytes,
@@ -26,12 +24,14 @@ from slipstream.plan.memory import (
     scratch_blocks,
     weights_bytes,
 )
+from slipstream.spec.model import DenseSpec, LatentAttentionSpec, MoESpec
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
     from slipstream.model.description import ModelDescription
     from slipstream.model.quantization_config import StoredQuantization
-    from slipstream.model.spec import LayerSpec
+    from slipstream.spec.model import LayerSpec
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
         *([("stored as", f"{q.scheme or 'several formats'} ({q.method})")] if q is not None and q.rounds else []),
         *([("zeros", zeros)] if (zeros := describe_zeros(q, recipe)) is not None else []),
         *([("made by", made_by)] if made_by else []),
-        *([("vectors", describe_vectors(description))] if not spec.writes else []),
+        *([("vectors", describe_vectors(description))] if not spec.generates else []),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
-    print_facts(settings.model, rows)
+    print_info(settings.model, rows)
     print()
-    print_facts(
+    print_info(
         f"weights in {scheme or dtype}", [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))]
     )
     print("\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)")
@@ -144,7 +144,7 @@ def describe_vectors(description: ModelDescription) -> str:
 def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[str, int]:
     """The weights' as an engine with these settings holds them."""
     spec, size, by_cpu = description.spec, DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
-    formats = description.held_formats(*held_products(config.device.kernels, config.device.facts))
+    formats = description.held_formats(*held_products(config.device.kernels, config.device.info))
     if formats:
         return held_bytes(spec, size, formats, on_cpu=by_cpu)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
@@ -154,7 +154,7 @@ def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[s
 
 
 def by_cpu_kernels(config: EngineConfig) -> bool:
-    return not config.device.facts.is_cuda and config.device.kernels in ("auto", "cpu")
+    return not config.device.info.is_cuda and config.device.kernels in ("auto", "cpu")
 
 
 def describe(layer: LayerSpec) -> str:
@@ -189,7 +189,7 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
 
     gpu = None if args.device == "cpu" else next(iter(gpus()), None)
     if gpu is not None:
-        facts = DeviceFacts(
+        info = DeviceInfo(
             device="cuda:0",
             name=gpu.name,
             memory_bytes=gpu.memory_bytes,
@@ -198,7 +198,7 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         )
     elif args.device in ("auto", "cpu"):
         total, free = host_memory()
-        facts = DeviceFacts(
+        info = DeviceInfo(
             device="cpu",
             name=cpu_name(),
             memory_bytes=total,
@@ -208,28 +208,28 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         )
     else:
         raise ConfigError(f"device={args.device!r}: nvidia-smi shows no GPU; use 'cpu'", field="device")
-    config = resolve(args, description, facts)
+    config = resolve(args, description, info)
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
     weights = sum(bytes_by_part(config, description).values())
-    held = description.held_formats(*held_products(config.device.kernels, facts))
+    held = description.held_formats(*held_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
     if own_types is not None and not held:
         weights = own_types
-    elif not facts.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
+    elif not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
         # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
         weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype]
-    total, free = facts.memory_bytes, facts.free_bytes
+    total, free = info.memory_bytes, info.free_bytes
     # What a host has free changes by the minute: there a model is described also where it would not fit just now.
-    taken = weights if facts.is_cuda else 0
+    taken = weights if info.is_cuda else 0
     allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=block_size, dtype_bytes=element)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     config = config.with_memory_limits(num_blocks - 1, one_block)
     return config, MemoryLedger(
-        device=facts.name,
+        device=info.name,
         total_bytes=total,
         allowed_bytes=allowed,
         weights_bytes=weights,

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document, print_table
     from slipstream.cli.bench import bench_args, deliver, parse_sizes, positive
-    from slipstream.cli.console import print_facts
+    from slipstream.cli.console import print_info
     from slipstream.engine.engine_core import EngineCore
     from slipstream.worker.roofline import measure_roofline
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     c = found.ceilings
     threads = "1 thread" if found.num_threads == 1 else f"{found.num_threads} threads"
     print(f"{args.model}\n{EXPLAINED}\n")
-    print_facts(
+    print_info(
         f"ceilings of {threads}, {found.kernels}",
         [
             ("read", f"{c.read / 1e9:.1f} GB/s"),

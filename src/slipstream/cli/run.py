@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                     "prompt": prompt,
                     "text": choice.text,
                     "finish_reason": choice.finish_reason,
-                    "device": llm.config.device.facts.name,
+                    "device": llm.config.device.info.name,
                     "dtype": llm.config.model.dtype,
                     "speed": speed,
                     "start_phases_s": llm.phases,

@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
                     raise
 
         def announce() -> None:
-            facts = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
-            print_json(facts) if args.json else print(facts, flush=True)
+            info = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
+            print_json(info) if args.json else print(info, flush=True)
 
         await serve(engine, settings, listener, on_ready=announce, context_engine=small)
 
@@ -145,7 +145,7 @@ class Banner:
             url=f"{url}/v1",
             models=settings.served_model_names or (engine.model_name,),
             start_s=round(seconds, 3),
-            device=engine.config.device.facts.name,
+            device=engine.config.device.info.name,
             dtype=engine.config.model.dtype,
             tiles=engine.tiles,
             ledger=engine.ledger,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from slipstream.cli.console import print_facts, print_json, progress_bar
+from slipstream.cli.console import print_info, print_json, progress_bar
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.model.scheme import FORMAT_MAX, SCHEMES
+from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 
 UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
 
@@ -32,22 +32,22 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.config import resolve
     from slipstream.hub import machine_folder, resolve_model, tiles_folder
-    from slipstream.kernels.tiles import file_name, load_tiles, read_tiles, write_tiles
+    from slipstream.kernels.autotune_table import file_name, load_tiles, read_tiles, write_tiles
     from slipstream.model.description import read_spec
     from slipstream.worker.device import detect
 
     settings = engine_args(args)
-    facts = detect(settings.device, machine_folder())
-    if not facts.is_cuda:
+    info = detect(settings.device, machine_folder())
+    if not info.is_cuda:
         raise ConfigError("only a GPU's kernels have tiles, and this device is a CPU; see `slipstream doctor`", field="device")
     if args.seconds <= 0:
         raise ConfigError("seconds must be above 0", field="seconds")
     description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
-    config = resolve(settings, description, facts)
-    base = load_tiles("shipped", facts.name, tiles_folder())
-    path = Path(args.out) if args.out else tiles_folder() / file_name(facts.name)
+    config = resolve(settings, description, info)
+    base = load_tiles("shipped", info.name, tiles_folder())
+    path = Path(args.out) if args.out else tiles_folder() / file_name(info.name)
     if path.is_file():
-        read_tiles(path, facts.name)  # what can't be extended is told before the work, not after it
+        read_tiles(path, info.name)  # what can't be extended is told before the work, not after it
 
     from slipstream.kernels.triton.tuning import tune_model
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             description.spec,
             SCHEMES[config.model.quantization] if config.model.quantization else None,
             base,
-            device=facts.device,
+            device=info.device,
             dtype=config.model.dtype,
             cache=next((kind for kind in FORMAT_MAX if kind == config.cache.dtype), None),
             block_size=config.cache.block_size,
@@ -65,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
             seconds=args.seconds,
             progress=progress,
         )
-    own = read_tiles(path, facts.name) if path.is_file() else load_tiles("none", facts.name, tiles_folder())
+    own = read_tiles(path, info.name) if path.is_file() else load_tiles("none", info.name, tiles_folder())
     table = own.tuned(tuning.measured, tuning.found, made_by)
     write_tiles(table, path)
     if args.json:
         print_json(
             {
-                "device": facts.name,
+                "device": info.name,
                 "path": path,
                 "identity": table.over(base).identity,
                 "num_measured": len(tuning.measured),
@@ -91,5 +91,5 @@ def run(args: argparse.Namespace) -> int:
     if tuning.num_left:
         rows.append(("no time or memory for", f"{tuning.num_left} shapes; give more --seconds"))
     rows.append(("table", f"{path}, {table.over(base).describe()} with those shipped"))
-    print_facts(facts.name, rows)
+    print_info(info.name, rows)
     return 0

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
 from slipstream.model.description import ModelDescription
-from slipstream.model.scheme import FORMAT_MAX, InputFormat
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.model.weights import load_parameters
+from slipstream.spec.scheme import FORMAT_MAX, InputFormat
 
 SAMPLE_ROWS = 1024
 """Inputs of a product that are kept as they are, spread over the text."""
@@ -143,7 +143,7 @@ class ObservingOps(AutogradOps):
         fake = self._inputs.get(name.partition("@")[0])
         return super().linear(x if fake is None else fake(x), w)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> Tensor:
         if self._on_cache is not None:
             self._on_cache(kv)
         return super().attention(q, kv, meta, scoring)
@@ -170,7 +170,7 @@ def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
 class Stream:
     """Windows of text on their way through a model: `states` are what layer i reads, after i calls of `advance`.
 
-    Layers are given their parameters by the names of `model.parameters` without "layers.i.", in any type; products run in
+    Layers are given their parameters by the names of `spec.parameters` without "layers.i.", in any type; products run in
     `dtype`.
     """
 

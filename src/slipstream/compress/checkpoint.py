@@ -24,13 +24,13 @@ from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription, huggingface_config
-from slipstream.model.held import is_product
+from slipstream.model.native_formats import is_product
 from slipstream.model.packing import pack_words, unpack_words
-from slipstream.model.parameters import Placement, Transpose, parameters
 from slipstream.model.quantization_config import StoredFormats
 from slipstream.model.save import copy_surroundings, new_folder, stored, write_config, write_tensors
-from slipstream.model.scheme import RowFormat, WeightFormat
 from slipstream.model.weights import place, transform
+from slipstream.spec.parameters import Placement, Transpose, parameters
+from slipstream.spec.scheme import RowFormat, WeightFormat
 
 FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}
 
@@ -362,5 +362,5 @@ def fingerprint(source: ModelDescription) -> str:
         if source.path.is_file()
         else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
     )
-    facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    info = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps(info).encode()).hexdigest()

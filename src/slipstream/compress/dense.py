@@ -20,13 +20,13 @@ from slipstream.model.save import (
     write_config,
     write_tensors,
 )
-from slipstream.model.spec import ModelSpec
 from slipstream.model.weights import dummy_parameters, load_parameters
+from slipstream.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModel:
-    """`parameters` by the names of `model.parameters`; `config` is the config.json that reads as `spec`; family and tokenizer
+    """`parameters` by the names of `spec.parameters`; `config` is the config.json that reads as `spec`; family and tokenizer
     are those of `source`."""
 
     source: ModelDescription

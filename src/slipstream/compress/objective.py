@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.compress.steps import Divergence
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.model.sequences import SequenceBatch
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
 
 LOGITS_BYTES = 2**29
 """Float32 logits that are there at once, the student's and as many of the teacher's."""
@@ -117,15 +117,15 @@ class TappedOps(AutogradOps):
     """`tap(q, kv, meta, scoring)` sees every attention while it is set."""
 
     def __init__(self) -> None:
-        self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, Scoring], None] | None = None
+        self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, AttentionParams], None] | None = None
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> Tensor:
         if self.tap is not None:
             self.tap(q, kv, meta, scoring)
         return super().attention(q, kv, meta, scoring)
 
 
-def attention_weights(q: Tensor, kv: LayerKV, s: Scoring, lengths: Sequence[int]) -> list[Tensor]:
+def attention_weights(q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Sequence[int]) -> list[Tensor]:
     """For each sequence float32 [H, n, n]: what each token looks at, as `OpSet.attention` weighs it."""
     found = []
     for i, part in enumerate(q.split(list(lengths))):
@@ -151,7 +151,7 @@ class Seen:
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
-    attention: dict[int, tuple[Tensor, LayerKV, Scoring]]  # what `attention_weights` takes
+    attention: dict[int, tuple[Tensor, LayerKV, AttentionParams]]  # what `attention_weights` takes
 
     @classmethod
     def watch(
@@ -161,7 +161,7 @@ class Seen:
         computed again."""
         seen, now = cls(batch.lengths, {}, {}), 0
 
-        def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> None:
+        def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> None:
             if now in layers:
                 seen.attention[now] = q, kv, scoring
 

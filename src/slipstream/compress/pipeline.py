@@ -29,7 +29,7 @@ from slipstream.evals.text import TextSettings, calibration_windows, read_docume
 from slipstream.model.description import ModelDescription, huggingface_config, read_spec
 from slipstream.model.save import check_writable, new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
 
 Say = Callable[[str], None]
 BATCH_TOKENS = 2048

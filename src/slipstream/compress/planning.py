@@ -18,10 +18,10 @@ from slipstream.compress.sparsify import check_inner
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
-from slipstream.model.parameters import parameters
 from slipstream.model.save import check_writable
-from slipstream.model.scheme import WeightFormat
-from slipstream.model.spec import LayerSpec, ParallelBlock
+from slipstream.spec.model import LayerSpec, ParallelBlock
+from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import WeightFormat
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "experts.down", "shared.up", "shared.down")

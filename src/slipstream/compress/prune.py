@@ -43,7 +43,7 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import WatchedOps
 from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.sequences import SequenceBatch, WholeModel
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
 
 NEEDS_GRADIENTS = ("taylor", "wactigrad")
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from slipstream.compress.steps import Distill, PruneSettings, Sparsify
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
-from slipstream.model.scheme import RowFormat, WeightFormat
+from slipstream.spec.scheme import RowFormat, WeightFormat
 
 RECIPE_NAME = "slipstream-recipe.json"
 """Beside the weights of a compressed checkpoint: the recipe that made it."""

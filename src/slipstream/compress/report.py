@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.facts import facts, plain
+from slipstream.bench.environment import info, plain
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
@@ -72,7 +72,7 @@ class Report:
     tried: tuple[tuple[str, float], ...] = ()
     tasks: tuple[tuple[TaskResult, TaskResult], ...] = ()
     canary: Canary | None = None
-    facts: Mapping[str, Any] = field(default_factory=facts)
+    info: Mapping[str, Any] = field(default_factory=info)
 
     @property
     def within_max_kl(self) -> bool | None:
@@ -85,7 +85,7 @@ class Report:
         d = self.divergence
         return {
             "format": 1,
-            **self.facts,
+            **self.info,
             "recipe": self.recipe,
             "kl": {**dataclasses.asdict(d.kl), "edges": list(KL_EDGES)},
             "perplexity": d.perplexity_b,

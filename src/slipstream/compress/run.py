@@ -41,9 +41,9 @@ from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
 from slipstream.model.quantization_config import COLUMNS_NAME, StoredFormats
-from slipstream.model.scheme import FORMAT_MAX, WeightFormat
-from slipstream.model.spec import MoESpec
 from slipstream.model.weights import load_parameters
+from slipstream.spec.model import MoESpec
+from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 Progress = Callable[[int, int], None]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.errors import UnsupportedModelError
 from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.sequences import attention_of
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     AlibiSpec,
     AttentionSpec,
     DenseSpec,

@@ -341,13 +341,13 @@ class AsyncLLM:
             except Exception as error:
                 deaths += 1
                 final = self._stopping or deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError)
-                await self._bury(error, "it stays down" if final else "it will start again")
+                await self._mark_dead(error, "it stays down" if final else "it will start again")
                 if final:
                     return
             if deaths > 1:
                 await asyncio.sleep(min(2.0**deaths, MAX_RESTART_PAUSE_S))
 
-    async def _bury(self, error: Exception, then: str) -> None:
+    async def _mark_dead(self, error: Exception, then: str) -> None:
         """The child died, could not start, or said what we cannot take: tell everyone who waits, end what is left of it."""
         foreseen = isinstance(error, SlipstreamError)
         reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"

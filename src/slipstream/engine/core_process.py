@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from slipstream.config import DeviceFacts, EngineArgs
+from slipstream.config import DeviceInfo, EngineArgs
 from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, TextsRequest
@@ -60,7 +60,7 @@ class Phase(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    device: DeviceFacts
+    device: DeviceInfo
     ledger: MemoryLedger
     phases: dict[str, float]
     tiles: str = ""  # the tile table of a GPU
@@ -121,9 +121,9 @@ class CoreProcess:
 
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
             core = self._core
-            facts = core.config.device.facts
-            tiles = core.tiles.describe() if facts.is_cuda else ""
-            self._send(Ready(facts, core.ledger, core.phases, tiles, core.canary))
+            info = core.config.device.info
+            tiles = core.tiles.describe() if info.is_cuda else ""
+            self._send(Ready(info, core.ledger, core.phases, tiles, core.canary))
             self._serve()
             return 0
         except Exception as error:

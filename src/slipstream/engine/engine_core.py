@@ -26,7 +26,7 @@ from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import ConfigError, EngineError, ModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
-from slipstream.kernels.tiles import NO_TILES, TileTable, load_tiles
+from slipstream.kernels.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
@@ -78,10 +78,10 @@ class EngineCore:
         description, runner, tiles = load_runner(args, progress=progress)
         progress("cache")
         core = cls(runner.config, description, runner, tiles)
-        core.canary = core._sing(args.canary)
+        core.canary = core._run_canary(args.canary)
         return core
 
-    def _sing(self, wanted: str) -> CanaryResult | None:
+    def _run_canary(self, wanted: str) -> CanaryResult | None:
         """Run the checkpoint's canary, where it has one. ModelError if it is to be refused. What is no decoder can't sing."""
         if wanted == "off" or self.config.model.load_format == "dummy":
             return None
@@ -226,7 +226,7 @@ def load_runner(
     config = resolve(args, description, detect(args.device, machine_folder(), num_threads=args.num_threads))
     found = time.perf_counter() - begin
     progress("weights")
-    tiles = load_tiles(config.device.tile_table, config.device.facts.name, tiles_folder())
+    tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     runner = ModelRunner(config, description, tiles, weights_folder=weights_folder(args.download_dir))
     runner.phases["resolve"] = found
     return description, runner, tiles
@@ -236,16 +236,16 @@ def _fit(
     config: EngineConfig, description: ModelDescription, runner: ModelRunner, activation_bytes: int
 ) -> tuple[EngineConfig, MemoryLedger]:
     """Size the KV cache by what is left, allocate it, and account for all of it."""
-    spec, facts = description.spec, config.device.facts
+    spec, info = description.spec, config.device.info
     element, size = DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, size, element)
     weights, rows = runner.model.weights_bytes, runner.rows_bytes()
     graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
-    if facts.is_cuda:
+    if info.is_cuda:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
     else:
-        total, free = facts.memory_bytes, host_memory()[1]  # now, with the weights loaded
+        total, free = info.memory_bytes, host_memory()[1]  # now, with the weights loaded
     taken = activation_bytes + graphs + rows
     allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
     num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
@@ -254,7 +254,7 @@ def _fit(
     config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block
     measured_graphs = runner.allocate(config, num_blocks)
     ledger = MemoryLedger(
-        device=facts.name,
+        device=info.name,
         total_bytes=total,
         allowed_bytes=allowed,
         weights_bytes=weights,

@@ -226,7 +226,7 @@ class LLM:
         request = self._input.prepare(
             prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
         )
-        with self._alone():
+        with self._exclusive():
             self._output.add(request)
             try:
                 self.core.add(request.engine_requests)
@@ -297,7 +297,7 @@ class LLM:
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
             return answer
-        with self._alone():
+        with self._exclusive():
             try:
                 self.core.add_texts(request)
                 with _progress(len(prepared.prompts), shown=progress) as advance:
@@ -314,7 +314,7 @@ class LLM:
     def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
         """Their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
-        with self._alone():
+        with self._exclusive():
             try:
                 for request in requests:
                     self._output.add(request)
@@ -330,7 +330,7 @@ class LLM:
         return [done[r.request_id] for r in requests]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Whoever steps the engine gets all that it gives, so there can only be one."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(

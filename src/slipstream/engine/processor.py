@@ -27,7 +27,7 @@ from slipstream.errors import ContextLengthError, RequestError, UnsupportedModel
 from slipstream.hub import resolve_model
 from slipstream.model.description import ModelDescription
 from slipstream.model.pooling import PoolingSpec
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
 from slipstream.types import (
     CanaryResult,
     EngineRequest,
@@ -133,7 +133,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
         spec = None if self.description is None else self.description.spec
-        if spec is not None and not spec.writes:
+        if spec is not None and not spec.generates:
             use = "/rerank, LLM.rerank" if spec.classifier else "/v1/embeddings, LLM.embed or `slipstream embed`"
             raise RequestError(f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}", field="model")
         text, tokens = self._tokens(prompt, add_special_tokens)

@@ -21,7 +21,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
 
 STEP_TOKENS = 2048
@@ -80,7 +80,7 @@ class Scorer:
                 "quantization": config.model.quantization,
                 "kv_cache_dtype": config.cache.dtype,
                 "kernels": runner.ops.describe(),
-                "device": config.device.facts.name,
+                "device": config.device.info.name,
             },
             weights_bytes=runner.model.weights_bytes,
         )

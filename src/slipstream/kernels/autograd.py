@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps, attend
 from slipstream.kernels.weights import Activations, Linear
-from slipstream.model.scheme import Scheme
+from slipstream.spec.scheme import Scheme
 
 
 class AutogradOps(ReferenceOps):
@@ -28,7 +28,7 @@ class AutogradOps(ReferenceOps):
 
     name = "autograd"
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
             raise ConfigError(f"{scheme.name} weights have no gradient; train the dense ones", field="quantization")
         return Linear(weight=weight, bias=bias)
@@ -37,8 +37,8 @@ class AutogradOps(ReferenceOps):
         assert isinstance(x, Tensor)
         return F.linear(x, w.weight, w.bias)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
-        s = scoring
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+        s = params
         if s.distance_bias is not None or not s.causal:
             raise ConfigError("the autograd op set runs decoder-only models; encoders and T5 can't be trained", field="kernels")
         length = kv.block_size
@@ -93,7 +93,7 @@ def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> 
     return (-slopes.float()[:, None, None] * distance).masked_fill(~seen, -torch.inf).to(q.dtype)
 
 
-def _each(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: Scoring) -> Tensor:
+def _each(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams) -> Tensor:
     """Sequence by sequence: scores with a cap, or sinks, have no fused attention."""
     found = [
         attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], s)

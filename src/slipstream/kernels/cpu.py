@@ -22,25 +22,25 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu_experts import (
+from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries, pack_head_weight
+from slipstream.kernels.cpu_moe import (
     NativeExperts,
     add_choice,
     add_down,
     add_expert_linear,
     add_experts,
     group_form,
-    pack_experts,
+    pack_expert_weight,
 )
-from slipstream.kernels.cpu_latent import add_latent_attention, add_latent_queries, pack_heads
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import Arena, Engine, NativeLinear, Packed, Program, activation_of
-from slipstream.kernels.ops import Experts, Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
 from slipstream.kernels.packed_file import read_packed, write_packed
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Activations, BlockLinear, GroupedLinear, Linear, ScaledLinear
-from slipstream.model.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
-from slipstream.model.spec import Activation, OwnActivation
+from slipstream.spec.model import Activation, OwnActivation
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 
 SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
 SPARSE_FROM_ELSEWHERE = 0.8
@@ -69,9 +69,9 @@ class NativeOps(CpuOps):
 
     # --- Weights ----------------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
         if scheme is not None and scheme.name == "int4":
-            return self.adopt_linear(_round_groups(weight, bias, scheme))
+            return self.pack_weight(_round_groups(weight, bias, scheme))
         if scheme is not None and scheme.name != "int8":
             raise _no_product(scheme)
         if scheme is not None:
@@ -81,7 +81,7 @@ class NativeOps(CpuOps):
         packed.put_dense(weight)
         return _native(weight, bias, (packed,))
 
-    def adopt_linear(self, w: Linear) -> NativeLinear:
+    def pack_weight(self, w: Linear) -> NativeLinear:
         if isinstance(w, NativeLinear):
             return _native(w.weight, w.bias, w.parts)
         if isinstance(w, BlockLinear):
@@ -108,22 +108,22 @@ class NativeOps(CpuOps):
             dense.put_codes(weight, scales)
         return dense.sparse(self._arena) if dense.zeros >= self._sparse_from else dense.moved(self._arena)
 
-    def prepare_experts(
+    def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> NativeExperts:
         if scheme is not None and scheme.inputs is None:  # int4, mxfp4
-            return pack_experts(_round_groups(weight, bias, scheme), num_experts, self._arena)
+            return pack_expert_weight(_round_groups(weight, bias, scheme), num_experts, self._arena)
         if scheme is not None and scheme.name != "int8":
             raise _no_product(scheme)
-        return pack_experts(Linear(weight=weight, bias=bias), num_experts, self._arena, eight_bits=scheme is not None)
+        return pack_expert_weight(Linear(weight=weight, bias=bias), num_experts, self._arena, eight_bits=scheme is not None)
 
-    def adopt_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
+    def pack_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
         if isinstance(w, NativeExperts):
             return replace(w, bias=None if w.bias is None else w.bias.float().contiguous())
-        return pack_experts(w, num_experts, self._arena)
+        return pack_expert_weight(w, num_experts, self._arena)
 
-    def prepare_heads(self, weight: Tensor) -> NativeExperts:
-        return pack_heads(weight, self._arena)
+    def pack_heads(self, weight: Tensor) -> NativeExperts:
+        return pack_head_weight(weight, self._arena)
 
     @property
     def layout(self) -> str:
@@ -139,7 +139,7 @@ class NativeOps(CpuOps):
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
             return tied  # the head's rows are the table's, exactly
-        return self.adopt_linear(table) if isinstance(table, Linear) else table
+        return self.pack_weight(table) if isinstance(table, Linear) else table
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
         if isinstance(table, Tensor):
@@ -264,7 +264,7 @@ class NativeOps(CpuOps):
         p.run(step)
         return out.to(x.dtype)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
         if kv.latent:
             return super().rope_and_cache(qkv, kv, meta, heads)
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
@@ -274,16 +274,16 @@ class NativeOps(CpuOps):
         q_size = heads.num_heads * heads.head_dim
         return rows[:, :q_size].reshape(-1, heads.num_heads, heads.head_dim).to(qkv.dtype)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         (_, num_heads, head_dim), value_dim = q.shape, kv.v.shape[3]
         out = torch.empty(len(q), num_heads * value_dim)
         p = Program(self.engine)
         sizes = num_heads, kv.k.shape[1], head_dim, value_dim
-        add_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, sizes, scoring)
+        add_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, sizes, params)
         self._run_cached(p, kv, meta)
         return out.view(-1, num_heads, value_dim).to(q.dtype)
 
-    def latent_queries(
+    def mla_queries(
         self,
         q: Tensor,
         row: Tensor,
@@ -304,7 +304,7 @@ class NativeOps(CpuOps):
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 
-    def latent_attention(
+    def mla_paged_attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor | NativeExperts, *, scale: float
     ) -> Tensor:
         assert isinstance(values, NativeExperts)
@@ -404,7 +404,7 @@ def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate:
         row += part.rows
 
 
-def add_rope_and_cache(program: Program, qkv: int, layer: int, h: Heads) -> None:
+def add_rope_and_cache(program: Program, qkv: int, layer: int, h: QKVLayout) -> None:
     """float32 rows: q is turned where it stands, k and v go to the step's slots of the layer's cache."""
     norms = [None if t is None else t.float() for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
@@ -413,7 +413,7 @@ def add_rope_and_cache(program: Program, qkv: int, layer: int, h: Heads) -> None
 
 
 def add_attention(
-    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], s: Scoring, *, cross: bool = False
+    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], s: AttentionParams, *, cross: bool = False
 ) -> None:
     """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim, values'. `cross`: of another text."""
     of_heads = [None if t is None else t.float().contiguous() for t in (s.alibi_slopes, s.sinks, s.distance_bias)]

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Experts, Heads, Scoring, has_cpu_kernels
+from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout, has_cpu_kernels
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -51,8 +51,8 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear
-from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.spec.model import Activation
+from slipstream.spec.scheme import InputFormat, Scheme
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
 """Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
@@ -125,7 +125,7 @@ class CpuOps(ReferenceOps):
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is not None:
             raise ConfigError(
                 f"the torch kernels have no {scheme.name} product: use kernels='reference', or {_native_instead()}",
@@ -136,24 +136,24 @@ class CpuOps(ReferenceOps):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
         return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
 
-    def adopt_linear(self, w: Linear) -> Linear:
+    def pack_weight(self, w: Linear) -> Linear:
         raise ConfigError(
             f"the torch kernels have no product with rounded weights: use kernels='reference', or {_native_instead()}",
             field="kernels",
         )
 
-    def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
+    def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
         """Those of `mxfp4` become dense: torch has no product with them."""
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
             return Linear(weight=dequantize(w, w.scales.dtype), bias=w.bias)
-        return self.adopt_linear(w)
+        return self.pack_weight(w)
 
-    def prepare_experts(
+    def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> Linear:
         if scheme is not None and scheme.name == "mxfp4":
-            return self.adopt_experts(round_linear(weight, bias, scheme), num_experts=num_experts)
-        return Linear(weight=weight, bias=bias) if scheme is None else self.prepare_linear(weight, bias, scheme)
+            return self.pack_experts(round_linear(weight, bias, scheme), num_experts=num_experts)
+        return Linear(weight=weight, bias=bias) if scheme is None else self.quantize_weight(weight, bias, scheme)
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
@@ -225,7 +225,7 @@ class CpuOps(ReferenceOps):
             return super().activation(x, activation, inputs=inputs)
         return activate(x, activation)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
         if kv.k_scale is not None:
             raise ConfigError(
                 f"the torch kernels have no 8-bit cache; use kv_cache_dtype='auto', or {_native_instead()}",
@@ -253,17 +253,17 @@ class CpuOps(ReferenceOps):
 
     # --- Attention --------------------------------------------------------------------------------------------------
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
-        lens, window = self._once_a_step(meta, "lens", meta.seq_lens.tolist), scoring.window
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+        lens, window = self._once_a_step(meta, "lens", meta.seq_lens.tolist), params.window
         groups = self._once_a_step(
             meta, (kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype)
         )
         if len(groups) == 1 and groups[0].rows is None:
-            return _decode(q, kv, groups[0], scoring)
+            return _decode(q, kv, groups[0], params)
         out = q.new_empty(*q.shape[:2], kv.v.shape[3])
         for group in groups:
             assert group.rows is not None
-            out[group.rows] = _decode(q[group.rows], kv, group, scoring)
+            out[group.rows] = _decode(q[group.rows], kv, group, params)
         starts = self._once_a_step(meta, "starts", meta.query_start_loc.tolist)
         for i in range(meta.num_decodes, len(lens)):
             begin, end, length = starts[i], starts[i + 1], lens[i]
@@ -271,8 +271,8 @@ class CpuOps(ReferenceOps):
                 out[begin:end] = 0
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            prefill = _prefill if scoring.scales_only else _tiled
-            prefill(out[begin:end], q[begin:end], keys, values, scoring)
+            prefill = _prefill if params.scales_only else _tiled
+            prefill(out[begin:end], q[begin:end], keys, values, params)
         return out
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
     return cut
 
 
-def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: Scoring) -> Tensor:
+def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: AttentionParams) -> Tensor:
     """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, size = kv.k.shape[1:3]
@@ -410,7 +410,7 @@ def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: Scoring) -> Tensor:
 # --- Prefill --------------------------------------------------------------------------------------------------------
 
 
-def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: Scoring) -> None:
+def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams) -> None:
     """q [n, H, D] at the end of keys, values [K, L, D], of a layer that `scales_only`; writes into `out`."""
     scale, window, causal = s.scale, s.window, s.causal
     num_queries, num_heads, head_dim = q.shape
@@ -446,7 +446,7 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: Scoring) -
         out[begin:end] = mixed.reshape(num_kv_heads, group, -1, values.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _tiled(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: Scoring) -> None:
+def _tiled(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams) -> None:
     """The reference's attention, a few queries at a time, so that the scores stay small."""
     num_queries, num_heads, _ = q.shape
     length = keys.shape[1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.model.spec import AttentionKind, LatentAttentionSpec
+from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 
 
 @dataclass(frozen=True, slots=True)

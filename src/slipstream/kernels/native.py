@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.weights import Linear
-from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
+from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
 ABI = 10
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")

@@ -21,15 +21,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
-from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, MoESpec, NamedActivation
+from slipstream.spec.model import Activation, MoESpec, NamedActivation
+from slipstream.spec.scheme import InputFormat, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
+class QKVLayout:
     """What a layer's `rope_and_cache` makes of a row: how many heads, of which size, and how q and k of each are normed and
     turned. Without `q_norm` and `k_norm` they are not normed, without `cos_sin` not rotated."""
 
@@ -49,7 +49,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
+class AttentionParams:
     """How a layer's `attention` weighs the keys that a query sees."""
 
     scale: float
@@ -83,10 +83,10 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentShape:
+class MLAShape:
     """Latent attention in a `TokenShape`."""
 
-    plain_dim: int
+    nope_dim: int
     rotary_dim: int
     rank: int
     eps: float
@@ -102,7 +102,7 @@ class TokenShape:
     num_heads: int
     num_kv_heads: int  # those that keys are shared out by: with latents, which have none, as many as heads
     head_dim: int  # of what attention gives
-    latent: LatentShape | None
+    latent: MLAShape | None
     gated: bool
     activation: NamedActivation
     parallel: bool
@@ -123,12 +123,12 @@ class OpSet(ABC):
 
     name: str
     block_types: frozenset[str] = frozenset()
-    """GGUF's types that `adopt_linear` takes as they are."""
+    """GGUF's types that `pack_weight` takes as they are."""
     rounded: frozenset[str] = frozenset()
-    """The schemes, of fp8, fp8-block, int8, int8-split and int4, whose weights `adopt_linear` takes; others are expanded
+    """The schemes, of fp8, fp8-block, int8, int8-split and int4, whose weights `pack_weight` takes; others are expanded
     before."""
     rounded_experts: frozenset[str] = frozenset()
-    """The same of `adopt_experts`."""
+    """The same of `pack_experts`."""
 
     @property
     def layout(self) -> str | None:
@@ -153,11 +153,11 @@ class OpSet(ABC):
         return False
 
     @abstractmethod
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
         May return the weight as it is."""
 
-    def adopt_linear(self, w: Linear) -> Linear:
+    def pack_weight(self, w: Linear) -> Linear:
         """A weight that a checkpoint (or a file of this op set's own) holds rounded already, for this op set's `linear`."""
         return w
 
@@ -166,19 +166,19 @@ class OpSet(ABC):
         may be the head itself."""
         return table
 
-    def prepare_heads(self, weight: Tensor) -> Any:
-        """What latent attention multiplies head by head, [H, in, out], as this op set's `attend_latents` reads it."""
+    def pack_heads(self, weight: Tensor) -> Any:
+        """What latent attention multiplies head by head, [H, in, out], as this op set's `mla_attention` reads it."""
         return weight.contiguous()
 
-    def adopt_experts(self, w: Linear, *, num_experts: int) -> Linear:
-        """`adopt_linear` for the weights of all experts."""
+    def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
+        """`pack_weight` for the weights of all experts."""
         return w
 
     @abstractmethod
-    def prepare_experts(
+    def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> Linear:
-        """`prepare_linear` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
+        """`quantize_weight` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
 
     def one_token(
         self,
@@ -250,7 +250,7 @@ class OpSet(ABC):
         """Like `rms_norm`, with the mean taken off and a bias added."""
 
     @abstractmethod
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
         """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
         `kv.latent`.
 
@@ -259,7 +259,7 @@ class OpSet(ABC):
         """
 
     @abstractmethod
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
@@ -270,13 +270,13 @@ class OpSet(ABC):
         float32.
         """
 
-    def whole_attention(
-        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads, scoring: Scoring
+    def bidirectional_attention(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, params: AttentionParams
     ) -> Tensor:
         """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], of whole texts that are not causal. Nothing
         is kept of them: what is in the cache then is unspecified. Tokens of no text (in a graph, behind the last) give finite
         numbers."""
-        return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, scoring)
+        return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, params)
 
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """Of states [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]), float32 [S, E]: each text's mean; of
@@ -287,7 +287,7 @@ class OpSet(ABC):
         sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
         return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
 
-    def attend_latents(
+    def mla_attention(
         self,
         q: Tensor,
         row: Tensor,
@@ -302,15 +302,15 @@ class OpSet(ABC):
         interleaved: bool,
         scale: float,
     ) -> Tensor:
-        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `latent_queries` and `latent_attention`, or what
+        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries` and `mla_paged_attention`, or what
         comes to the same: all rows are in the cache before any is looked at, also by a decode, whose blocks may be a prompt's
-        of this step. keys [H, P, C] and values [H, C, V] are as `prepare_heads` made them."""
-        queries = self.latent_queries(
+        of this step. keys [H, P, C] and values [H, C, V] are as `pack_heads` made them."""
+        queries = self.mla_queries(
             q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved
         )
-        return self.latent_attention(queries, kv, meta, values, scale=scale)
+        return self.mla_paged_attention(queries, kv, meta, values, scale=scale)
 
-    def latent_queries(
+    def mla_queries(
         self,
         q: Tensor,
         row: Tensor,
@@ -327,23 +327,23 @@ class OpSet(ABC):
         [T, C + R], the latent and the rotary key → queries [T, H, R + C], rotated and with the plain part multiplied into the
         latents' space by keys [H, P, C]. The rotated key and the normed latent (RMS norm with weight `norm` [C]) go into the
         cache."""
-        (num_heads, plain_dim, rank), rotary = keys.shape, cos_sin.shape[1]
-        plain, turned = q.split((plain_dim, rotary), dim=2)
+        (num_heads, nope_dim, rank), rotary = keys.shape, cos_sin.shape[1]
+        plain, turned = q.split((nope_dim, rotary), dim=2)
         latent, key = row.split((rank, rotary), dim=1)
         normed = self.rms_norm(latent.contiguous(), norm, eps)[0]
         assert isinstance(normed, Tensor)
         absorbed = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
         queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
         rows = torch.cat((queries, cached[:, None]), dim=1).flatten(1)
-        heads = Heads(
+        heads = QKVLayout(
             num_heads=num_heads, num_kv_heads=1, head_dim=rank + rotary, cos_sin=cos_sin, interleaved=interleaved
         )
         return self.rope_and_cache(rows, kv, meta, heads)
 
-    def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
-        """`attention` over a cache of latents by `latent_queries`' q, and its sums [T, H, C] made values by values [H, C, V]:
+    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
+        """`attention` over a cache of latents by `mla_queries`' q, and its sums [T, H, C] made values by values [H, C, V]:
         [T, H · V]."""
-        seen = self.attention(q, kv, meta, Scoring(scale=scale))
+        seen = self.attention(q, kv, meta, AttentionParams(scale=scale))
         return torch.bmm(seen.transpose(0, 1), values).transpose(0, 1).flatten(1)
 
     @abstractmethod
@@ -382,7 +382,7 @@ class OpSet(ABC):
         act = self.gated_activation if expert.gated else self.activation
         return self.linear(act(self.linear(x, shared[0]), expert.activation, inputs=shared[1].inputs), shared[1])
 
-    def look_up(
+    def gather_inputs(
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens at (rows, positions), int32 or int64 [T] both, of sequences whose tokens are the rows of `tokens` int32 [R, L]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cpu_experts import NativeExperts
+from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.native import S8, Arena, NativeLinear, Packed, PackedExperts, load
 from slipstream.kernels.weights import Linear
 

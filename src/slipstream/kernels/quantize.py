@@ -1,4 +1,4 @@
-"""Rounding to the schemes of `model.scheme`, and back. Plain torch, on any device: it runs once, at load (and in the
+"""Rounding to the schemes of `spec.scheme`, and back. Plain torch, on any device: it runs once, at load (and in the
 reference)."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
-from slipstream.model.scheme import BLOCK, FORMAT_MAX, InputFormat, Scheme
+from slipstream.spec.scheme import BLOCK, FORMAT_MAX, InputFormat, Scheme
 
 SMALLEST = 1e-12
 """The least magnitude that a row is scaled by, so that a row of zeros has a scale."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring
+from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,
@@ -23,8 +23,8 @@ from slipstream.kernels.weights import (
     ScaledLinear,
     SplitLinear,
 )
-from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation, ClampedSwiglu, MoESpec, OwnActivation
+from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation
+from slipstream.spec.scheme import InputFormat, Scheme
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
@@ -96,13 +96,13 @@ class ReferenceOps(OpSet):
     rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
     rounded = rounded_experts | {"int8-split"}
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
-    def prepare_experts(
+    def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> Linear:
-        return self.prepare_linear(weight, bias, scheme)
+        return self.quantize_weight(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -156,7 +156,7 @@ class ReferenceOps(OpSet):
     def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:
         return x.to(dtype) if inputs is None else self.quantize(x, inputs)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
         h, num_turned = heads, heads.num_heads + heads.num_kv_heads
         rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
         q, k = rows[:, : h.num_heads].float(), rows[:, h.num_heads : num_turned].float()
@@ -172,7 +172,7 @@ class ReferenceOps(OpSet):
             kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
         return q.to(qkv.dtype).contiguous()
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
         for i, length in enumerate(lens):
@@ -180,7 +180,7 @@ class ReferenceOps(OpSet):
             if length == 0 or begin == end:
                 continue
             keys, values = gather_sequence(kv, meta.block_table[i], length)
-            out[begin:end] = attend(q[begin:end], keys, values, scoring)
+            out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
     def gated_activation(
@@ -243,7 +243,7 @@ def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.round().clamp(-127, 127).to(dtype)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, s: Scoring, *, first: int | None = None) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams, *, first: int | None = None) -> Tensor:
     """q [n, H, D] at positions first …, or the last n, of keys, values [K, L, D] → [n, H, D]; in float32. Values may be of
     another width than keys."""
     num_queries, num_heads, _ = q.shape

@@ -1,4 +1,4 @@
-"""What products are given: weights as schemes hold them (`model.scheme`), and activations.
+"""What products are given: weights as schemes hold them (`spec.scheme`), and activations.
 
 A weight is [out, in], of experts those of all one below the other. Which kinds an op set takes as they are it says itself
 (`OpSet.rounded`, `OpSet.block_types`); op sets may have kinds of their own.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.model.scheme import BLOCK, InputFormat
+from slipstream.spec.scheme import BLOCK, InputFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.model.parameters import Shape
+from slipstream.spec.parameters import Shape
 
 Stored = tuple[str, Shape, Callable[[], Tensor]]
 """A tensor of a checkpoint: its name, its shape, and how to read it."""

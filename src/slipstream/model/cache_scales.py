@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.model.parameters import Placement
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.parameters import Placement
 
 PARTS = {
     "k_scale": "k",

@@ -23,7 +23,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensor
 from slipstream.kernels.ops import select_ops
 from slipstream.model.decoder import Decoder, Layer
 from slipstream.model.loader import LoadedModel, load_model
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
 
 BLOCK_SIZE = 16
 ENDS = {"a decoder": "logits", "an encoder-decoder": "logits", "an encoder": "states", "a classifier": "scores"}

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from slipstream.kernels import native
 from slipstream.kernels.cpu import LinearArgmax, NativeOps, Product, add_attention, add_linear, add_rope_and_cache
-from slipstream.kernels.cpu_experts import NativeExperts, add_choice, add_experts
-from slipstream.kernels.cpu_latent import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -226,7 +226,7 @@ class _Layers:
                 if isinstance(attention, LatentAttention):
                     form = _form(attention.q_latent or attention.q, attention.latent)
                     x = self.norm(norms["pre_attention"], form, waiting)
-                    self._attend_latents(attention, x, form, index, *self._into(post[0]))
+                    self._mla_attention(attention, x, form, index, *self._into(post[0]))
                 else:
                     if "pre_attention" in norms:
                         x = self.norm(norms["pre_attention"], _form(attention.qkv), waiting)
@@ -305,10 +305,10 @@ class _Layers:
         seen = self._buffer("seen", FORM_F32, s.q_size)
         add_linear(p, x, qkv, attention.qkv)
         add_rope_and_cache(p, qkv, layer, attention.heads)
-        add_attention(p, qkv, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim), attention.scoring)
+        add_attention(p, qkv, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim), attention.params)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
-    def _attend_latents(
+    def _mla_attention(
         self, attention: LatentAttention, x: int, form: int, layer: int, y: int, accumulate: bool
     ) -> None:
         """x, in `form`, may be float32 where its products read different forms."""
@@ -341,7 +341,7 @@ class _Layers:
         q, seen = (self._buffer(name, FORM_F32, s.q_size) for name in ("q", "seen"))
         add_linear(p, x, q, cross.q)
         sizes = s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim
-        add_attention(p, q, seen, layer, sizes, cross.scoring, cross=True)
+        add_attention(p, q, seen, layer, sizes, cross.params, cross=True)
         add_linear(p, self._convert(seen, "seen", cross.out, s.q_size), self.x, cross.out, accumulate=True)
 
     def remember(self, cross: CrossAttention, states: int, layer: int) -> None:

@@ -29,11 +29,11 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear, SplitLinear
-from slipstream.model.held import PRODUCTS, held_group
+from slipstream.model.native_formats import PRODUCTS, held_group
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
-from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import Method, StoredFormats
-from slipstream.model.scheme import FORMATS, SCHEMES, WeightFormat
+from slipstream.spec.parameters import Placement, Shape
+from slipstream.spec.scheme import FORMATS, SCHEMES, WeightFormat
 
 SCALES = ("weight_scale", "weight_scale_inv")
 PARTS = ("weight", *SCALES, "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
@@ -228,7 +228,7 @@ class RoundedWeights:
         ]
 
     def linears(self) -> dict[str, Linear]:
-        """By the names of `model.parameters`, without biases."""
+        """By the names of `spec.parameters`, without biases."""
         made: dict[str, Linear] = {}
         for name, w in self._weights.items():
             rows, inner = w.codes.shape[0], w.codes.shape[1] * 4

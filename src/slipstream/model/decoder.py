@@ -21,14 +21,13 @@ from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
 from slipstream.kernels.native import Running
-from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring
+from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.compiled import CompiledStep, compile_step
 from slipstream.model.encoder import Classifier, CrossAttention, Encoder
 from slipstream.model.one_token import one_token_step
 from slipstream.model.positions import alibi_slopes, distance_bias, rope_table
-from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     AlibiSpec,
     AttentionSpec,
     BucketSpec,
@@ -44,6 +43,7 @@ from slipstream.model.spec import (
     QKNormSpec,
     RopeSpec,
 )
+from slipstream.spec.scheme import InputFormat, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Attention:
     spec: AttentionSpec
     qkv: Linear
     out: Linear
-    heads: Heads
-    scoring: Scoring
+    heads: QKVLayout
+    params: AttentionParams
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
 
@@ -94,9 +94,9 @@ class Attention:
         if s.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
             qkv = self._norm_rows(ops, qkv, s.qk_norm, self.q_norm, self.k_norm)
         if not s.causal:
-            return ops.linear(ops.whole_attention(qkv, kv, meta, self.heads, self.scoring).flatten(1), self.out)
+            return ops.linear(ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1), self.out)
         q = ops.rope_and_cache(qkv, kv, meta, self.heads)
-        return ops.linear(ops.attention(q, kv, meta, self.scoring).flatten(1), self.out)
+        return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
     def _norm_rows(self, ops: OpSet, qkv: Tensor, norm: QKNormSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         q, k, v = qkv.split((self.spec.q_size, self.spec.kv_size, self.spec.kv_size), dim=1)
@@ -134,7 +134,7 @@ class LatentAttention:
     out: Linear
     q_norm: Tensor | None
     k_norm: Tensor
-    keys: Any  # [H, plain_dim, kv_rank], as this op set's `prepare_heads` holds it
+    keys: Any  # [H, nope_dim, kv_rank], as this op set's `pack_heads` holds it
     values: Any  # [H, kv_rank, value_dim], the same
     cos_sin: Tensor
 
@@ -145,7 +145,7 @@ class LatentAttention:
             assert self.q_norm is not None
             rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
         q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
-        seen = ops.attend_latents(
+        seen = ops.mla_attention(
             q,
             ops.linear(x, self.latent),
             kv,
@@ -274,7 +274,7 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 
 class Decoder:
-    """`parameters` are by the names of `model.parameters`; they are laid out as `ops` wants them, the layers' products
+    """`parameters` are by the names of `spec.parameters`; they are laid out as `ops` wants them, the layers' products
     rounded by `scheme`, and then not needed. `products` are weights that are held rounded already, by the same names, without
     their biases; afterwards all of the decoder's are in it, as they were laid out. `layers`, if given, stand for those that
     `parameters` would make (training and calibration run layers one at a time, and give none)."""
@@ -309,7 +309,7 @@ class Decoder:
         elif spec.tied_embeddings:
             parameters["head.weight"] = table  # type: ignore[assignment]
         self.head = None
-        if spec.writes:
+        if spec.generates:
             self.head = _linear("head", parameters, ops, scheme if scheme is not None and scheme.head else None, products)
         self.embed: Any = ops.embedding(table, self.head if spec.tied_embeddings else None)  # what this op set's `embed` reads
         # Of a table in blocks `weight` is on the meta device; such tables are a CPU's.
@@ -498,7 +498,7 @@ def build_layer(
         cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
         of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
         heads = heads_of(s, cos_sin, *(norms if of_heads else ()))
-        scoring = Scoring(
+        params = AttentionParams(
             scale=s.scale,
             window=s.window,
             softcap=s.softcap,
@@ -507,15 +507,15 @@ def build_layer(
             distance_bias=bias,
             causal=s.causal,
         )
-        return Attention(s, qkv, out, heads, scoring, *(() if of_heads else norms))
+        return Attention(s, qkv, out, heads, params, *(() if of_heads else norms))
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
-        return CrossAttention(s, q, kv, out, heads_of(s), Scoring(scale=s.scale, causal=False))
+        return CrossAttention(s, q, kv, out, heads_of(s), AttentionParams(scale=s.scale, causal=False))
 
     def latent(s: LatentAttentionSpec) -> LatentAttention:
         expand = parameters.pop(f"{name}attention.expand.weight").unflatten(0, (s.num_heads, -1))
-        keys, values = expand.split((s.plain_dim, s.value_dim), dim=1)
+        keys, values = expand.split((s.nope_dim, s.value_dim), dim=1)
         return LatentAttention(
             s,
             linear("attention.q_latent") if s.q_rank is not None else None,
@@ -524,8 +524,8 @@ def build_layer(
             linear("attention.out"),
             parameters.pop(f"{name}attention.q_norm.weight", None),
             parameters.pop(f"{name}attention.k_norm.weight"),
-            ops.prepare_heads(keys),
-            ops.prepare_heads(values.transpose(1, 2)),
+            ops.pack_heads(keys),
+            ops.pack_heads(values.transpose(1, 2)),
             tables.rope(s.position),
         )
 
@@ -538,9 +538,9 @@ def build_layer(
 
 def heads_of(
     s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
-) -> Heads:
+) -> QKVLayout:
     """The heads of a layer, rotated by its table and normed by its weights, if there are any."""
-    return Heads(
+    return QKVLayout(
         num_heads=s.num_heads,
         num_kv_heads=s.num_kv_heads,
         head_dim=s.head_dim,
@@ -560,7 +560,7 @@ def _norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
 def _linear(
     name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
 ) -> Linear:
-    return _product(name, parameters, products, ops.adopt_linear, lambda w, bias: ops.prepare_linear(w, bias, scheme))
+    return _product(name, parameters, products, ops.pack_weight, lambda w, bias: ops.quantize_weight(w, bias, scheme))
 
 
 def _experts(
@@ -570,8 +570,8 @@ def _experts(
         name,
         parameters,
         products,
-        lambda w: ops.adopt_experts(w, num_experts=num_experts),
-        lambda w, bias: ops.prepare_experts(w, scheme, bias, num_experts=num_experts),
+        lambda w: ops.pack_experts(w, num_experts=num_experts),
+        lambda w, bias: ops.quantize_experts(w, scheme, bias, num_experts=num_experts),
     )
 
 

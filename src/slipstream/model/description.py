@@ -14,12 +14,12 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.model.families import find_family, find_gguf_family
 from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.held import held_formats, rounds
-from slipstream.model.parameters import Shape, parameters
+from slipstream.model.native_formats import held_formats, rounds
 from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.model.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
-from slipstream.model.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.parameters import Shape, parameters
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ModelDescription:
 
     @property
     def scheme(self) -> str | None:
-        """Of `model.scheme.SCHEMES`: the weights are stored so."""
+        """Of `spec.scheme.SCHEMES`: the weights are stored so."""
         return self.quantization.scheme if self.quantization is not None else None
 
     @property

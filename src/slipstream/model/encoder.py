@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Heads, OpSet, Scoring
+from slipstream.kernels.ops import AttentionParams, OpSet, QKVLayout
 from slipstream.kernels.weights import Activations, Linear
-from slipstream.model.spec import AttentionSpec, ClassifierSpec
+from slipstream.spec.model import AttentionSpec, ClassifierSpec
 
 if TYPE_CHECKING:
     from slipstream.model.decoder import Layer, Norm
@@ -39,14 +39,14 @@ class CrossAttention:
     q: Linear
     kv: Linear
     out: Linear
-    heads: Heads
-    scoring: Scoring
+    heads: QKVLayout
+    params: AttentionParams
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata | None) -> Tensor:
         """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
         assert meta is not None
         q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
-        return ops.linear(ops.attention(q, kv, meta, self.scoring).flatten(1), self.out)
+        return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
     def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Keys and values of the encoder's states [T, E] go to their slots of this layer's cache."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
 from slipstream.model.gguf import GGUFFile
-from slipstream.model.held import is_product, rounds
-from slipstream.model.parameters import Placement, Shape, Unpermute
-from slipstream.model.scheme import Scheme
+from slipstream.model.native_formats import is_product, rounds
+from slipstream.spec.parameters import Placement, Shape, Unpermute
+from slipstream.spec.scheme import Scheme
 
 
 class BlockWeights:

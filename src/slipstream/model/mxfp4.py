@@ -17,8 +17,8 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import chunk_of, pack4
 from slipstream.kernels.weights import GroupedLinear, Linear
-from slipstream.model.parameters import Placement, Shape, Untwine
-from slipstream.model.scheme import Scheme
+from slipstream.spec.parameters import Placement, Shape, Untwine
+from slipstream.spec.scheme import Scheme
 
 EXPERTS = (".experts.up.weight", ".experts.down.weight")
 PARTS = ("blocks", "scales")
@@ -80,5 +80,5 @@ class Mxfp4Weights:
         return [f"{name}_{part}" for name, target in held for part in PARTS if (target, part) not in self._filled]
 
     def linears(self) -> dict[str, Linear]:
-        """By the names of `model.parameters`, without biases."""
+        """By the names of `spec.parameters`, without biases."""
         return dict(self._weights)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import LatentShape, TokenShape
+from slipstream.kernels.ops import MLAShape, TokenShape
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     AttentionKind,
     DenseSpec,
     LatentAttentionSpec,
@@ -150,7 +150,7 @@ def shape_of(layers: Sequence[LayerSpec]) -> TokenShape | None:
     latent = None
     qk = QKNormSpec(over="head", eps=0.0)
     if isinstance(a, LatentAttentionSpec):
-        latent = LatentShape(plain_dim=a.plain_dim, rotary_dim=a.rotary_dim, rank=a.kv_rank, eps=a.eps)
+        latent = MLAShape(nope_dim=a.nope_dim, rotary_dim=a.rotary_dim, rank=a.kv_rank, eps=a.eps)
     else:
         qk = a.qk_norm or qk
     return TokenShape(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.model.scheme import WeightFormat
+from slipstream.spec.scheme import WeightFormat
 
 ROWS_AT_ONCE = 1024
 """Rows of codes that are packed or unpacked together: their int64 temporaries are 8 bytes a code."""

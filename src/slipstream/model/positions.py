@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     AlibiSpec,
     BucketSpec,
     LinearScaling,

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.errors import CheckpointError
 from slipstream.model.families.base import ConfigReader
-from slipstream.model.scheme import BLOCK, SCHEMES, RowFormat, WeightFormat
-from slipstream.model.scheme import FORMATS as SCHEME_FORMATS
+from slipstream.spec.scheme import BLOCK, SCHEMES, RowFormat, WeightFormat
+from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
 
 Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4"]
 """How a checkpoint's tensors are called and packed. `fp8` is DeepSeek V3's and Qwen 3's, in blocks. GPTQ's first version writes

@@ -21,9 +21,9 @@ from torch import Tensor
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import Family
-from slipstream.model.parameters import Placement, Transpose, Ungroup, Untwine
-from slipstream.model.spec import AttentionSpec, ModelSpec, MoESpec
 from slipstream.model.weights import place
+from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.parameters import Placement, Transpose, Ungroup, Untwine
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (

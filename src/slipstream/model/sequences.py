@@ -2,7 +2,7 @@
 
 A `SequenceBatch` holds sequences of any lengths one after another; a layer's cache is *flat*, one block a sequence, made
 new for each layer and dropped with it. `WholeModel` is the decoder as a torch module: its parameters go by the names of
-`model.parameters`, its blocks can be sharded one by one, and recomputed in the backward pass instead of kept.
+`spec.parameters`, its blocks can be sharded one by one, and recomputed in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
 from slipstream.model.decoder import Decoder, Layer, PositionTables, build_layer
-from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def run_layer(
 
 
 class Block(nn.Module):
-    """A layer whose parameters are this module's, by the names of `model.parameters` less their `layers.N.`."""
+    """A layer whose parameters are this module's, by the names of `spec.parameters` less their `layers.N.`."""
 
     def __init__(self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables) -> None:
         super().__init__()

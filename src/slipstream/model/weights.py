@@ -22,8 +22,8 @@ from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import expanded
 from slipstream.model.description import ModelDescription
 from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
-from slipstream.model.held import is_expandable
-from slipstream.model.parameters import (
+from slipstream.model.native_formats import is_expandable
+from slipstream.spec.parameters import (
     MinusOne,
     Placement,
     Shape,

@@ -25,7 +25,7 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo: what it is called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
+class HostInfo:
     """`num_cores` is what this process may use (affinity and control group); `num_cpus` what the machine has."""
 
     system: str
@@ -38,16 +38,16 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
+class GpuInfo:
     name: str
     memory_bytes: int
     free_bytes: int
     driver: str
 
 
-def host_facts() -> HostFacts:
+def host_info() -> HostInfo:
     total, free = host_memory()
-    return HostFacts(
+    return HostInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=cpu_name(),
         cpu_features=cpu_features(),
@@ -97,7 +97,7 @@ def cpu_features() -> tuple[str, ...]:
     return tuple(name for flag, name in CPU_FEATURES.items() if flag in flags)
 
 
-def gpus() -> tuple[GpuFacts, ...]:
+def gpus() -> tuple[GpuInfo, ...]:
     """NVIDIA GPUs as the driver's own tool lists them; empty if there is no driver or it does not answer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -114,7 +114,7 @@ def gpus() -> tuple[GpuFacts, ...]:
         name, total, free, driver = (part.strip() for part in line.rsplit(",", 3))
         if total.isdigit() and free.isdigit():
             found.append(
-                GpuFacts(name=name, memory_bytes=int(total) * 2**20, free_bytes=int(free) * 2**20, driver=driver)
+                GpuInfo(name=name, memory_bytes=int(total) * 2**20, free_bytes=int(free) * 2**20, driver=driver)
             )
     return tuple(found)
 

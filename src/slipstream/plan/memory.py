@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.model.held import held_group
-from slipstream.model.parameters import parameters
-from slipstream.model.scheme import Scheme, WeightForm, WeightFormat
-from slipstream.model.spec import ModelSpec, MoESpec
+from slipstream.model.native_formats import held_group
+from slipstream.spec.model import ModelSpec, MoESpec
+from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
 
 
 def weights_bytes(
@@ -98,7 +98,7 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
     """(bytes that the engine may use, bytes for the KV cache), with blocks of `block` bytes on a device that has
     `free_bytes` of `total_bytes` left, of which the engine will take `taken_bytes` for other things."""
     left = free_bytes - taken_bytes
-    if config.device.facts.is_cuda:
+    if config.device.info.is_cuda:
         allowed = int(total_bytes * config.cache.gpu_memory_utilization)
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:

@@ -62,22 +62,22 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
         """OpenAI's older form; with echo, the prompt's positions stand first."""
-        choice, facts = self.choices[index], self.prompt_facts[index // self.sampling.n]
+        choice, info = self.choices[index], self.prompt_info[index // self.sampling.n]
         positions: list[PositionLogprobs | None] = list(new)
         if not choice.begun:
-            before = [] if self.body.echo else facts.token_ids
+            before = [] if self.body.echo else info.token_ids
             choice.strips_space = self.tokenizer is not None and self.tokenizer.strips_space_after(
                 before, skip_special_tokens=self.sampling.skip_special_tokens
             )
             if self.body.echo:
-                positions = [*(facts.logprobs or ()), *positions]
+                positions = [*(info.logprobs or ()), *positions]
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for position in positions:
             # The prompt's first token, which nothing precedes, has no log-probability.
-            chosen = self._first_token(facts.token_ids[0]) if position is None else position.chosen
+            chosen = self._first_token(info.token_ids[0]) if position is None else position.chosen
             data = chosen.token_bytes or chosen.token.encode()
             if chosen.token_id in self.hidden_ids:
                 data = b""

@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class PromptFacts:
+class PromptInfo:
     """What the engine says about one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Answer:
             raise bad_request(f"prompts times n is {num_choices}; this server takes at most {limit}", "n")
         self.state, self.body, self.prompts, self.sampling, self.record = state, body, prompts, sampling, record
         self.choices = [Choice() for _ in range(num_choices)]
-        self.prompt_facts = [PromptFacts() for _ in prompts]
+        self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
         self.stream = bool(body.stream)
         self.include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -119,7 +119,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(facts.num_cached_tokens for facts in self.prompt_facts)},
+            "prompt_tokens_details": {"cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info)},
             **self.more_usage,
         }
 
@@ -130,7 +130,7 @@ class Answer:
         streams = [engine.generate(prompt, self.sampling, priority=priority) for prompt in self.prompts]
         async with aclosing(merge(streams)) as outputs:
             async for number, output in outputs:
-                self._note_prompt(self.prompt_facts[number], output)
+                self._note_prompt(self.prompt_info[number], output)
                 now = time.monotonic()
                 for delta in output.outputs:
                     delta.index += number * n
@@ -138,12 +138,12 @@ class Answer:
                 yield output.outputs
         self.state.metrics.e2e.observe(time.monotonic() - self.record.start)
 
-    def _note_prompt(self, facts: PromptFacts, output: RequestOutput) -> None:
-        if not facts.token_ids:
-            facts.token_ids = output.prompt_token_ids
-            self.record.num_prompt_tokens += len(facts.token_ids)
-        facts.num_cached_tokens = max(facts.num_cached_tokens, output.num_cached_tokens)
-        facts.logprobs = output.prompt_logprobs or facts.logprobs
+    def _note_prompt(self, info: PromptInfo, output: RequestOutput) -> None:
+        if not info.token_ids:
+            info.token_ids = output.prompt_token_ids
+            self.record.num_prompt_tokens += len(info.token_ids)
+        info.num_cached_tokens = max(info.num_cached_tokens, output.num_cached_tokens)
+        info.logprobs = output.prompt_logprobs or info.logprobs
 
     def _note(self, delta: CompletionOutput, now: float) -> None:
         choice, record, metrics = self.choices[delta.index], self.record, self.state.metrics

@@ -25,10 +25,10 @@ from slipstream.config import DType
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet, has_cpu_kernels, select_ops
 from slipstream.model.decoder import Decoder
-from slipstream.model.parameters import parameters
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock
 from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
+from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.parameters import parameters
+from slipstream.spec.scheme import SCHEMES
 
 FORMAT = 1
 ROUNDS = 12
@@ -195,8 +195,8 @@ def _identity() -> str:
 
     path = library_path()
     built = (path.stat().st_size, path.stat().st_mtime_ns) if path is not None else None
-    facts = (FORMAT, cpu_name(), cpu_features(), available_cores(), torch.__version__, built)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    info = (FORMAT, cpu_name(), cpu_features(), available_cores(), torch.__version__, built)
+    return hashlib.sha256(repr(info).encode()).hexdigest()[:16]
 
 
 def _read(path: Path) -> CpuChoice | None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config import DeviceFacts
+from slipstream.config import DeviceInfo
 from slipstream.errors import ConfigError
 from slipstream.plan.hardware import cpu_name, host_memory
 from slipstream.worker.cpu_choice import choose_cpu
 
 
-def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> DeviceFacts:
+def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> DeviceInfo:
     """Facts about `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N. `folder` keeps what was measured of this
     machine's CPU; `num_threads` is what the user wants, None for what is fastest."""
     kind, _, index = requested.partition(":")
@@ -30,7 +30,7 @@ def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> D
             raise ConfigError(f"device='cuda:{ordinal}': there are {torch.cuda.device_count()} GPUs", field="device")
         properties = torch.cuda.get_device_properties(ordinal)
         free, total = torch.cuda.mem_get_info(ordinal)
-        return DeviceFacts(
+        return DeviceInfo(
             device=f"cuda:{ordinal}",
             name=properties.name,
             memory_bytes=total,
@@ -40,7 +40,7 @@ def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> D
         )
     choice = choose_cpu(folder)
     total, free = host_memory()
-    return DeviceFacts(
+    return DeviceInfo(
         device="cpu",
         name=cpu_name(),
         memory_bytes=total,

@@ -25,7 +25,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.types import ScheduledSequence, StepPlan
-from slipstream.worker.input_batch import RowTable, SampledRows, laid_out, look_up, upload
+from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out, upload
 
 SHORT_SEQS = 64
 """Sequences that a short step's graph has room for, the padding's among them."""
@@ -154,7 +154,7 @@ class StepGraphs(Graphs):
 
     def _decodes(self, inputs: Tensor, size: int) -> Tensor:
         rows, positions, seq_lens = inputs[:, :size].unbind(0)
-        token_ids, meta = look_up(
+        token_ids, meta = gather_inputs(
             self.rows,
             token_rows=rows,
             positions=positions,
@@ -239,7 +239,7 @@ def short_logits(
 ) -> Tensor:
     """[SHORT_SEQS, V]: of the sequences that sample, and then of some token."""
     token_rows, positions, seq_lens, rows, index, _, _, starts = split_short(inputs, size)
-    token_ids, meta = look_up(
+    token_ids, meta = gather_inputs(
         table,
         token_rows=token_rows,
         positions=positions,

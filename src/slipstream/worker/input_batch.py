@@ -214,7 +214,7 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
     if index is not None:
         arrays.append(index)
     longest = max([table.rows[s.request_id].num_encoder_tokens for s in scheduled]) if table.encoder_table is not None else 0
-    look = _look_up_on_host if table.device.type == "cpu" else _look_up_after_upload
+    look = _gather_inputs_on_host if table.device.type == "cpu" else _gather_inputs_after_upload
     token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(
         table,
         arrays,
@@ -232,7 +232,7 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
     )
 
 
-def _look_up_after_upload(
+def _gather_inputs_after_upload(
     table: RowTable,
     arrays: list[LongArray],
     *,
@@ -243,7 +243,7 @@ def _look_up_after_upload(
     max_encoder_len: int,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
-    token_ids, meta = look_up(
+    token_ids, meta = gather_inputs(
         table,
         token_rows=token_rows,
         positions=positions,
@@ -259,7 +259,7 @@ def _look_up_after_upload(
     return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
 
 
-def _look_up_on_host(
+def _gather_inputs_on_host(
     table: RowTable,
     arrays: list[LongArray],
     *,
@@ -269,7 +269,7 @@ def _look_up_on_host(
     from_start: bool,
     max_encoder_len: int,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
-    """`look_up`, by numpy."""
+    """`gather_inputs`, by numpy."""
     token_rows, positions, starts, seq_lens, rows, *more = arrays
     tokens, blocks, size = table.tokens.numpy(), table.block_table.numpy(), table.block_size
     meta = AttentionMetadata(
@@ -284,11 +284,11 @@ def _look_up_on_host(
         from_start=from_start,
     )
     if table.encoder_table is not None:
-        meta = _beside(table, meta, torch.from_numpy(rows), max_encoder_len)
+        meta = _with_cross(table, meta, torch.from_numpy(rows), max_encoder_len)
     return torch.from_numpy(tokens[token_rows, positions]), meta, [torch.from_numpy(a) for a in more]
 
 
-def look_up(
+def gather_inputs(
     table: RowTable,
     *,
     token_rows: Tensor,
@@ -304,7 +304,7 @@ def look_up(
 ) -> tuple[Tensor, AttentionMetadata]:
     """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
     num_blocks = -(-max_seq_len // table.block_size)
-    ids, positions, slots = table.ops.look_up(table.tokens, table.block_table, token_rows, positions, table.block_size)
+    ids, positions, slots = table.ops.gather_inputs(table.tokens, table.block_table, token_rows, positions, table.block_size)
     meta = AttentionMetadata(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
@@ -316,10 +316,10 @@ def look_up(
         max_seq_len=max_seq_len,
         from_start=from_start,
     )
-    return ids, _beside(table, meta, rows, max_encoder_len)
+    return ids, _with_cross(table, meta, rows, max_encoder_len)
 
 
-def _beside(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> AttentionMetadata:
+def _with_cross(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> AttentionMetadata:
     """`meta` with what only some models have: the encoder's keys and values (`max_encoder_len` 0: any)."""
     if table.encoder_table is None:
         return meta

@@ -24,16 +24,16 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
+from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
 from slipstream.kernels.native import Running
 from slipstream.kernels.ops import select_ops
-from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
-from slipstream.model.scheme import FORMAT_MAX, SCHEMES
-from slipstream.model.spec import LatentAttentionSpec
+from slipstream.spec.model import LatentAttentionSpec
+from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
 from slipstream.worker.graphs import StepGraphs, graph_rows, ladder, short_sizes
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
@@ -120,7 +120,7 @@ class ModelRunner:
         self, config: EngineConfig, description: ModelDescription, tiles: TileTable = NO_TILES, *, weights_folder: Path
     ) -> None:
         self.config = config
-        self.device = torch.device(config.device.facts.device)
+        self.device = torch.device(config.device.info.device)
         self.dtype = TORCH_DTYPES[config.model.dtype]
         if self.device.type == "cpu":
             torch.set_num_threads(config.device.num_threads)
@@ -131,7 +131,7 @@ class ModelRunner:
             config.device.kernels,
             tiles,
             num_threads=config.device.num_threads,
-            isa=config.device.facts.isa,
+            isa=config.device.info.isa,
             deterministic=config.device.deterministic,
             dense_copies=config.device.dense_copies,
         )
@@ -192,7 +192,7 @@ class ModelRunner:
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
                 self.model.decoder.forward(tokens, kv, dataclasses.replace(meta, from_start=False))
             hidden = self.model.decoder.forward(tokens, kv, meta)
-            if not self.model.spec.writes:
+            if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
                 return known + max(0, self._memory_peak() - before)
             if few_rows < num_rows:
@@ -518,7 +518,7 @@ class ModelRunner:
                 self.model.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
                 meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, self.kv, meta)
-            if not self.model.spec.writes:
+            if not self.model.spec.generates:
                 continue
             logits = self.model.decoder.logits(hidden[-2:])
             self.ops.sample(logits, self._dummy_sampling(len(logits)))

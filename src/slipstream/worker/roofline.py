@@ -22,7 +22,7 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import Engine, Operator, Packed, PackedExperts, Program, StepInputs
 from slipstream.model.compiled import CompiledStep
-from slipstream.model.spec import AttentionKind, LatentAttentionSpec
+from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 from slipstream.worker.model_runner import ModelRunner
 
 READ_BYTES = 256 * 2**20

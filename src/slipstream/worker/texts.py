@@ -2,8 +2,8 @@
 
 A small encoder's kernels take the GPU less time than their launches take the host, and a single text's by far. A graph covers
 everything from the uploaded tokens to the finished vectors. It runs the steps of up to so many tokens, of any texts: its
-kernels' launches depend on the number of tokens alone (`OpSet.whole_attention`). The tokens too many belong to no text, stand
-at position 0 and see themselves; the texts too many have no tokens, and nobody reads their vectors.
+kernels' launches depend on the number of tokens alone (`OpSet.bidirectional_attention`). The tokens too many belong to no text,
+stand at position 0 and see themselves; the texts too many have no tokens, and nobody reads their vectors.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from torch import Tensor
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, Through
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit
 from slipstream.model.decoder import build_layer
-from slipstream.model.scheme import WeightFormat
 from slipstream.model.sequences import SequenceBatch, run_layer
+from slipstream.spec.scheme import WeightFormat
 
 REACH = 0.25
 """How far a scale's factor may go from 1."""

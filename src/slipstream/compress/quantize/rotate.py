@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.model.description import ModelDescription
-from slipstream.model.spec import LayerSpec, ModelSpec, NormSpec, SequentialBlock
+from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
 READERS = {
     "pre_attention": ("attention.qkv",),

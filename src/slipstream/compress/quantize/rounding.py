@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.compress.calibrate import InputStats
 from slipstream.kernels.quantize import SMALLEST
 from slipstream.model.packing import numbers
-from slipstream.model.scheme import WeightFormat
+from slipstream.spec.scheme import WeightFormat
 
 SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
 """Shares of the largest magnitude that clipping tries: a little above the end of the range, where its last code is only

@@ -17,9 +17,9 @@ from torch import Tensor
 from slipstream.compress.calibrate import FakeInputs, InputStats
 from slipstream.compress.quantize.rounding import Rounded, fit
 from slipstream.compress.recipe import Quantize
-from slipstream.model.scheme import WeightFormat
 from slipstream.model.sequences import attention_of
-from slipstream.model.spec import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
+from slipstream.spec.model import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
+from slipstream.spec.scheme import WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
 LEAST = 1e-5

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import Experts, Heads, OpSet, Scoring, TokenShape
+from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
-from slipstream.kernels.tiles import NO_TILES, TileTable
 from slipstream.kernels.triton import (
-    grouped,
-    halves,
-    latent_prompts,
+    bidirectional,
+    int4_groupwise,
     linear,
+    mla_prefill,
     moe,
     one_token,
-    parts,
     pointwise,
     sampling,
-    whole,
+    sparse24,
+    split_k,
 )
 from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.latent import latent_attention, latent_queries
+from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
-from slipstream.model.scheme import InputFormat, Scheme
-from slipstream.model.spec import Activation
+from slipstream.spec.model import Activation
+from slipstream.spec.scheme import InputFormat, Scheme
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -51,7 +51,7 @@ class TritonOps(OpSet):
         self.tiles = NO_TILES if deterministic else tiles
         self.deterministic = deterministic
         self.dense_copies = dense_copies
-        self._scratch: dict[torch.device, parts.Scratch] = {}
+        self._scratch: dict[torch.device, split_k.Scratch] = {}
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 1
@@ -62,27 +62,27 @@ class TritonOps(OpSet):
         other._scratch = self._scratch
         return other
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         if scheme is None:
             return self._sparse(Linear(weight=weight, bias=bias))
-        return self.adopt_linear(round_linear(weight, bias, scheme))
+        return self.pack_weight(round_linear(weight, bias, scheme))
 
-    def adopt_linear(self, w: Linear) -> Linear:
+    def pack_weight(self, w: Linear) -> Linear:
         device = w.weight.device
         if device not in self._scratch:
-            self._scratch[device] = parts.Scratch(device)
+            self._scratch[device] = split_k.Scratch(device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
-            return dataclasses.replace(w, dense=grouped.expand(w, w.scales.dtype))
+            return dataclasses.replace(w, dense=int4_groupwise.expand(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
     def _sparse(self, w: Linear) -> Linear:
         """With a copy without zeros, if that is the faster one; another order of sums, so none where results are fixed."""
-        return w if self.deterministic else halves.with_copy(w, self.tiles)
+        return w if self.deterministic else sparse24.with_copy(w, self.tiles)
 
     def _dense(self, x: Activations, w: Linear) -> Tensor:
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
-    def prepare_experts(
+    def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
@@ -97,7 +97,7 @@ class TritonOps(OpSet):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
         if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
-            return halves.product(x, w)
+            return sparse24.product(x, w)
         return self._dense(x, w)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
@@ -127,38 +127,38 @@ class TritonOps(OpSet):
     ) -> tuple[Activations, Tensor]:
         return pointwise.norm(x, weight, bias, eps, residual, 0.0, True, inputs)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
         return pointwise.rope_and_cache(qkv, kv, meta, heads)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if kv.latent:
-            return latent_attention(q, kv, meta, scale=scoring.scale)
+            return mla_paged_attention(q, kv, meta, scale=params.scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
             kv,
             meta,
-            scoring,
+            params,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
             deterministic=self.deterministic,
         )
 
-    def whole_attention(
-        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: Heads, scoring: Scoring
+    def bidirectional_attention(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, params: AttentionParams
     ) -> Tensor:
         if self.deterministic:
-            return super().whole_attention(qkv, kv, meta, heads, scoring)
-        return whole.whole_attention(qkv, meta, heads, scoring)
+            return super().bidirectional_attention(qkv, kv, meta, heads, params)
+        return bidirectional.bidirectional_attention(qkv, meta, heads, params)
 
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        return whole.mean_of_texts(hidden, starts)
+        return bidirectional.mean_of_texts(hidden, starts)
 
-    def attend_latents(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, **options: Any) -> Tensor:
-        attend = latent_prompts.attend_latents if latent_prompts.takes(meta) else super().attend_latents
+    def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, **options: Any) -> Tensor:
+        attend = mla_prefill.mla_attention if mla_prefill.takes(meta) else super().mla_attention
         return attend(q, row, kv, meta, **options)
 
-    def latent_queries(
+    def mla_queries(
         self,
         q: Tensor,
         row: Tensor,
@@ -171,10 +171,10 @@ class TritonOps(OpSet):
         cos_sin: Tensor,
         interleaved: bool,
     ) -> Tensor:
-        return latent_queries(q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
+        return mla_queries(q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
 
-    def latent_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
-        return latent_attention(q, kv, meta, scale=scale, values=values)
+    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
+        return mla_paged_attention(q, kv, meta, scale=scale, values=values)
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
@@ -208,10 +208,10 @@ class TritonOps(OpSet):
             return moe.moe(x, router_logits, experts, load, shared)
         return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
 
-    def look_up(
+    def gather_inputs(
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return step_rows.look_up(tokens, block_table, rows, positions, block_size)
+        return step_rows.gather_inputs(tokens, block_table, rows, positions, block_size)
 
     def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
         step_rows.write_tokens(tokens, rows, positions, new)

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.device import processors
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
@@ -160,7 +160,7 @@ def _decode_kernel(
     sums [D, BLOCK_G]. The keys and values are the tall sides of the products, so that the few heads waste little of a tensor
     core. GROUPS programs read one kv head where its query heads' sums do not fit one warp's registers."""
     if PDL:
-        follow()
+        pdl_wait()
     seq, head, split = tl.program_id(0), tl.program_id(1) // GROUPS, tl.program_id(2)
     length = tl.load(lens_ptr + seq)
     gs, ds = tl.program_id(1) % GROUPS * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
@@ -234,7 +234,7 @@ def _combine_kernel(
 ):
     """One program a (sequence, query head): parts weighted by their share of the sum. Parts that hold nothing are skipped."""
     if PDL:
-        follow()
+        pdl_wait()
     row = tl.program_id(0)
     ds = tl.arange(0, BLOCK_D)
     at = tl.arange(0, MOST)
@@ -399,7 +399,7 @@ def paged_attention(
     q: Tensor,
     kv: LayerKV,
     meta: AttentionMetadata,
-    s: Scoring,
+    s: AttentionParams,
     *,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,

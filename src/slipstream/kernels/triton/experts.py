@@ -1,9 +1,9 @@
 """The two products of a mixture of experts over all experts at once: a program multiplies one tile of an expert's entries
-(`grouping`) with some rows of its weight.
+(`moe_permute`) with some rows of its weight.
 
 | weights | as `kernels.weights` holds them, the experts one below the other |
 | --- | --- |
-| dense, fp8, int8 | K in blocks (for many entries `sorted_experts`) |
+| dense, fp8, int8 | K in blocks (for many entries `grouped_gemm`) |
 | fp8-block | the same, a block's sum scaled before it is added |
 | int4, mxfp4 | K in chunks, codes made numbers of the model's type first |
 """
@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.device import shared_bytes
-from slipstream.kernels.triton.grouping import Groups, tile_of
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.moe_permute import Groups, tile_of
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
-from slipstream.model.scheme import BLOCK
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
+from slipstream.spec.scheme import BLOCK
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _experts_kernel(
     """yᵀ = W · xᵀ for one tile of an expert's entries and BLOCK_N of its N rows. y has a row an entry in the experts' order,
     and so has x, or with GATHER a row a token."""
     if PDL:
-        follow()
+        pdl_wait()
     tile = tl.program_id(1)
     ms = tl.arange(0, BLOCK_M)
     if SINGLE:

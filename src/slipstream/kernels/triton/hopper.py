@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.device import processors
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -424,7 +424,7 @@ def covers(q: Tensor, kv: LayerKV) -> bool:
     )
 
 
-def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: Scoring, out: Tensor, *, first_seq: int) -> None:
+def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams, out: Tensor, *, first_seq: int) -> None:
     """Causal attention, without slopes or biases by distance, of sequences `first_seq` … of a step into their rows of `out`
     [T, H, D]."""
     num_tokens, num_heads, dim = q.shape

@@ -10,7 +10,7 @@
 | others, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
-All sums have a fixed order. Tiles come from a table (`kernels.tiles`); what it does not hold takes the heuristics here.
+All sums have a fixed order. Tiles come from `kernels.autotune_table`; a shape that it lacks takes the heuristics here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.tiles import NO_TILES, TileTable
-from slipstream.kernels.triton.blocks import blocks, has_library, invariant, library
-from slipstream.kernels.triton.grouped import expand, gemv_words, grouped, grouped_gemv
-from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import Scratch, sum_parts
+from slipstream.kernels.autotune_table import NO_TILES, TileTable
+from slipstream.kernels.triton.fp8_block import blocks, has_library, invariant, library
+from slipstream.kernels.triton.int4_groupwise import expand, gemv_words, grouped, grouped_gemv
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import quantize
+from slipstream.kernels.triton.split_k import Scratch, sum_parts
 from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
 
 SKINNY = 64
@@ -136,7 +136,7 @@ def _gemv_kernel(
     else:
         w = tl.load(w_rows, mask=(ks < K)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:
-        follow()
+        pdl_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in range(BLOCK_K, whole, BLOCK_K):
         acc += w.to(tl.float32) * tl.load(x_ptr + k - BLOCK_K + ks).to(tl.float32)[None, :]
@@ -212,7 +212,7 @@ def _skinny_kernel(
     w_at = w_ptr + n[:, None].to(tl.int64) * K + ks[None, :]
     x_at = x_ptr + m[None, :] * K + ks[:, None]
     if PDL:
-        follow()
+        pdl_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
     if EVEN:
         for k in range(0, span, BLOCK_K):

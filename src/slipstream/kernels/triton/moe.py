@@ -1,9 +1,9 @@
 """Mixtures of experts: routing, the experts' two products, and the weighed sum.
 
-Tokens' places in experts, *entries*, are sorted by expert (`grouping`), so that one launch covers all experts whatever their
-load: with many entries a TMA-fed product of sorted rows (`sorted_experts`), else one that gathers them (`experts`, which has
+Tokens' places in experts, *entries*, are sorted by expert (`moe_permute`), so that one launch covers all experts whatever their
+load: with many entries a TMA-fed product of sorted rows (`grouped_gemm`), else one that gathers them (`experts`, which has
 all forms of weights). Of so few entries that hardly two meet in one expert nothing is sorted: each is a tile, or with dense
-weights `few_experts` takes them. All sums have a fixed order.
+weights `moe_small_batch` takes them. All sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
-from slipstream.kernels.triton import sorted_experts
+from slipstream.kernels.triton import grouped_gemm
 from slipstream.kernels.triton.experts import experts
-from slipstream.kernels.triton.few_experts import few_experts
-from slipstream.kernels.triton.grouping import group, singles
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.moe_permute import group, singles
+from slipstream.kernels.triton.moe_small_batch import moe_small_batch
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.weights import Activations, Linear
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
 
 MANY_TOKENS = 512
 """More fill the chip when each is routed by one warp."""
@@ -44,12 +44,12 @@ def moe(
     weights, chosen = route(router_logits, spec, own.correction, load)
     few = hardly_meet(x.shape[0], spec)
     if few and _dense(up, down):
-        y = few_experts(x.contiguous(), weights, chosen, up, down, spec, shared)
+        y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
     groups = singles(chosen) if few else group(chosen, spec.num_experts)
     given: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
-    if sorted_experts.covers(given, up, down, groups):
-        y = sorted_experts.sorted_experts(given, up, down, groups, spec, x.dtype)
+    if grouped_gemm.covers(given, up, down, groups):
+        y = grouped_gemm.grouped_gemm(given, up, down, groups, spec, x.dtype)
     else:
         h = experts(given, up, groups, spec, spec.expert.up_rows, x.dtype, gather=True)
         inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
@@ -107,7 +107,7 @@ def _route_kernel(
     ids = gs[:, None] * EACH + es[None, :]
     real = (gs < GROUPS)[:, None] & (es < EACH)[None, :]
     if PDL:
-        follow()
+        pdl_wait()
     logits = tl.load(logits_ptr + token * X + ids, mask=real, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(logits)
@@ -215,7 +215,7 @@ def _combine_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        follow()
+        pdl_wait()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

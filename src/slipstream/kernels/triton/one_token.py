@@ -15,16 +15,16 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import LatentShape, TokenShape
+from slipstream.kernels.ops import MLAShape, TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.device import processors, shared_bytes
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
 
 PARTS = (
-    *("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_latents.cu"),
+    *("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_mla.cu"),
     *("one_token_experts.cu", "one_token.cu"),
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
@@ -127,15 +127,15 @@ def mids(s: TokenShape) -> int:
     return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
 
 
-def takes_latents(shape: TokenShape, latent: LatentShape, form: int) -> bool:
+def takes_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
     """The sizes of latent attention."""
-    queries, row = shape.num_heads * (latent.plain_dim + latent.rotary_dim), latent.rank + latent.rotary_dim
+    queries, row = shape.num_heads * (latent.nope_dim + latent.rotary_dim), latent.rank + latent.rotary_dim
     return (
         latent.rotary_dim % 8 == 0
         and 0 < latent.rotary_dim <= 64
         and latent.rank % 256 == 0
         and 0 < latent.rank * 2 <= PIECES[form][0]
-        and latent.plain_dim % 16 == queries % 16 == row % 16 == 0
+        and latent.nope_dim % 16 == queries % 16 == row % 16 == 0
     )
 
 
@@ -161,7 +161,7 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
     if (own := s.latent) is not None:
         row_of_cache = own.rank + own.rotary_dim
-        attention = 4 * ((together(s) + 1) * row_of_cache + own.plain_dim + WARPS * (own.rank + 2))
+        attention = 4 * ((together(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2))
     other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
     other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
     return (shared_bytes - other - sums - max(row, attention)) // stage
@@ -231,7 +231,7 @@ class OneTokenStep:
         self.dtype = norm.dtype
         q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         if (own := s.latent) is not None:
-            made = s.num_heads * (own.plain_dim + own.rotary_dim) + own.rank + own.rotary_dim
+            made = s.num_heads * (own.nope_dim + own.rotary_dim) + own.rank + own.rotary_dim
         self._qkv = torch.zeros(made, dtype=self.dtype, device=device)
         self._mid = torch.zeros(mids(s), dtype=self.dtype, device=device)
         self._parts = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
@@ -266,7 +266,7 @@ class OneTokenStep:
         s, layer, w = self.shape, self.layers[0], self.product
         dense, expert, _ = widths(s)
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
-        own = s.latent or LatentShape(plain_dim=0, rotary_dim=0, rank=0, eps=0.0)
+        own = s.latent or MLAShape(nope_dim=0, rotary_dim=0, rank=0, eps=0.0)
         if s.latent is not None and CACHES[cache] != 16:
             raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
         grouped = isinstance(w, GroupedLinear)
@@ -304,7 +304,7 @@ class OneTokenStep:
             "QK_OFFSET": float(s.qk_offset),
             "SCALE": float(s.scale),
             "LATENT": s.latent is not None,
-            "PLAIN": own.plain_dim,
+            "PLAIN": own.nope_dim,
             "RANK": own.rank,
             "LATENT_EPS": float(own.eps),
             "APART": APART,

@@ -1,6 +1,6 @@
 // Part of `one_token.cu`: rope, the cache and attention of one token. A program takes a part of the keys for some heads. What
 // `one_token.cu` calls: `Shares`, `ask_attention` of the warps that ask, and `attend`; over latents they are
-// one_token_latents.cu's.
+// one_token_mla.cu's.
 
 // Splits of the keys of a head: short parts cost less than they save, and all parts are read by every program.
 __device__ __forceinline__ int splits_of(int length, int most) {

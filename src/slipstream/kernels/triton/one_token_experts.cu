@@ -8,7 +8,7 @@
 // choose, after Eliseev and Mazur, 2023) was slower than nothing on an H200 (benchmarks/results/gpu_experts_ahead.json).
 //
 // Rounded to the model's type, as kernels of their own leave them: the router's numbers and what stands between two products.
-// All experts of a token are summed in float32, with their weights, as in `few_experts`; a shared one goes into the residual
+// All experts of a token are summed in float32, with their weights, as in `moe_small_batch`; a shared one goes into the residual
 // first.
 
 // Numbers in the order of their codes, none of which is 0.

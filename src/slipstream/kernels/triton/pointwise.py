@@ -13,12 +13,12 @@ from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Heads
+from slipstream.kernels.ops import QKVLayout
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
-from slipstream.model.scheme import BLOCK, InputFormat
-from slipstream.model.spec import Activation, ClampedSwiglu, NamedActivation, OwnActivation
+from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
+from slipstream.spec.scheme import BLOCK, InputFormat
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-block": 3}
 """How a kernel is told the form of its output rows."""
@@ -101,7 +101,7 @@ def _norm_kernel(
     mask = at < size
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
     if PDL:
-        follow()
+        pdl_wait()
     for i in tl.static_range(ROWS):
         row = first + i
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
@@ -159,7 +159,7 @@ def norm(
 @triton.jit
 def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        follow()
+        pdl_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -220,7 +220,7 @@ def _rope_kernel(
     """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; others
     pass. Then ⌈T / BLOCK_T⌉ · V programs that bring the values of BLOCK_T tokens into the cache (V = K, or 0: none)."""
     if PDL:
-        follow()
+        pdl_wait()
     pid = tl.program_id(0)
     pieces: tl.constexpr = (H + K + BLOCK_H - 1) // BLOCK_H
     if pid >= T * pieces:
@@ -339,7 +339,7 @@ TOKENS_AT_ONCE = 16
 """Tokens whose values a program brings into the cache."""
 
 
-def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: Heads) -> Tensor:
+def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: QKVLayout) -> Tensor:
     num_tokens, num_heads, num_kv_heads, head_dim = qkv.shape[0], h.num_heads, h.num_kv_heads, h.head_dim
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary = h.rotary_dim
@@ -444,7 +444,7 @@ def _activation_kernel(
 ):
     """A piece of each of ROWS rows a program; whole rows where they come out quantised, since each has one scale."""
     if PDL:
-        follow()
+        pdl_wait()
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size

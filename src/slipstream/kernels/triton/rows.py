@@ -11,7 +11,7 @@ TOKENS_AT_ONCE = 128
 
 
 @triton.jit(do_not_specialize=["T", "row_size", "num_blocks"])
-def _look_up_kernel(
+def _gather_inputs_kernel(
     tokens_ptr, blocks_ptr, rows_ptr, positions_ptr, ids_ptr, wide_ptr, slots_ptr, T, row_size, num_blocks,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -25,15 +25,15 @@ def _look_up_kernel(
     tl.store(slots_ptr + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
 
 
-def look_up(
+def gather_inputs(
     tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`OpSet.look_up`."""
+    """`OpSet.gather_inputs`."""
     count, device = len(rows), rows.device
     ids = torch.empty(count, dtype=torch.int32, device=device)
     wide, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
     if count:
-        _look_up_kernel[(triton.cdiv(count, TOKENS_AT_ONCE),)](
+        _gather_inputs_kernel[(triton.cdiv(count, TOKENS_AT_ONCE),)](
             tokens, block_table, rows, positions, ids, wide, slots, count, tokens.stride(0), block_table.stride(0),
             BLOCK_SIZE=block_size, BLOCK=TOKENS_AT_ONCE,
         )  # fmt: skip

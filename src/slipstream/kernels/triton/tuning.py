@@ -20,14 +20,14 @@ import torch
 import triton
 from torch import Tensor
 
+from slipstream.kernels.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.tiles import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
-from slipstream.kernels.triton import TritonOps, halves
+from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import Linear, SparseCopy
-from slipstream.model.scheme import RowFormat, Scheme
-from slipstream.model.spec import AttentionSpec, ModelSpec
+from slipstream.spec.model import AttentionSpec, ModelSpec
+from slipstream.spec.scheme import RowFormat, Scheme
 
 Call: TypeAlias = Callable[[], Tensor]
 Calls: TypeAlias = Callable[[Tile | None], Sequence[Call]]
@@ -253,7 +253,7 @@ class _Bench:
     def _halves(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is there."""
         like = torch.empty(0, device=self.device, dtype=self.dtype)
-        if not halves.available(like) or any(n % halves.MULTIPLE for n in shape):
+        if not sparse24.available(like) or any(n % sparse24.MULTIPLE for n in shape):
             return []
         return [Trial(("halves", kind, shape), partial(self._sparse_product, scheme))]
 
@@ -261,13 +261,13 @@ class _Bench:
         _, _, (outer, inner) = key
         numbers = torch.randn(outer, inner // 4, 4, device=self.device, dtype=self.dtype) * 0.02
         numbers[:, :, ::2] = 0
-        w = self.ops.with_tiles(NO_TILES).prepare_linear(numbers.flatten(1), None, scheme)
+        w = self.ops.with_tiles(NO_TILES).quantize_weight(numbers.flatten(1), None, scheme)
         packed = torch._cslt_compress(w.weight)
         rows = [torch.randn(n, inner, device=self.device, dtype=self.dtype) for n, _ in HALVES_STEPS]
         given = [x if w.inputs is None else self.ops.quantize(x, w.inputs) for x in rows]
 
         def calls(tile: Tile | None) -> list[Call]:
-            before = self.ops.tiles.find(*key[:2], *key[2]) or (halves.FROM_TOKENS.get(w.weight.dtype, NEVER),)
+            before = self.ops.tiles.find(*key[:2], *key[2]) or (sparse24.FROM_TOKENS.get(w.weight.dtype, NEVER),)
             (from_tokens,) = before if tile is None else tile
             sparse = dataclasses.replace(w, sparse=SparseCopy(packed, from_tokens))
             steps = zip(given, HALVES_STEPS, strict=True)
@@ -278,7 +278,7 @@ class _Bench:
     def _product(self, scheme: Scheme | None, key: Key) -> Calls:
         op, _, (outer, inner, *num_tokens) = key
         numbers = torch.randn(outer, inner, device=self.device, dtype=self.dtype) * 0.02
-        first = self.ops.prepare_linear(numbers, None, scheme)
+        first = self.ops.quantize_weight(numbers, None, scheme)
         num_copies = max(2, int(L2_BYTES / first.weight.nbytes)) if op != "tiled" else 2
         weights: list[Linear] = [first]
         weights += [dataclasses.replace(first, weight=first.weight.clone()) for _ in range(num_copies - 1)]
@@ -324,7 +324,7 @@ class _Bench:
         q = torch.randn(num_tokens, a.num_heads, a.head_dim, device=self.device, dtype=self.dtype)
 
         def calls(tile: Tile | None) -> list[Call]:
-            return [partial(self._ops(key, tile).attention, q, kv, meta, Scoring(scale=a.scale))] * 8
+            return [partial(self._ops(key, tile).attention, q, kv, meta, AttentionParams(scale=a.scale))] * 8
 
         return calls
 

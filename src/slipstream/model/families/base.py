@@ -1,4 +1,4 @@
-"""What a family is. No torch. The pieces that families share are in `pieces.py` and `names.py`.
+"""What a family is. No torch. The pieces that families share are in `builders.py` and `names.py`.
 
 A family is a reader from a Hugging Face config to a `ModelSpec`, and a table from checkpoint names to ours. The reader is
 strict: every key of the config is either read or known to have no effect on inference; anything else raises, naming it.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.model.parameters import Placement
-from slipstream.model.spec import ModelSpec
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.parameters import Placement
 
 T = TypeVar("T")
 Names = dict[str, Placement]

@@ -8,10 +8,10 @@ import dataclasses
 from typing import Any, Literal
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import activation, attention, heads, layer_norm, model, num_labels, plain
 from slipstream.model.families.metadata import encoder_gguf_config
 from slipstream.model.families.names import Theirs, gguf_table, table
-from slipstream.model.families.pieces import activation, attention, heads, layer_norm, model, num_labels, plain
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     Activation,
     BucketSpec,
     ClassifierSpec,

@@ -8,11 +8,10 @@ import math
 from typing import Any, Literal
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.model.families.builders import before, gated, model, rms, rope
 from slipstream.model.families.metadata import yarn_gguf_config
 from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.model.families.pieces import before, gated, model, rms, rope
-from slipstream.model.parameters import Placement, Transpose
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     GroupLimit,
     LatentAttentionSpec,
     LayerSpec,
@@ -21,6 +20,7 @@ from slipstream.model.spec import (
     SharedExpertSpec,
     YarnScaling,
 )
+from slipstream.spec.parameters import Placement, Transpose
 
 
 def read_v2(c: ConfigReader) -> ModelSpec:
@@ -107,7 +107,7 @@ def _read(c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dens
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
     attention = LatentAttentionSpec(
         num_heads=num_heads,
-        plain_dim=plain,
+        nope_dim=plain,
         value_dim=c.size("v_head_dim"),
         kv_rank=c.size("kv_lora_rank"),
         q_rank=c.maybe("q_lora_rank", int),
@@ -203,8 +203,8 @@ def gguf_names(spec: ModelSpec) -> Names:
     found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)
     for i in range(spec.num_layers):
         expand = found.pop(f"blk.{i}.attn_kv_b.weight").target
-        found[f"blk.{i}.attn_k_b.weight"] = Placement(expand, 0, a.plain_dim, Transpose(), a.num_heads)
-        found[f"blk.{i}.attn_v_b.weight"] = Placement(expand, a.plain_dim, a.value_dim, None, a.num_heads)
+        found[f"blk.{i}.attn_k_b.weight"] = Placement(expand, 0, a.nope_dim, Transpose(), a.num_heads)
+        found[f"blk.{i}.attn_v_b.weight"] = Placement(expand, a.nope_dim, a.value_dim, None, a.num_heads)
     return found
 
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.model.families.metadata import layer_norm_gguf_config
-from slipstream.model.families.names import Change, gguf_table, table
-from slipstream.model.families.pieces import (
+from slipstream.model.families.builders import (
     activation,
     attention,
     before,
@@ -19,7 +17,9 @@ from slipstream.model.families.pieces import (
     plain,
     rope,
 )
-from slipstream.model.spec import AlibiSpec, BlockSpec, LayerSpec, ModelSpec, NormSpec, ParallelBlock
+from slipstream.model.families.metadata import layer_norm_gguf_config
+from slipstream.model.families.names import Change, gguf_table, table
+from slipstream.spec.model import AlibiSpec, BlockSpec, LayerSpec, ModelSpec, NormSpec, ParallelBlock
 
 
 def read(c: ConfigReader) -> ModelSpec:

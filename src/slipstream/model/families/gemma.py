@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
-from slipstream.model.families.pieces import (
-    Heads,
+from slipstream.model.families.builders import (
+    QKVLayout,
     attention,
     before,
     gated,
@@ -21,7 +19,9 @@ from slipstream.model.families.pieces import (
     rms,
     rope,
 )
-from slipstream.model.spec import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 TANH = "gelu_pytorch_tanh"
 GEMMA3 = {
@@ -78,7 +78,7 @@ def read_gemma3(c: ConfigReader) -> ModelSpec:
 def _sandwich(
     c: ConfigReader,
     family: str,
-    h: Heads,
+    h: QKVLayout,
     kinds: list[str],
     positions: dict[str, RopeSpec],
     max_position: int,

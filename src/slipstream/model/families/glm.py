@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import QKVLayout, attention, before, gated, heads, model, rms, rope
 from slipstream.model.families.deepseek import SHARED, corrected_mixture
 from slipstream.model.families.metadata import llama_gguf_config
 from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.model.families.pieces import Heads, attention, before, gated, heads, model, rms, rope
-from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 
 def read_glm(c: ConfigReader) -> ModelSpec:
@@ -40,7 +40,7 @@ def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
 def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.require("multi_query_attention", True)  # otherwise q, k and v stand head by head
     count = c.size("num_attention_heads")
-    h = Heads(count, c.size("multi_query_group_num"), c.size("kv_channels"))
+    h = QKVLayout(count, c.size("multi_query_group_num"), c.size("kv_channels"))
     norm, bias = rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)), c.take("add_bias_linear", bool, False)
     position = RopeSpec(
         theta=10000.0 * c.take("rope_ratio", float, 1.0), rotary_dim=h.head_dim // 2, style="interleaved"

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import QKVLayout, activation, attention, before, heads, layer_norm, model, plain
 from slipstream.model.families.metadata import gguf_config
 from slipstream.model.families.names import Theirs, gguf_table, table
-from slipstream.model.families.pieces import Heads, activation, attention, before, heads, layer_norm, model, plain
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     DenseSpec,
     LayerSpec,
     LearnedPositionSpec,
@@ -28,7 +28,7 @@ def _mlp(c: ConfigReader) -> DenseSpec:
     return plain(c.size("n_inner", 4 * c.size("n_embd")), activation(c, "activation_function", "gelu_new"))
 
 
-def _heads(c: ConfigReader) -> Heads:
+def _heads(c: ConfigReader) -> QKVLayout:
     return heads(c, hidden="n_embd", num_heads="n_head", num_kv_heads=None)
 
 
@@ -37,7 +37,7 @@ def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **
     return model(c, family, lambda i: layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more)
 
 
-def _learned(c: ConfigReader, family: str, h: Heads) -> ModelSpec:
+def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:
     """A decoder whose positions are a table: GPT-2's and StarCoder's."""
     c.require("add_cross_attention", False)
     scale = h.head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0

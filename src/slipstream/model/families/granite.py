@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import attention, before, gated, heads, model, rms, rope
 from slipstream.model.families.llama import UNPERMUTED, names
 from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.pieces import attention, before, gated, heads, model, rms, rope
-from slipstream.model.spec import LayerSpec, ModelSpec
+from slipstream.spec.model import LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:

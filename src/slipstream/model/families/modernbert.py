@@ -8,9 +8,7 @@ from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.bert import UNREAD
-from slipstream.model.families.metadata import encoder_gguf_config, llama_gguf_config
-from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.model.families.pieces import (
+from slipstream.model.families.builders import (
     activation,
     attention,
     before,
@@ -23,7 +21,9 @@ from slipstream.model.families.pieces import (
     rms,
     rope,
 )
-from slipstream.model.spec import ClassifierSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
+from slipstream.model.families.metadata import encoder_gguf_config, llama_gguf_config
+from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.model import ClassifierSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
 
 def read_modernbert(c: ConfigReader) -> ModelSpec:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import attention, before, heads, layer_norm, model, plain
 from slipstream.model.families.metadata import layer_norm_gguf_config
 from slipstream.model.families.names import gguf_table, table
-from slipstream.model.families.pieces import attention, before, heads, layer_norm, model, plain
-from slipstream.model.spec import AlibiSpec, LayerSpec, ModelSpec
+from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from slipstream.model.families.base import Names
-from slipstream.model.parameters import (
+from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.parameters import (
     MinusOne,
     Placement,
     Swap,
@@ -17,7 +18,6 @@ from slipstream.model.parameters import (
     Untwine,
     parameters,
 )
-from slipstream.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"]

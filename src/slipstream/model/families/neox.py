@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import activation, attention, before, heads, layer_norm, model, plain, rope
 from slipstream.model.families.metadata import layer_norm_gguf_config
 from slipstream.model.families.names import gguf_table, table
-from slipstream.model.families.pieces import activation, attention, before, heads, layer_norm, model, plain, rope
-from slipstream.model.spec import BlockSpec, LayerSpec, ModelSpec, ParallelBlock
+from slipstream.spec.model import BlockSpec, LayerSpec, ModelSpec, ParallelBlock
 
 
 def read(c: ConfigReader) -> ModelSpec:

@@ -8,11 +8,11 @@ from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.model.families.bert import GGUF_BERT, UNREAD, bert_classifier
+from slipstream.model.families.builders import attention, gated, heads, layer_norm, model, rope
+from slipstream.model.families.builders import called as one_of
 from slipstream.model.families.metadata import encoder_gguf_config
 from slipstream.model.families.names import Theirs, gguf_table, table
-from slipstream.model.families.pieces import attention, gated, heads, layer_norm, model, rope
-from slipstream.model.families.pieces import called as one_of
-from slipstream.model.spec import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
 
 
 def read_nomic(c: ConfigReader) -> ModelSpec:

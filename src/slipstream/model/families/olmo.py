@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import attention, gated, heads, kinds_of_layers, model, rms, rope
 from slipstream.model.families.metadata import llama_gguf_config, yarn_gguf_config
 from slipstream.model.families.names import LLAMA, gguf_table, table
-from slipstream.model.families.pieces import attention, gated, heads, kinds_of_layers, model, rms, rope
-from slipstream.model.spec import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
+from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:

@@ -4,9 +4,9 @@ than its layers."""
 from __future__ import annotations
 
 from slipstream.model.families.base import ConfigReader, Family
+from slipstream.model.families.builders import activation, attention, before, heads, layer_norm, model, plain
 from slipstream.model.families.names import Theirs, table
-from slipstream.model.families.pieces import activation, attention, before, heads, layer_norm, model, plain
-from slipstream.model.spec import BlockSpec, LayerSpec, LearnedPositionSpec, ModelSpec, PostNormBlock
+from slipstream.spec.model import BlockSpec, LayerSpec, LearnedPositionSpec, ModelSpec, PostNormBlock
 
 
 def read(c: ConfigReader) -> ModelSpec:

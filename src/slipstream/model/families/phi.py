@@ -6,9 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.metadata import factors_gguf_config, layer_norm_gguf_config, llama_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
-from slipstream.model.families.pieces import (
+from slipstream.model.families.builders import (
     activation,
     attention,
     before,
@@ -20,7 +18,9 @@ from slipstream.model.families.pieces import (
     rms,
     rope,
 )
-from slipstream.model.spec import LayerSpec, ModelSpec, ParallelBlock
+from slipstream.model.families.metadata import factors_gguf_config, layer_norm_gguf_config, llama_gguf_config
+from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock
 
 
 def read_phi(c: ConfigReader) -> ModelSpec:

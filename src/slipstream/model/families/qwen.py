@@ -7,11 +7,21 @@ import dataclasses
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.model.families.builders import (
+    attention,
+    before,
+    called,
+    gated,
+    heads,
+    kinds_of_layers,
+    model,
+    rms,
+    rope,
+)
 from slipstream.model.families.llama import names
 from slipstream.model.families.metadata import llama_gguf_config
 from slipstream.model.families.names import gguf_table
-from slipstream.model.families.pieces import attention, before, called, gated, heads, kinds_of_layers, model, rms, rope
-from slipstream.model.spec import LayerSpec, ModelSpec, MoESpec, QKNormSpec, SharedExpertSpec
+from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, SharedExpertSpec
 
 
 def read_qwen2(c: ConfigReader) -> ModelSpec:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.model.families.builders import ACTIVATIONS, QKVLayout, attention, rms
 from slipstream.model.families.names import Theirs, table
-from slipstream.model.families.pieces import ACTIVATIONS, Heads, attention, rms
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     Activation,
     AttentionSpec,
     BucketSpec,
@@ -40,7 +40,7 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor", "output_past")
     hidden = c.size("d_model")
-    h = Heads(n := c.size("num_heads"), n, c.size("d_kv", 64))  # together they need not be as wide as the states
+    h = QKVLayout(n := c.size("num_heads"), n, c.size("d_kv", 64))  # together they need not be as wide as the states
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
     act, is_gated = _activation(c)
     mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu_experts import NativeExperts
+from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize as numbers
@@ -22,8 +22,8 @@ from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, Linear
 from slipstream.model.gguf_quants import dequantize
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
-from slipstream.model.spec import ClampedSwiglu, DenseSpec, MoESpec, OwnActivation
+from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec, OwnActivation
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import ISAS, OPS, any_blocks, assert_near, eight_bits
 from tests.kernels.test_moe import ROUTERS, SPECS, adopted, case, mixture, prepared
@@ -89,7 +89,7 @@ def test_the_numbers_of_mxfp4_are_exact(ops):
     weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 48)[:, None]
     weight[5] = 0
     w = round_linear(weight, None, SCHEMES["mxfp4"])
-    (part,) = ops.adopt_experts(w, num_experts=3).parts
+    (part,) = ops.pack_experts(w, num_experts=3).parts
     assert torch.equal(torch.cat([part.of(e).rows_of(torch.arange(16)) for e in range(3)]), numbers(w))
     assert part.data.numel() == 48 * 128 * 17 // 32
 
@@ -212,9 +212,9 @@ def test_a_token_does_not_depend_on_the_others():
 def test_fp8_experts_are_refused():
     ops = OPS[ISAS[-1]]
     with pytest.raises(ConfigError, match="fp8"):
-        ops.prepare_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2)
+        ops.quantize_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2)
     with pytest.raises(ConfigError, match="fp8"):
-        ops.adopt_experts(reference.prepare_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2), num_experts=2)
+        ops.pack_experts(reference.quantize_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2), num_experts=2)
 
 
 # --- Whole models -----------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.triton.grouping import Groups, tile_of
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.moe_permute import Groups, tile_of
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments, quantize
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
-from slipstream.model.spec import DenseSpec, MoESpec
+from slipstream.spec.model import DenseSpec, MoESpec
 
 BAND = 8
 """Tiles of entries."""
@@ -42,7 +42,7 @@ def _sort_kernel(
 ):
     """A token's row to the places of its entries."""
     if PDL:
-        follow()
+        pdl_wait()
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token.to(tl.int64) * K + at, mask=at < K)
@@ -172,7 +172,7 @@ def _sorted_kernel(
     tiles = tl.minimum(num_tiles - first_tile, BAND)
     tile, column = first_tile + program % (BAND * across) % tiles, program % (BAND * across) // tiles * BLOCK_N
     if PDL:
-        follow()
+        pdl_wait()
     expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
     row = expert * N * (2 if GATED else 1) + column
     if expert < X:
@@ -189,7 +189,7 @@ def _sorted_kernel(
 
 
 def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
-    """Whether `sorted_experts` takes these: many entries, weights of its forms, rows as the copy engine wants them."""
+    """Whether `grouped_gemm` takes these: many entries, weights of its forms, rows as the copy engine wants them."""
     values = x.values if isinstance(x, Quantized) else x
     device = values.device
     forms = all(type(w) in (Linear, ScaledLinear) and w.weight.is_contiguous() for w in (up, down))
@@ -199,7 +199,7 @@ def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
     return groups.places is not None and groups.block >= 64 and forms and rows and small and engine
 
 
-def sorted_experts(
+def grouped_gemm(
     x: Activations, up: Linear, down: Linear, groups: Groups, spec: MoESpec, dtype: torch.dtype
 ) -> Tensor:
     """x [T, E] → [T · k, E], a row an entry in the experts' order, not yet weighed."""

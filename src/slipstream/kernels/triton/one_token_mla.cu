@@ -1,4 +1,4 @@
-// Part of `one_token.cu`: attention over a cache of latents (`OpSet.latent_queries` and `latent_attention` for one token), by
+// Part of `one_token.cu`: attention over a cache of latents (`OpSet.mla_queries` and `mla_paged_attention` for one token), by
 // the interface of one_token_attention.cu. A cached row is [rotated key, latent], one for all heads.
 //
 // A program takes a head, or of long sequences TOGETHER of them, and a part of the rows. It makes the head's query for latents

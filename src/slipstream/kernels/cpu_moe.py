@@ -19,7 +19,7 @@ from slipstream.kernels import native
 from slipstream.kernels.native import Arena, Packed, PackedExperts, Program
 from slipstream.kernels.quantize import ROWS_AT_ONCE, unpack4
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class NativeExperts(Linear):
         return self.parts[0].inner
 
 
-def pack_experts(w: Linear, num_experts: int, arena: Arena, *, eight_bits: bool = False) -> NativeExperts:
+def pack_expert_weight(w: Linear, num_experts: int, arena: Arena, *, eight_bits: bool = False) -> NativeExperts:
     """The weights of all experts, one below the other, in any form that a checkpoint or `quantize.round_linear` has; dense ones
     in their own type, or rounded to int8 with a scale a row."""
     rows = w.out_features // num_experts

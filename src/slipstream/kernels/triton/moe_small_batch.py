@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments
 from slipstream.kernels.weights import Linear
-from slipstream.model.spec import MoESpec
+from slipstream.spec.model import MoESpec
 
 TILE = 2048
 """Numbers of a weight that a program asks for at once, from each of the halves of a gated one."""
@@ -63,7 +63,7 @@ def _up_kernel(
     pid, token = tl.program_id(0), tl.program_id(1)
     ks = tl.arange(0, BLOCK_K)
     if PDL:
-        follow()
+        pdl_wait()
     if pid < num_routed:
         tiles = num_routed // TOP
         entry = token * TOP + pid // tiles
@@ -137,7 +137,7 @@ def _down_kernel(
     real = (n < N) & (j < TOP)
     live = real[:, None]
     if PDL:
-        follow()
+        pdl_wait()
     entry = token * TOP + j
     row = tl.load(chosen_ptr + entry, mask=real, other=0).to(tl.int64) * N + n
     w_at = w_ptr + row[:, None] * S + ks[None, :]
@@ -172,7 +172,7 @@ def _down_kernel(
     tl.store(out_ptr + token.to(tl.int64) * N + ns, out.to(out_ptr.dtype.element_ty), mask=ns < N)
 
 
-def few_experts(
+def moe_small_batch(
     x: Tensor, weights: Tensor, chosen: Tensor, up: Linear, down: Linear, spec: MoESpec, shared: tuple[Linear, Linear] | None
 ) -> Tensor:
     """x [T, E], contiguous, weights float32 and experts int32 [T, k] → [T, E]. `shared`: of an expert of all tokens, with the

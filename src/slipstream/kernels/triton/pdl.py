@@ -2,10 +2,10 @@
 
 A decode step of one sequence is some three hundred kernels of a few microseconds, and between two of them the chip would
 stand idle for about one. A kernel launched with `**overlapped(x)` may take free multiprocessors while its predecessor still
-runs: it loads what no kernel writes (weights), calls `follow()`, and only then touches what others write.
+runs: it loads what no kernel writes (weights), calls `pdl_wait()`, and only then touches what others write.
 
-The rule that keeps this right: every kernel launched so calls `follow()` before its first access to memory that any
-kernel writes, its own output included. Then a kernel that has passed `follow()` knows that all kernels before it are done.
+The rule that keeps this right: every kernel launched so calls `pdl_wait()` before its first access to memory that any
+kernel writes, its own output included. Then a kernel that has passed `pdl_wait()` knows that all kernels before it are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def follow():
+def pdl_wait():
     """Let the next kernel start, and wait until the one before has ended and its writes can be seen."""
     gdc_launch_dependents()
     gdc_wait()

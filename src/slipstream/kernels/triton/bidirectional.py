@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import Heads, Scoring
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.triton.attention import LOG2E, _scores, _softened
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import rope_and_cache
 
 LONG = 1024
@@ -70,7 +70,7 @@ def _attention_kernel(
 ):
     """One program a (query head, BLOCK_M tokens). The strides are those of tokens."""
     if PDL:
-        follow()
+        pdl_wait()
     head, first = tl.program_id(0), tl.program_id(1) * BLOCK_M
     rows, ds = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     live = rows < T
@@ -115,8 +115,8 @@ def _attention_kernel(
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def whole_attention(qkv: Tensor, meta: AttentionMetadata, heads: Heads, s: Scoring) -> Tensor:
-    """`OpSet.whole_attention`. Heads that are turned or normed are so in rows of their own."""
+def bidirectional_attention(qkv: Tensor, meta: AttentionMetadata, heads: QKVLayout, s: AttentionParams) -> Tensor:
+    """`OpSet.bidirectional_attention`. Heads that are turned or normed are so in rows of their own."""
     num_tokens, h = len(qkv), heads
     if h.cos_sin is None and h.q_norm is None:
         given = qkv.view(num_tokens, -1, h.head_dim)
@@ -155,7 +155,7 @@ def _mean_kernel(
 ):  # fmt: skip
     """One program a (text, BLOCK_E numbers of its states)."""
     if PDL:
-        follow()
+        pdl_wait()
     text = tl.program_id(0)
     begin, end = tl.load(starts_ptr + text), tl.load(starts_ptr + text + 1)
     at = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
-from slipstream.plan.hardware import gpus, host_facts
+from slipstream.plan.hardware import gpus, host_info
 
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "transformers")
 
 
-def facts() -> dict[str, Any]:
+def info() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "versions": versions(),
         "git_commit": git_commit(),
-        "machine": {"host": host_facts(), "gpus": gpus()},
+        "machine": {"host": host_info(), "gpus": gpus()},
     }
 
 

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     AlibiSpec as AlibiSpec,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     BucketSpec as BucketSpec,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     LearnedPositionSpec as LearnedPositionSpec,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     LinearScaling as LinearScaling,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     Llama3Scaling as Llama3Scaling,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     LongRopeScaling as LongRopeScaling,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     RopeSpec as RopeSpec,
 )
-from slipstream.model.position_spec import (
+from slipstream.spec.positions import (
     YarnScaling as YarnScaling,
 )
 
@@ -181,12 +181,12 @@ class LatentAttentionSpec:
     latent of `kv_rank` numbers a token, RMS-normed; beside it stands one rotated key of `rotary_dim`, the same for all heads.
     Only these two are cached: one kv head, whose keys are [rotated, latent] and whose values are the latents.
 
-    A query head has `rotary_dim` numbers for the rotated key and `plain_dim` for the latent's; `value_dim` come out. With
+    A query head has `rotary_dim` numbers for the rotated key and `nope_dim` for the latent's; `value_dim` come out. With
     `q_rank` queries are made of a latent, too. `bias`: of the products into the latents and of the last one.
     """
 
     num_heads: int
-    plain_dim: int
+    nope_dim: int
     value_dim: int
     kv_rank: int
     q_rank: int | None
@@ -208,7 +208,7 @@ class LatentAttentionSpec:
 
     @property
     def q_size(self) -> int:
-        return self.num_heads * (self.plain_dim + self.rotary_dim)
+        return self.num_heads * (self.nope_dim + self.rotary_dim)
 
     @property
     def cached_size(self) -> int:
@@ -226,7 +226,7 @@ class LatentAttentionSpec:
 
     def num_parameters(self, hidden_size: int) -> int:
         products = sum(p.rows * p.inner for p in self.products(hidden_size))
-        expand = self.num_heads * (self.plain_dim + self.value_dim) * self.kv_rank
+        expand = self.num_heads * (self.nope_dim + self.value_dim) * self.kv_rank
         biases = (self.head_dim + hidden_size + (self.q_rank or 0)) * self.bias
         return products + expand + biases + self.kv_rank + (self.q_rank or 0)
 
@@ -516,7 +516,7 @@ class ModelSpec:
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
-    def writes(self) -> bool:
+    def generates(self) -> bool:
         """It has an output head, and so makes text."""
         return not self.is_encoder and self.classifier is None
 
@@ -530,7 +530,7 @@ class ModelSpec:
         return "an encoder" if self.is_encoder else "a decoder"
 
     @property
-    def reads_whole(self) -> bool:
+    def needs_full_prompt(self) -> bool:
         """A prompt can't be cut into chunks."""
         return self.is_encoder or self.encoder is not None
 
@@ -542,7 +542,7 @@ class ModelSpec:
     @property
     def has_head(self) -> bool:
         """The output head has a weight of its own."""
-        return self.writes and not self.tied_embeddings
+        return self.generates and not self.tied_embeddings
 
     @property
     def embed_width(self) -> int:

@@ -14,9 +14,9 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # as test_triton.py: whichever of them is imported first decides
 
 from slipstream.cli.main import main
-from slipstream.config import DeviceFacts, EngineArgs, resolve
+from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError
-from slipstream.kernels.tiles import (
+from slipstream.kernels.autotune_table import (
     NO_TILES,
     OPS,
     SHIPPED,
@@ -174,15 +174,15 @@ def test_tables_that_are_shipped_can_be_read(path):
 
 def test_the_setting():
     description = read_spec(CONFIGS / "llama-3-8b")
-    gpu = DeviceFacts(device="cuda:0", name=DEVICE, memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
-    cpu = DeviceFacts(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    gpu = DeviceInfo(device="cuda:0", name=DEVICE, memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    cpu = DeviceInfo(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
     assert resolve(EngineArgs(model="m"), description, gpu).device.tile_table == "auto"
     assert resolve(EngineArgs(model="m", kernels="reference"), description, gpu).device.tile_table == "none"
     assert resolve(EngineArgs(model="m"), description, cpu).device.tile_table == "none"
     assert resolve(EngineArgs(model="m", tile_table="shipped"), description, gpu).device.tile_table == "shipped"
-    for facts, kernels in ((cpu, "auto"), (gpu, "reference")):
+    for info, kernels in ((cpu, "auto"), (gpu, "reference")):
         with pytest.raises(ConfigError) as caught:
-            resolve(EngineArgs(model="m", tile_table="shipped", kernels=kernels), description, facts)
+            resolve(EngineArgs(model="m", tile_table="shipped", kernels=kernels), description, info)
         assert caught.value.field == "tile_table"
 
 

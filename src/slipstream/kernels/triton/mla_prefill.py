@@ -23,16 +23,16 @@ from torch.nn import functional as F
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import LOG2E, _load, _softened
 from slipstream.kernels.triton.device import shared_bytes
-from slipstream.kernels.triton.latent import (
+from slipstream.kernels.triton.mla import (
     _angles,
     _joined,
     _turned,
-    latent_attention,
-    latent_queries,
     latent_rows,
+    mla_paged_attention,
+    mla_queries,
     refuse_8_bits,
 )
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 
 WHOLE_TOKENS = 256
 """Tokens of whole prompts in a step from which they have keys and values of their own: beside decodes, four launches more."""
@@ -144,7 +144,7 @@ def _prompts_kernel(
 ):
     """One program a (head, BLOCK_M tokens of a prompt). Keys and values begin with token `first_token`."""
     if PDL:
-        follow()
+        pdl_wait()
     head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     seq, tile = _find(tl.program_id(1), starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
     if seq >= last_seq:
@@ -237,11 +237,11 @@ def prompt_attention(
 
 
 def takes(meta: AttentionMetadata) -> bool:
-    """Whether `attend_latents` is for this step."""
+    """Whether `mla_attention` is for this step."""
     return meta.from_start and len(meta.positions) - meta.num_decodes >= WHOLE_TOKENS
 
 
-def attend_latents(
+def mla_attention(
     q: Tensor,
     row: Tensor,
     kv: LayerKV,
@@ -255,7 +255,7 @@ def attend_latents(
     interleaved: bool,
     scale: float,
 ) -> Tensor:
-    """`OpSet.attend_latents` of a step with `meta.from_start`: decodes over latents, the others with keys and values. All rows
+    """`OpSet.mla_attention` of a step with `meta.from_start`: decodes over latents, the others with keys and values. All rows
     are in the cache before anything attends: a sequence of one token may share blocks that a prompt of this step fills."""
     refuse_8_bits(kv)
     num_heads, plain, rank = keys.shape
@@ -266,8 +266,8 @@ def attend_latents(
     latents, turned = latent_rows(row, kv, meta, first=num_decodes, **options)
     if num_decodes:
         alone = _decodes_of(meta)
-        queries = latent_queries(q[:num_decodes], row[:num_decodes], kv, alone, keys=keys, **options)
-        out[:num_decodes] = latent_attention(queries, kv, alone, scale=scale, values=values)
+        queries = mla_queries(q[:num_decodes], row[:num_decodes], kv, alone, keys=keys, **options)
+        out[:num_decodes] = mla_paged_attention(queries, kv, alone, scale=scale, values=values)
     k = F.linear(latents, keys.view(-1, rank)).view(num_keys, num_heads, plain)
     v = torch.bmm(latents.expand(num_heads, -1, -1), values)
     prompt_attention(q, k, turned, v, meta, cos_sin=cos_sin, interleaved=interleaved, scale=scale, out=out)

@@ -29,7 +29,7 @@ from slipstream.kernels.triton.attention import (
     num_splits,
 )
 from slipstream.kernels.triton.device import processors
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import _cached
 
 SPLIT_KEYS = 32
@@ -181,13 +181,13 @@ def _few_kernel(
         live = (ps < P)[:, None] & (cs < C)[None, :]
         w = tl.load(keys_ptr + (head * P + ps)[:, None] * C + cs[None, :], mask=live, other=0.0).to(tl.float32)
         if PDL:
-            follow()
+            pdl_wait()
         x = tl.load(q_ptr + (token * H + head) * (P + R) + ps, mask=ps < P, other=0.0).to(tl.float32)
         y = tl.sum(w * x[:, None], 0)
         tl.store(out_ptr + (token * H + head) * (R + C) + R + cs, y.to(out_ptr.dtype.element_ty), mask=cs < C)
         return
     if PDL:
-        follow()
+        pdl_wait()
     for h in range(0, H, BLOCK_H):
         heads = h + tl.arange(0, BLOCK_H)
         _turn_queries(
@@ -231,7 +231,7 @@ def _many_kernel(
     """Of tokens `first` … T − 1: the first `row_programs` programs remember BLOCK_T tokens each, the others, if any, turn the
     rotary numbers of BLOCK_Q queries, a token's heads being one each."""
     if PDL:
-        follow()
+        pdl_wait()
     pid = tl.program_id(0)
     if pid < row_programs:
         tokens = first + pid.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -244,7 +244,7 @@ def _many_kernel(
         _turn_queries(q_ptr, out_ptr, positions_ptr, table_ptr, rows, rows < T * H, H, P, R, C, HALF, INTERLEAVED)
 
 
-def latent_queries(
+def mla_queries(
     q: Tensor,
     row: Tensor,
     kv: LayerKV,
@@ -256,7 +256,7 @@ def latent_queries(
     cos_sin: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """`OpSet.latent_queries`."""
+    """`OpSet.mla_queries`."""
     (num_tokens, (num_heads, plain, rank)), rotary = (len(q), keys.shape), cos_sin.shape[1]
     out = torch.empty(num_tokens, num_heads, rotary + rank, dtype=q.dtype, device=q.device)
     if not num_tokens:
@@ -291,7 +291,7 @@ def latent_rows(
     cos_sin: Tensor,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Of row [T, C + R], from token `first` on, what `latent_queries` leaves in the cache: there, and as latents [T − first, C]
+    """Of row [T, C + R], from token `first` on, what `mla_queries` leaves in the cache: there, and as latents [T − first, C]
     and turned keys [T − first, R], pair by pair."""
     num_tokens, rotary = len(row), cos_sin.shape[1]
     rank, count = row.shape[1] - rotary, num_tokens - first
@@ -332,7 +332,7 @@ def _values_kernel(
     live = (cs < C)[:, None] & (vs < V)[None, :]
     w = tl.load(values_ptr + (row % H * C + cs)[:, None] * V + vs[None, :], mask=live, other=0.0)
     if PDL:
-        follow()
+        pdl_wait()
     lse = tl.load(lse_ptr + row * splits + at, mask=at < splits, other=float("-inf"))
     best = tl.max(lse, 0)
     best = tl.where(best == float("-inf"), 0.0, best)
@@ -377,7 +377,7 @@ def _latent_kernel(
     Sequences and tiles are one dimension, since a grid's others end at 65,535: 16,384 tokens of 128 heads are more tiles."""
     D: tl.constexpr = R + C
     if PDL:
-        follow()
+        pdl_wait()
     seq, split = tl.program_id(0) % num_seqs + first_seq, tl.program_id(1)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_seqs  # the longest first
     start = tl.load(starts_ptr + seq)
@@ -430,7 +430,7 @@ def refuse_8_bits(kv: LayerKV) -> None:
         raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
 
 
-def latent_attention(
+def mla_paged_attention(
     q: Tensor,
     kv: LayerKV,
     meta: AttentionMetadata,
@@ -439,7 +439,7 @@ def latent_attention(
     values: Tensor | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.latent_attention`. `tile`:
+    """`OpSet.attention` with `kv.latent`: q [T, H, R + C] → [T, H, C]; with `values` `OpSet.mla_paged_attention`. `tile`:
     (BLOCK_M, BLOCK_N, warps, stages)."""
     refuse_8_bits(kv)
     q = q.contiguous()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from slipstream.model.families.base import ConfigReader
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     Activation,
     AttentionSpec,
     ClassifierSpec,
@@ -27,7 +27,7 @@ from slipstream.model.spec import (
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
 
-class Heads(NamedTuple):
+class QKVLayout(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -39,12 +39,12 @@ def heads(
     hidden: str = "hidden_size",
     num_heads: str = "num_attention_heads",
     num_kv_heads: str | None = "num_key_value_heads",
-) -> Heads:
+) -> QKVLayout:
     """The numbers of heads under Llama's names or others; without a name for kv heads there are as many as query heads."""
     queries, size = c.size(num_heads), c.size(hidden)
     if "head_dim" not in c and size % queries:
         raise c.unsupported(hidden, f"is no multiple of {num_heads} ({queries}), and head_dim is missing")
-    return Heads(
+    return QKVLayout(
         queries,
         queries if num_kv_heads is None else c.size(num_kv_heads, queries),
         c.size("head_dim", size // queries),
@@ -56,7 +56,7 @@ def called(c: ConfigReader, *keys: str) -> str:
     return next((key for key in keys if key in c), keys[0])
 
 
-def attention(h: Heads, position: Any, *, scale: float | None = None, **more: Any) -> AttentionSpec:
+def attention(h: QKVLayout, position: Any, *, scale: float | None = None, **more: Any) -> AttentionSpec:
     """Scores are multiplied by 1/√head_dim unless `scale` says otherwise; `more` as in `AttentionSpec`."""
     scale = h.head_dim**-0.5 if scale is None else scale
     return AttentionSpec(**h._asdict(), position=position, scale=scale, **more)

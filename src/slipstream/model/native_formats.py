@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slipstream.model.parameters import Placement, Shape
 from slipstream.model.quantization_config import StoredFormats
-from slipstream.model.scheme import BLOCK, Scheme, WeightFormat
+from slipstream.spec.parameters import Placement, Shape
+from slipstream.spec.scheme import BLOCK, Scheme, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 

@@ -18,9 +18,9 @@ from slipstream.hub import resolve_model
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.native import instruction_sets
-from slipstream.model import kept
+from slipstream.model import packed_cache
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run
 from tests.model.test_compressed import compress
@@ -43,7 +43,7 @@ def logits(model):
 
 @pytest.fixture(autouse=True)
 def even_tiny(monkeypatch):
-    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def rounded(monkeypatch):
 
         return prepare
 
-    for name in ("prepare_linear", "adopt_linear", "prepare_experts", "adopt_experts"):
+    for name in ("quantize_weight", "pack_weight", "quantize_experts", "pack_experts"):
         monkeypatch.setattr(NativeOps, name, counting(getattr(NativeOps, name)))
     return counted
 
@@ -226,7 +226,7 @@ def test_nothing_is_kept_where_nothing_is_gained(tmp_path):
 def test_of_a_small_model_nothing_is_kept(tmp_path, monkeypatch):
     tiny_models.build(tmp_path / "m", **SIZES)
     monkeypatch.undo()
-    assert kept.LEAST_BYTES > 0
+    assert packed_cache.LEAST_BYTES > 0
     load(tmp_path / "m", tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 

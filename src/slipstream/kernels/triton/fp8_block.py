@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import Scratch, sum_parts
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.kernels.triton.split_k import Scratch, sum_parts
 from slipstream.kernels.weights import BlockScaledLinear, Quantized
-from slipstream.model.scheme import BLOCK
+from slipstream.spec.scheme import BLOCK
 
 FEW = 64
 """Up to so many tokens one tile holds them all, and the inner dimension may be split."""
@@ -62,7 +62,7 @@ def _blocks_kernel(
     x_scale_at = x_scale_ptr + token * blocks
     span = tl.cdiv(blocks, SPLITS)
     if PDL:
-        follow()
+        pdl_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(pid_k * span, tl.minimum(pid_k * span + span, blocks)):
         w = tl.load(w_at + block * 128)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.overlap import follow, overlapped
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 
 SHARE = 256
 """Entries that a program sorts; of many twice as many, since each reads what all have counted."""
@@ -40,7 +40,7 @@ class Groups:
 def _count_kernel(chosen_ptr, counts_ptr, N, X, SHARE: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr):
     """A share's entries of each expert."""
     if PDL:
-        follow()
+        pdl_wait()
     share, at, xs = tl.program_id(0), tl.arange(0, SHARE), tl.arange(0, BLOCK_X)
     there = share * SHARE + at < N
     expert = tl.load(chosen_ptr + share * SHARE + at, mask=there, other=0)
@@ -67,7 +67,7 @@ def _place_kernel(
 ):
     """A share's entries to their places; ALONE: there is no other share, and its entries were not counted."""
     if PDL:
-        follow()
+        pdl_wait()
     share, at, xs = tl.program_id(0), tl.arange(0, SHARE), tl.arange(0, BLOCK_X)
     mine = share * SHARE + at
     there = mine < N

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.model.spec import (
+from slipstream.spec.model import (
     AttentionSpec,
     BucketSpec,
     DenseSpec,
@@ -161,7 +161,7 @@ def _latent(a: LatentAttentionSpec, hidden: int) -> dict[str, Shape]:
     found.update(_linear("attention.q", a.q_size, a.q_rank or hidden, False))
     found.update(_linear("attention.latent", a.head_dim, hidden, a.bias))
     found["attention.k_norm.weight"] = (a.kv_rank,)
-    found.update(_linear("attention.expand", a.num_heads * (a.plain_dim + a.value_dim), a.kv_rank, False))
+    found.update(_linear("attention.expand", a.num_heads * (a.nope_dim + a.value_dim), a.kv_rank, False))
     return found | _linear("attention.out", hidden, a.out_inner, a.bias)
 
 

@@ -26,9 +26,9 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.compressed import PASSED_OVER
 from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.parameters import Placement
-from slipstream.model.scheme import Scheme
 from slipstream.model.weights import safetensors_files
+from slipstream.spec.parameters import Placement
+from slipstream.spec.scheme import Scheme
 
 _logger = logging.getLogger(__name__)
 

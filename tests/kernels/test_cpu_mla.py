@@ -21,11 +21,11 @@ from torch import Tensor
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import Scoring
+from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.compiled import compile_step
 from slipstream.model.loader import load_model
-from slipstream.model.scheme import SCHEMES
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, step
 from tests.model.harness import CPU, load, run
@@ -68,16 +68,16 @@ def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dt
         "interleaved": interleaved,
     }
     ours, theirs = latents(case.kv.k.to(dtype), rotary), latents(case.kv.k.to(dtype).float(), rotary)
-    asked = ops.latent_queries(q, row, ours, case.meta, keys=ops.prepare_heads(keys), **options)
-    expected = reference.latent_queries(q.float(), row.float(), theirs, case.meta, keys=keys.float(), **options)
+    asked = ops.mla_queries(q, row, ours, case.meta, keys=ops.pack_heads(keys), **options)
+    expected = reference.mla_queries(q.float(), row.float(), theirs, case.meta, keys=keys.float(), **options)
     assert (asked.dtype, asked.shape) == (dtype, (num_tokens, heads, dim))
     assert_near(asked, expected, dtype)
     ours.k[0] = theirs.k[0] = 0  # which of the padded rows wrote there last is open
     close = 2e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(ours.k.float(), theirs.k, rtol=close, atol=close)
     same = latents(ours.k.float(), rotary)
-    got = ops.latent_attention(asked, ours, case.meta, ops.prepare_heads(values), scale=0.3)
-    wanted = reference.latent_attention(asked.float(), same, case.meta, values.float(), scale=0.3)
+    got = ops.mla_paged_attention(asked, ours, case.meta, ops.pack_heads(values), scale=0.3)
+    wanted = reference.mla_paged_attention(asked.float(), same, case.meta, values.float(), scale=0.3)
     assert (got.dtype, got.shape) == (dtype, (num_tokens, heads * width))
     assert got.isfinite().all()
     assert_near(got[case.owned], wanted[case.owned], dtype)
@@ -117,8 +117,9 @@ def test_attention_with_all_its_options(data):
     case, dtype = step(shape), data.draw(st.sampled_from(DTYPES))
     options = data.draw(attention_options(shape.num_heads))
     kv, q = latents(case.kv.k.to(dtype), rotary), case.q.to(dtype)
-    got = OPS[data.draw(st.sampled_from(ISAS))].attention(q, kv, case.meta, Scoring(**{**options, "scale": 0.1}))
-    wanted = reference.attention(q.float(), latents(kv.k.float(), rotary), case.meta, Scoring(**{**options, "scale": 0.1}))
+    params = AttentionParams(**{**options, "scale": 0.1})
+    got = OPS[data.draw(st.sampled_from(ISAS))].attention(q, kv, case.meta, params)
+    wanted = reference.attention(q.float(), latents(kv.k.float(), rotary), case.meta, params)
     assert got.isfinite().all()
     assert_near(got[case.owned], wanted[case.owned], dtype)
 
@@ -140,11 +141,11 @@ def test_neither_threads_nor_neighbours_change_a_result(ops):
     expected = None
     for num_threads in (1, 3):
         own = NativeOps(num_threads, ops.engine.isa)
-        values = own.prepare_heads(heads)
-        found = own.latent_attention(case.q, kv, case.meta, values, scale=0.1)
+        values = own.pack_heads(heads)
+        found = own.mla_paged_attention(case.q, kv, case.meta, values, scale=0.1)
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
-        assert torch.equal(own.latent_attention(case.q[:1], kv, alone, values, scale=0.1), expected[:1])
+        assert torch.equal(own.mla_paged_attention(case.q[:1], kv, alone, values, scale=0.1), expected[:1])
 
 
 # --- Whole models -----------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_products_of_different_forms_read_one_norm(tmp_path):
     model = load_model(tmp_path, ops=NativeOps(1), device=CPU, dtype=torch.float32, scheme=SCHEMES["int8"])
     decoder = model.decoder
     for i, layer in enumerate(decoder.layers):
-        dense = decoder.ops.prepare_linear(torch.randn(layer.attention.latent.weight.shape) / 6, None)
+        dense = decoder.ops.quantize_weight(torch.randn(layer.attention.latent.weight.shape) / 6, None)
         decoder.layers[i] = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, latent=dense))
     decoder.compiled = compile_step(decoder)
     a = run(model, TOKENS, (7, 1))

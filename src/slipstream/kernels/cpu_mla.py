@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu_experts import NativeExperts, pack_experts
+from slipstream.kernels.cpu_moe import NativeExperts, pack_expert_weight
 from slipstream.kernels.native import Arena, Program
 from slipstream.kernels.weights import Linear
 
@@ -20,9 +20,9 @@ NewBuffer = Callable[[str, int, int], int]
 """(name, form, size) → a buffer of the program"""
 
 
-def pack_heads(weight: Tensor, arena: Arena) -> NativeExperts:
+def pack_head_weight(weight: Tensor, arena: Arena) -> NativeExperts:
     """[H, in, out], a product for each head."""
-    return pack_experts(Linear(weight=weight.transpose(1, 2).flatten(0, 1)), len(weight), arena)
+    return pack_expert_weight(Linear(weight=weight.transpose(1, 2).flatten(0, 1)), len(weight), arena)
 
 
 def add_latent_queries(
@@ -38,12 +38,12 @@ def add_latent_queries(
     interleaved: bool,
     new: NewBuffer,
 ) -> None:
-    """`OpSet.latent_queries` of float32 rows q [H · (P + R)] and row [C + R] → queries [H · (R + C)], and `layer`'s cache."""
-    num_heads, plain_dim, rotary = _num_heads(keys), keys.inner, cos_sin.shape[1]
-    plain = new("plain", keys.form, num_heads * plain_dim)
-    sizes = num_heads, plain_dim, keys.rows
+    """`OpSet.mla_queries` of float32 rows q [H · (P + R)] and row [C + R] → queries [H · (R + C)], and `layer`'s cache."""
+    num_heads, nope_dim, rotary = _num_heads(keys), keys.inner, cos_sin.shape[1]
+    plain = new("plain", keys.form, num_heads * nope_dim)
+    sizes = num_heads, nope_dim, keys.rows
     p.add(
-        "latent_queries", q, row, queries, plain, keys.form, layer, *sizes, norm.float(), eps, cos_sin, rotary, interleaved
+        "mla_queries", q, row, queries, plain, keys.form, layer, *sizes, norm.float(), eps, cos_sin, rotary, interleaved
     )
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 
@@ -51,7 +51,7 @@ def add_latent_queries(
 def add_latent_attention(
     p: Program, queries: int, out: int, layer: int, values: NativeExperts, rotary: int, scale: float, new: NewBuffer
 ) -> None:
-    """`OpSet.latent_attention` of float32 rows [H · (R + C)] → [H · V], over `layer`'s cache."""
+    """`OpSet.mla_paged_attention` of float32 rows [H · (R + C)] → [H · V], over `layer`'s cache."""
     num_heads, rank = _num_heads(values), values.inner
     seen = new("seen latents", native.FORM_F32, num_heads * rank)
     sizes = num_heads, 1, rotary + rank, rank

@@ -1,9 +1,9 @@
 """2:4 weights through cuSPARSELt: where two of four neighbours in a row are zeros, tensor cores multiply the other half only.
 
 A copy of the weight without its zeros (9/16 of the bytes in 16 bits, 10/16 in 8) is kept beside the dense one where it is the
-faster from some number of tokens on; below it the dense kernels are, which read a weight once for few tokens. Which it is says
-the tile table (`kernels.tiles`, op "halves"; `slipstream tune` measures it), or `FROM_TOKENS`; nothing is measured at load, so
-that one configuration gives the same sums in every run. Weights with other zeros, shapes that the library does not take and
+faster from some number of tokens on; below it the dense kernels are, which read a weight once for few tokens. The number comes
+from the tile table (`kernels.autotune_table`, op "halves"; `slipstream tune` measures it) or from `FROM_TOKENS`. Nothing is
+measured at load, so that one configuration gives the same sums in every run. Weights with other zeros, shapes that the library does not take and
 machines without it are left as they are. Of 8-bit products the result is rounded to the model's type before the tokens' scales
 are applied.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.tiles import NEVER, TileTable
+from slipstream.kernels.autotune_table import NEVER, TileTable
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear, SparseCopy
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.overlap import follow, overlapped
-from slipstream.kernels.triton.parts import Scratch, sum_parts
+from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.kernels.triton.split_k import Scratch, sum_parts
 from slipstream.kernels.weights import GroupedLinear
 
 
@@ -55,7 +55,7 @@ def _grouped_kernel(
     x_at = x_ptr + m[None, :] * K + js[:, None]
     live_n, live_m = (n < N)[:, None], (m < M)[None, :]
     if PDL:
-        follow()
+        pdl_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for chunk in range(pid_k * chunks, tl.minimum(pid_k * chunks + chunks, K // CHUNK)):
         words = tl.load(w_at + chunk * QUARTER, mask=live_n, other=0, eviction_policy="evict_first")
@@ -167,7 +167,7 @@ def _grouped_gemv_kernel(
     row = tl.program_id(0) * ROWS
     at = runs[:, None] * 8 + eight
     if PDL:
-        follow()
+        pdl_wait()
     accs = (tl.zeros((BLOCK_W // 8,), tl.float32),) * ROWS
     for start in range(0, W, BLOCK_W):
         word = start + runs * 8
