@@ -32,7 +32,7 @@ from slipstream.evals.divergence import token_kl
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import TextSettings, read_windows
 from slipstream.hub import resolve_model
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 
 CPU, CONTEXT = torch.device("cpu"), 256
 PARTS = {

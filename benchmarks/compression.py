@@ -43,7 +43,7 @@ from slipstream.evals.divergence import compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import TextSettings, calibration_windows, read_windows
 from slipstream.hub import resolve_model
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 
 FOUR = {"bits": 4, "group_size": 64}  # 128 does not divide this model's width
 THREE = {"bits": 3, "group_size": 64}

@@ -26,7 +26,7 @@ from slipstream.compress.quantize.rounding import gptq, nearest
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.evals.text import TextSettings, calibration_windows, read_windows
 from slipstream.hub import resolve_model
-from slipstream.model.description import ModelDescription, read_spec
+from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import FORMATS
 
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from slipstream.bench.report import print_table
 from slipstream.bench.workload import BenchRequest, recorded, warmup
 from slipstream.config import EngineArgs
 from slipstream.hub import resolve_model
-from slipstream.model.description import read_spec
 from slipstream.plan.hardware import available_cores
+from slipstream.spec.description import read_spec
 
 LENGTHS = Path(__file__).parent / "data" / "sharegpt-lengths.json"
 

@@ -27,9 +27,9 @@ CONFIG = Path(__file__).parent / "configs" / "phi-2"
 def write_checkpoint(config: Path, path: Path) -> None:
     import torch
 
-    from slipstream.model.description import read_spec
     from slipstream.model.save import stored_tensors, write_tensors
     from slipstream.model.weights import dummy_parameters
+    from slipstream.spec.description import read_spec
 
     path.mkdir()
     (path / "config.json").write_bytes((config / "config.json").read_bytes())

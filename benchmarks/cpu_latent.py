@@ -26,7 +26,7 @@ from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.native import Engine, Program, StepInputs
 from slipstream.model.decoder import Decoder
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import parameters
 from slipstream.worker.roofline import MULTIPLY_ROUNDS, READ_BYTES, REPEATS

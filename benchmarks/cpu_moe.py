@@ -21,8 +21,8 @@ import torch
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.ops import Experts, OpSet
-from slipstream.model.description import read_spec
 from slipstream.plan.hardware import available_cores
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.roofline import measure_ceilings

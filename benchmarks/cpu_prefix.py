@@ -20,7 +20,7 @@ from slipstream.bench.report import print_table
 from slipstream.bench.workload import shared_prefix
 from slipstream.config import EngineArgs
 from slipstream.hub import resolve_model
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 
 
 async def measure(args) -> None:

@@ -30,8 +30,8 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.bench.report import print_table
 from slipstream.hub import resolve_model
-from slipstream.model.description import read_spec
 from slipstream.plan.hardware import available_cores
+from slipstream.spec.description import read_spec
 
 CONFIG = Path(__file__).parent / "configs" / "flan-t5-small"
 CLS, SEP = 101, 102

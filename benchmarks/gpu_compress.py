@@ -21,9 +21,9 @@ import torch
 
 from slipstream.compress.recipe import read_recipe
 from slipstream.compress.run import compress
-from slipstream.model.description import huggingface_config, read_spec
 from slipstream.model.save import stored_tensors, write_config, write_tensors
 from slipstream.model.weights import dummy_parameters
+from slipstream.spec.description import huggingface_config, read_spec
 
 
 def make_checkpoint(config: Path, folder: Path, num_layers: int | None, device: torch.device) -> None:

@@ -31,7 +31,7 @@ from slipstream.kernels.triton.moe_permute import entries_of_a_tile, group
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES
 

@@ -32,8 +32,8 @@ from typing import Any
 from common import median, parser, save
 
 from slipstream.config import DTYPE_BYTES
-from slipstream.model.description import read_spec
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES, Scheme
 

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.tuning import microseconds
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES
 

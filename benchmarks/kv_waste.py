@@ -20,7 +20,7 @@ from slipstream.bench.metrics import distribution, summarize
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import from_lengths, recorded, sharegpt
 from slipstream.config import EngineArgs
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 
 MODEL = Path(__file__).parent / "configs" / "tiny"
 

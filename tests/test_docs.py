@@ -115,7 +115,7 @@ def test_definitions_are_the_codes():
 
 
 def test_families_are_all_listed():
-    from slipstream.model.families import FAMILIES
+    from slipstream.spec.families import FAMILIES
 
     text = (ROOT / "docs" / "models.md").read_text("utf-8")
     for name in FAMILIES:

@@ -21,27 +21,24 @@ FILES = {
 }
 
 BASE = ("errors", "types", "config")
-DESCRIPTION = (
-    *("spec", "model.quantization_config", "model.description", "model.families", "model.native_formats", "model.pooling"),
-)
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
     "spec": ("errors",),
     "types": ("errors",),
     "config": ("errors", "spec"),
     "hub": ("errors",),
-    "plan": (*BASE, "spec", "model.native_formats"),
+    "plan": (*BASE, "spec"),
     "core": (*BASE, "spec"),
     "kernels": ("errors", "spec"),
     "model": ("errors", "spec", "kernels"),
     "worker": (*BASE, "spec", "plan", "kernels", "model"),
-    "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.autotune_table", *DESCRIPTION, "model.gguf"),
+    "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.autotune_table", "spec"),
     "server": (*BASE, "plan", "engine", "compress.context"),
     "bench": (*BASE, "plan", "engine"),
     "evals": (*BASE, "hub", "spec", "plan", "kernels", "model", "worker", "engine"),
     "compress": (*BASE, "hub", "spec", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
-        *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", *DESCRIPTION),
+        *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", "spec"),
         *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
         *("kernels.ops", "kernels.autotune_table", "kernels.triton.tuning", "kernels.build"),
     ),
@@ -62,7 +59,7 @@ HEAVY = {  # third-party package: the parts that may import it
 }
 TORCH_FREE = (
     *("types", "errors", "config", "hub", "plan", "core", "kernels.autotune_table", "kernels.build", "evals.text"),
-    *("compress.context", "compress.steps", *DESCRIPTION),
+    *("compress.context", "compress.steps", "spec"),
 )
 
 

@@ -19,7 +19,7 @@ from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
 
 if TYPE_CHECKING:
-    from slipstream.model.description import ModelDescription
+    from slipstream.spec.description import ModelDescription
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]

@@ -14,7 +14,7 @@ from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, load
 from slipstream.compress.quantize.learned import Offsets, learn
 from slipstream.compress.quantize.rounding import gptq, nearest, solved
 from slipstream.compress.recipe import parse
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS

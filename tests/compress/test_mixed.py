@@ -12,7 +12,7 @@ from slipstream.compress.quantize.mixed import Choice, solve
 from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
 

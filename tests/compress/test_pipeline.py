@@ -12,7 +12,7 @@ from slipstream.cli.main import main
 from slipstream.compress.pipeline import reshape, rest, shape_after
 from slipstream.compress.recipe import parse, read_recipe
 from slipstream.errors import ConfigError
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.model.harness import load, run
 

@@ -13,8 +13,8 @@ from slipstream.compress.prune import importances, measure, next_token_loss, pru
 from slipstream.compress.steps import PruneSettings
 from slipstream.compress.structure import Kept, Units, axes, cut_parameters, num_units, pieces
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.model.description import read_spec
 from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters as shapes
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS

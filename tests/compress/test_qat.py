@@ -12,8 +12,8 @@ from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import QAT, parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
-from slipstream.model.description import read_spec
 from slipstream.model.weights import load_parameters
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS

@@ -16,8 +16,8 @@ from slipstream.compress.planning import plan
 from slipstream.compress.recipe import PRESETS, parse, preset
 from slipstream.compress.run import compress
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.model.description import read_spec
-from slipstream.model.quantization_config import COLUMNS_NAME
+from slipstream.spec.description import read_spec
+from slipstream.spec.quantization_config import COLUMNS_NAME
 from tests import tiny_models
 from tests.model.harness import load, run
 

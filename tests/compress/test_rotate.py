@@ -15,8 +15,8 @@ from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.decoder import Decoder
-from slipstream.model.description import read_spec
 from slipstream.model.weights import load_parameters
+from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.compress.test_quantize import WINDOWS
 from tests.model.harness import load, run

@@ -9,7 +9,7 @@ from slipstream.compress.calibrate import ObservingOps, Stream, load_layer
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.quantize.scaling import folds, scale_inputs, search_scale
 from slipstream.compress.recipe import Quantize
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 

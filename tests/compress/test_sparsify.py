@@ -14,8 +14,8 @@ from slipstream.compress.run import compress
 from slipstream.compress.sparsify import keep, layer_ratios, outlier_share, sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
-from slipstream.model.description import read_spec
 from slipstream.model.weights import load_parameters
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
 from tests.model.harness import load, run

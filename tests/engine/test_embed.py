@@ -18,7 +18,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.engine import pooled
 from slipstream.engine.processor import whole_numbers
 from slipstream.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, UnsupportedModelError
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from tests import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)

@@ -13,8 +13,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
-from slipstream.model.description import read_spec
 from slipstream.plan.memory import kv_budget
+from slipstream.spec.description import read_spec
 from slipstream.worker import model_runner
 from tests import tiny_models
 

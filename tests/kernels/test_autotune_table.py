@@ -29,7 +29,7 @@ from slipstream.kernels.autotune_table import (
     write_tiles,
 )
 from slipstream.kernels.triton.tuning import SEARCH, Trial, search, tune
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from tests.plan.specs import CONFIGS
 
 DEVICE = "NVIDIA H200"

@@ -14,9 +14,9 @@ from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.quantize import E2M1, dequantize, round_linear
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.weights import GroupedLinear, Linear
-from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, load, run

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.model import families
-from slipstream.model.families.base import Family
+from slipstream.spec import families
+from slipstream.spec.families.base import Family
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelErro
 from slipstream.kernels.ops import select_ops
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.weights import BlockScaledLinear, Linear
-from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import held_bytes, weights_bytes
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run

@@ -13,8 +13,8 @@ import torch
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.model.description import read_spec
 from slipstream.model.encoder import normalized, pool
+from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.model.harness import load, states, written

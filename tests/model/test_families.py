@@ -13,7 +13,7 @@ import torch
 
 from slipstream.config import DTYPE_BYTES
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.parameters import parameters
 from tests import tiny_models

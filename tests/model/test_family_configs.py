@@ -16,9 +16,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.ops import select_ops
-from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import block_bytes, weights_bytes
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import (
     AlibiSpec,
     LongRopeScaling,

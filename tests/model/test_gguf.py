@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import CheckpointError
-from slipstream.model.gguf import TYPES, GGUFFile
-from slipstream.model.gguf_quants import dequantize
+from slipstream.model.gguf_quants import dequantize, dequantize_tensor
+from slipstream.spec.gguf import TYPES, GGUFFile
 
 QUANTS = {t.name: number for number, t in TYPES.items()}
 
@@ -115,15 +115,15 @@ def test_tensors(written: Path) -> None:
             int(theirs.n_bytes),
         )
         expected = gguf.quants.dequantize(theirs.data, theirs.tensor_type).reshape(ours.shape)
-        np.testing.assert_array_equal(file.dequantize(theirs.name, torch.float32).numpy(), expected)
+        np.testing.assert_array_equal(dequantize_tensor(file, theirs.name, torch.float32).numpy(), expected)
         assert file.raw(theirs.name).tobytes() == theirs.data.tobytes()
         assert file.raw(theirs.name).shape == (ours.numel // ours.quant.block_size, ours.quant.block_bytes)
 
 
 def test_a_dequantised_tensor_is_a_copy(written: Path) -> None:
     file = GGUFFile(written)
-    file.dequantize("plain", torch.float32).zero_()
-    assert file.dequantize("plain", torch.float32).sum() == 15
+    dequantize_tensor(file, "plain", torch.float32).zero_()
+    assert dequantize_tensor(file, "plain", torch.float32).sum() == 15
 
 
 def resident_kib(path: Path) -> int:
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="can't be read"):
         GGUFFile(tmp_path / "none.gguf")
     with pytest.raises(CheckpointError, match="no tensor 'nope'"):
-        GGUFFile(written).dequantize("nope", torch.float32)
+        dequantize_tensor(GGUFFile(written), "nope", torch.float32)
     fails(b"", "the file is empty")
     fails(b"PK\x03\x04" + good[4:], "not a GGUF file")
     fails(good[:4] + struct.pack("<I", 1) + good[8:], "version 1")
@@ -194,7 +194,7 @@ def test_alignment(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert GGUFFile(tmp_path / "x.gguf").dequantize("b", torch.float32).tolist() == [0, 1, 2, 3, 4]
+    assert dequantize_tensor(GGUFFile(tmp_path / "x.gguf"), "b", torch.float32).tolist() == [0, 1, 2, 3, 4]
     good = (tmp_path / "x.gguf").read_bytes()
     at = good.index(b"general.alignment") + len("general.alignment") + 4
     for alignment in (0, 4, 12):
@@ -220,7 +220,7 @@ def test_any_damage_is_noticed_or_harmless(data: st.DataObject, written: Path, t
     except CheckpointError:
         return
     for name, tensor in file.tensors.items():
-        assert file.dequantize(name, torch.float32).shape == tensor.shape
+        assert dequantize_tensor(file, name, torch.float32).shape == tensor.shape
 
 
 def test_an_empty_file_is_named_so(tmp_path: Path) -> None:

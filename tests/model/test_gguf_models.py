@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels import native
-from slipstream.model.description import read_spec
-from slipstream.model.families import find_gguf_family
-from slipstream.model.gguf import GGUFFile
 from slipstream.model.positions import rope_table
+from slipstream.spec.description import read_spec
+from slipstream.spec.families import find_gguf_family
+from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.model import Llama3Scaling, RopeSpec
 from slipstream.spec.parameters import parameters
 from tests import tiny_models

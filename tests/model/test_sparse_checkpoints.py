@@ -14,8 +14,8 @@ from slipstream import LLM
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.model.bitmasks import made_dense
-from slipstream.model.description import read_spec
 from slipstream.model.loader import load_model
+from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run

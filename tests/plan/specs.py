@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"

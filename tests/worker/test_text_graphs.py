@@ -11,7 +11,7 @@ import torch
 
 from slipstream import LLM
 from slipstream.config import DeviceInfo, EngineArgs, resolve
-from slipstream.model.description import read_spec
+from slipstream.spec.description import read_spec
 from slipstream.types import TextsPlan
 from slipstream.worker.input_batch import text_batch
 from slipstream.worker.model_runner import GRAPH_BYTES

@@ -383,7 +383,7 @@ def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> 
 
 def vocab_size(settings: EngineArgs) -> int:
     from slipstream.hub import resolve_model
-    from slipstream.model.description import read_spec
+    from slipstream.spec.description import read_spec
 
     return read_spec(resolve_model(settings.model, download_dir=settings.download_dir)).spec.vocab_size
 

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.adapters.transformers import load_folder
     from slipstream.hub import resolve_model
     from slipstream.model.check import check
-    from slipstream.model.description import read_spec
+    from slipstream.spec.description import read_spec
     from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
     path = resolve_model(args.model, download_dir=args.download_dir)

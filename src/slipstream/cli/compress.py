@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
     from slipstream.evals.text import TextSettings
-    from slipstream.model.description import ModelDescription
+    from slipstream.spec.description import ModelDescription
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,7 +71,7 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.recipe import more_bits, read_recipe
     from slipstream.compress.run import compress, place
     from slipstream.hub import resolve_model
-    from slipstream.model.description import read_spec
+    from slipstream.spec.description import read_spec
 
     recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
     if args.max_kl is not None and args.no_report:

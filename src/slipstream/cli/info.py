@@ -29,9 +29,9 @@ from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
-    from slipstream.model.description import ModelDescription
-    from slipstream.model.quantization_config import StoredQuantization
+    from slipstream.spec.description import ModelDescription
     from slipstream.spec.model import LayerSpec
+    from slipstream.spec.quantization_config import StoredQuantization
 
 
 def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.pull import files_bytes
     from slipstream.compress.recipe import recipe_of
     from slipstream.hub import resolve_model
-    from slipstream.model.description import read_spec
+    from slipstream.spec.description import read_spec
 
     settings = engine_args(args)
     path = resolve_model(settings.model, download_dir=settings.download_dir)

@@ -20,7 +20,7 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.hub import MODELS, resolve_model
-    from slipstream.model.description import read_spec
+    from slipstream.spec.description import read_spec
 
     packaged = MODELS.get(args.model)
     begin = time.perf_counter()

@@ -21,9 +21,9 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
-from slipstream.model.description import ModelDescription
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.model.weights import load_parameters
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import FORMAT_MAX, InputFormat
 
 SAMPLE_ROWS = 1024

@@ -23,13 +23,13 @@ from slipstream.compress.quantize.rounding import Grid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.compressed import expanded
-from slipstream.model.description import ModelDescription, huggingface_config
-from slipstream.model.native_formats import is_product
 from slipstream.model.packing import pack_words, unpack_words
-from slipstream.model.quantization_config import StoredFormats
 from slipstream.model.save import copy_surroundings, new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import place, transform
+from slipstream.spec.description import ModelDescription, huggingface_config
+from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Transpose, parameters
+from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
 FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}

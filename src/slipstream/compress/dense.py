@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.model.description import ModelDescription, huggingface_config, read_spec
-from slipstream.model.families.base import Family
 from slipstream.model.save import (
     check_writable,
     copy_surroundings,
@@ -21,6 +19,8 @@ from slipstream.model.save import (
     write_tensors,
 )
 from slipstream.model.weights import dummy_parameters, load_parameters
+from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
+from slipstream.spec.families.base import Family
 from slipstream.spec.model import ModelSpec
 
 

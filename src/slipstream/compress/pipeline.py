@@ -26,9 +26,9 @@ from slipstream.compress.teacher import Example, cache_logits, teacher_examples,
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings, calibration_windows, read_documents, read_windows
-from slipstream.model.description import ModelDescription, huggingface_config, read_spec
 from slipstream.model.save import check_writable, new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
 from slipstream.spec.model import ModelSpec
 
 Say = Callable[[str], None]

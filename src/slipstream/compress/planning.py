@@ -17,8 +17,8 @@ from slipstream.compress.recipe import QAT, Calibrate, KVCache, Quantize, Recipe
 from slipstream.compress.sparsify import check_inner
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
-from slipstream.model.description import ModelDescription
 from slipstream.model.save import check_writable
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LayerSpec, ParallelBlock
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import WeightFormat

@@ -41,8 +41,8 @@ from slipstream.compress.structure import (
 )
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import WatchedOps
-from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.model import ModelSpec
 
 NEEDS_GRADIENTS = ("taylor", "wactigrad")

@@ -39,10 +39,10 @@ from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, R
 from slipstream.compress.sparsify import layer_ratios, outlier_share, sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
-from slipstream.model.description import ModelDescription
-from slipstream.model.quantization_config import COLUMNS_NAME, StoredFormats
 from slipstream.model.weights import load_parameters
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import MoESpec
+from slipstream.spec.quantization_config import COLUMNS_NAME, StoredFormats
 from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 Progress = Callable[[int, int], None]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.model.families.base import ConfigReader, Family
 from slipstream.model.sequences import attention_of
+from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.model import (
     AlibiSpec,
     AttentionSpec,

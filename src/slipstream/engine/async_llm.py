@@ -58,8 +58,8 @@ from slipstream.engine.processor import (
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
 from slipstream.hub import resolve_model
-from slipstream.model.description import ModelDescription, read_spec
 from slipstream.plan.memory import MemoryLedger
+from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.types import CanaryResult, EngineOutput, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from slipstream.engine.sentencepiece import Kind
 from slipstream.engine.tiktoken import CL100K, CONTRACTIONS, WORDS_END
 from slipstream.engine.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.model.gguf import GGUFFile
+from slipstream.spec.gguf import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)

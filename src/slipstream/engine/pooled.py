@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from slipstream.engine.processor import PreparedTexts
 from slipstream.errors import EngineError, RequestError
-from slipstream.model.description import ModelDescription
+from slipstream.spec.description import ModelDescription
 from slipstream.types import EmbeddingOutput, EngineOutput, FinishReason, Prompt, RerankResult, Vectors
 
 

@@ -25,9 +25,9 @@ from slipstream.engine.gguf_tokenizer import from_gguf
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
-from slipstream.model.description import ModelDescription
-from slipstream.model.pooling import PoolingSpec
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
+from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import (
     CanaryResult,
     EngineRequest,

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from slipstream.engine.chat_template import render
 from slipstream.engine.tiktoken import spelling
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
-from slipstream.model.description import read_json
+from slipstream.spec.description import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Tokenizer:
             path = next(iter(sorted(path.glob("*.gguf"))), path)
         if path.is_file():
             from slipstream.engine.gguf_tokenizer import from_gguf
-            from slipstream.model.gguf import GGUFFile
+            from slipstream.spec.gguf import GGUFFile
 
             return from_gguf(GGUFFile(path))
         return _from_folder(path)

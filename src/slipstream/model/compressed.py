@@ -29,10 +29,10 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
 from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear, SplitLinear
-from slipstream.model.native_formats import PRODUCTS, held_group
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
-from slipstream.model.quantization_config import Method, StoredFormats
+from slipstream.spec.native_formats import PRODUCTS, held_group
 from slipstream.spec.parameters import Placement, Shape
+from slipstream.spec.quantization_config import Method, StoredFormats
 from slipstream.spec.scheme import FORMATS, SCHEMES, WeightFormat
 
 SCALES = ("weight_scale", "weight_scale_inv")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.gguf import GGUFFile
-from slipstream.model.native_formats import is_product, rounds
+from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.native_formats import is_product, rounds
 from slipstream.spec.parameters import Placement, Shape, Unpermute
 from slipstream.spec.scheme import Scheme
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.quantize import E2M1
+from slipstream.spec.gguf import GGUFFile
 
 _CHUNK_VALUES = 1 << 20
 """Values dequantised at a time: bounds the float32 temporaries to a few MB, whatever the tensor's size."""
@@ -28,6 +29,13 @@ def dequantize(blocks: npt.NDArray[np.uint8], kind: str, dtype: torch.dtype) -> 
         chunk = torch.from_numpy(blocks[begin : begin + step].copy())  # torch takes no read-only memory
         result[begin : begin + step].copy_(decode(chunk))
     return result.flatten()
+
+
+def dequantize_tensor(file: GGUFFile, name: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of the file in `dtype`: a fresh CPU tensor of its shape. Temporaries stay within a few MB."""
+    blocks = file.raw(name)
+    tensor = file.tensors[name]
+    return dequantize(blocks, tensor.type, dtype).view(tensor.shape)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

@@ -15,15 +15,15 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import RoundedWeights, scheme_formats
 from slipstream.model.decoder import Decoder
-from slipstream.model.description import ModelDescription, read_spec
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.mxfp4 import Mxfp4Weights
-from slipstream.model.native_formats import rounds
 from slipstream.model.packed_cache import KeptFile, KeptWeights
-from slipstream.model.quantization_config import StoredQuantization
 from slipstream.model.weights import HeldWeights, dummy_parameters, load_parameters
+from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.model import AttentionSpec, ModelSpec
+from slipstream.spec.native_formats import rounds
 from slipstream.spec.parameters import parameters
+from slipstream.spec.quantization_config import StoredQuantization
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightForm
 
 LEFT_ALONE = "leave the weights as they are"

@@ -24,9 +24,9 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.compressed import PASSED_OVER
-from slipstream.model.description import ModelDescription
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.weights import safetensors_files
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement
 from slipstream.spec.scheme import Scheme
 

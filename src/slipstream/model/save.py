@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import Family
 from slipstream.model.weights import place
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import Placement, Transpose, Ungroup, Untwine
 

@@ -20,9 +20,9 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import expanded
-from slipstream.model.description import ModelDescription
-from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
-from slipstream.model.native_formats import is_expandable
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
+from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
     MinusOne,
     Placement,
@@ -237,7 +237,7 @@ def _gguf_tensors(description: ModelDescription, dtype: torch.dtype) -> tuple[It
         return torch.float32 if name in names and isinstance(names[name].transform, MinusOne) else dtype
 
     stored = (
-        (name, tuple(tensor.shape), lambda n=name: file.dequantize(n, kind(n)))
+        (name, tuple(tensor.shape), lambda n=name: dequantize_tensor(file, n, kind(n)))
         for name, tensor in file.tensors.items()
     )
     return stored, names

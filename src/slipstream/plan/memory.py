@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.model.native_formats import held_group
 from slipstream.spec.model import ModelSpec, MoESpec
+from slipstream.spec.native_formats import held_group
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
 

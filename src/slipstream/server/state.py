@@ -16,9 +16,9 @@ from slipstream.errors import ConfigError
 from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
 
 if TYPE_CHECKING:
-    from slipstream.model.description import ModelDescription
     from slipstream.server.limits import Exchange
     from slipstream.server.metrics import Metrics
+    from slipstream.spec.description import ModelDescription
 
 
 class Tokenizer(Protocol):

@@ -29,9 +29,9 @@ from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
 from slipstream.kernels.native import Running
 from slipstream.kernels.ops import select_ops
-from slipstream.model.description import ModelDescription
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs

@@ -19,7 +19,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import normalized, pool
-from slipstream.model.pooling import PoolingSpec
+from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan
 from slipstream.worker.graphs import Captured, Graphs
 from slipstream.worker.input_batch import IntArray

@@ -25,7 +25,7 @@ from slipstream.compress.quantize.rounding import gptq, nearest
 from slipstream.compress.recipe import Budget, Quantize
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import Decoder
-from slipstream.model.description import ModelDescription
+from slipstream.spec.description import ModelDescription
 
 KEPT_PARAMETERS = 10**9
 """The most parameters of a model that is kept in memory while bits are chosen."""

@@ -23,8 +23,8 @@ from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
 from slipstream.compress.recipe import QAT
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import PositionTables, build_layer
-from slipstream.model.description import ModelDescription
 from slipstream.model.sequences import SequenceBatch, run_layer
+from slipstream.spec.description import ModelDescription
 
 CLIPPED = 1.0
 """The norm that a step's gradient is cut to."""

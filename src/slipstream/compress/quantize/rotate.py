@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.model.description import ModelDescription
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
 READERS = {

@@ -4,8 +4,9 @@ A copy of the weight without its zeros (9/16 of the bytes in 16 bits, 10/16 in 8
 faster from some number of tokens on; below it the dense kernels are, which read a weight once for few tokens. The number comes
 from the tile table (`kernels.autotune_table`, op "halves"; `slipstream tune` measures it) or from `FROM_TOKENS`. Nothing is
 measured at load, so that one configuration gives the same sums in every run. Weights with other zeros, shapes that the
-library does not take and machines without it are left as they are. Of 8-bit products the result is rounded to the model's type before the tokens' scales
-are applied.
+library does not take and machines without it are left as they are.
+
+The result of an 8-bit product is rounded to the model's type before the tokens' scales are applied.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.bert import GGUF_BERT, UNREAD, bert_classifier
-from slipstream.model.families.builders import attention, gated, heads, layer_norm, model, rope
-from slipstream.model.families.builders import called as one_of
-from slipstream.model.families.metadata import encoder_gguf_config
-from slipstream.model.families.names import Theirs, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.bert import GGUF_BERT, UNREAD, bert_classifier
+from slipstream.spec.families.builders import attention, gated, heads, layer_norm, model, rope
+from slipstream.spec.families.builders import called as one_of
+from slipstream.spec.families.metadata import encoder_gguf_config
+from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import (
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import (
     activation,
     attention,
     before,
@@ -18,8 +18,8 @@ from slipstream.model.families.builders import (
     rms,
     rope,
 )
-from slipstream.model.families.metadata import factors_gguf_config, layer_norm_gguf_config, llama_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.spec.families.metadata import factors_gguf_config, layer_norm_gguf_config, llama_gguf_config
+from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock
 
 

@@ -7,10 +7,10 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.model.families.builders import before, gated, model, rms, rope
-from slipstream.model.families.metadata import yarn_gguf_config
-from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.spec.families.builders import before, gated, model, rms, rope
+from slipstream.spec.families.metadata import yarn_gguf_config
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
     LatentAttentionSpec,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import (
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import (
     QKVLayout,
     attention,
     before,
@@ -19,8 +19,8 @@ from slipstream.model.families.builders import (
     rms,
     rope,
 )
-from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 TANH = "gelu_pytorch_tanh"

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.model.families import find_family, find_gguf_family
-from slipstream.model.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
-from slipstream.model.gguf import GGUFFile
-from slipstream.model.native_formats import held_formats, rounds
-from slipstream.model.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
-from slipstream.model.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
+from slipstream.spec.families import find_family, find_gguf_family
+from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
+from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.model import ModelSpec
+from slipstream.spec.native_formats import held_formats, rounds
 from slipstream.spec.parameters import Shape, parameters
+from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
+from slipstream.spec.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import activation, attention, before, heads, layer_norm, model, plain, rope
-from slipstream.model.families.metadata import layer_norm_gguf_config
-from slipstream.model.families.names import gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, model, plain, rope
+from slipstream.spec.families.metadata import layer_norm_gguf_config
+from slipstream.spec.families.names import gguf_table, table
 from slipstream.spec.model import BlockSpec, LayerSpec, ModelSpec, ParallelBlock
 
 

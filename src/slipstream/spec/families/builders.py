@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from slipstream.model.families.base import ConfigReader
+from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,

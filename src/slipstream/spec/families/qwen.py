@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import (
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import (
     attention,
     before,
     called,
@@ -18,9 +18,9 @@ from slipstream.model.families.builders import (
     rms,
     rope,
 )
-from slipstream.model.families.llama import names
-from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.names import gguf_table
+from slipstream.spec.families.llama import names
+from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.names import gguf_table
 from slipstream.spec.model import LayerSpec, ModelSpec, MoESpec, QKNormSpec, SharedExpertSpec
 
 

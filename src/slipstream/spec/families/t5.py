@@ -7,9 +7,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.model.families.builders import ACTIVATIONS, QKVLayout, attention, rms
-from slipstream.model.families.names import Theirs, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.spec.families.builders import ACTIVATIONS, QKVLayout, attention, rms
+from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,

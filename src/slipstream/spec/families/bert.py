@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import activation, attention, heads, layer_norm, model, num_labels, plain
-from slipstream.model.families.metadata import encoder_gguf_config
-from slipstream.model.families.names import Theirs, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import activation, attention, heads, layer_norm, model, num_labels, plain
+from slipstream.spec.families.metadata import encoder_gguf_config
+from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
     Activation,
     BucketSpec,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slipstream.model.quantization_config import StoredFormats
 from slipstream.spec.parameters import Placement, Shape
+from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import BLOCK, Scheme, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")

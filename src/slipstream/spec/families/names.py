@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
-from slipstream.model.families.base import Names
+from slipstream.spec.families.base import Names
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
     MinusOne,

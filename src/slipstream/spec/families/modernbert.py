@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.bert import UNREAD
-from slipstream.model.families.builders import (
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.bert import UNREAD
+from slipstream.spec.families.builders import (
     activation,
     attention,
     before,
@@ -21,8 +21,8 @@ from slipstream.model.families.builders import (
     rms,
     rope,
 )
-from slipstream.model.families.metadata import encoder_gguf_config, llama_gguf_config
-from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.families.metadata import encoder_gguf_config, llama_gguf_config
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import ClassifierSpec, LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import attention, before, gated, heads, model, rms, rope
-from slipstream.model.families.llama import UNPERMUTED, names
-from slipstream.model.families.metadata import llama_gguf_config
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import attention, before, gated, heads, model, rms, rope
+from slipstream.spec.families.llama import UNPERMUTED, names
+from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.model import LayerSpec, ModelSpec
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.model.families import (
+from slipstream.spec.families import (
     bert,
     bloom,
     cohere,
@@ -31,7 +31,7 @@ from slipstream.model.families import (
     starcoder,
     t5,
 )
-from slipstream.model.families.base import Family
+from slipstream.spec.families.base import Family
 
 MODULES = (
     *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite),

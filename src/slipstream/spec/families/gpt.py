@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import QKVLayout, activation, attention, before, heads, layer_norm, model, plain
-from slipstream.model.families.metadata import gguf_config
-from slipstream.model.families.names import Theirs, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import QKVLayout, activation, attention, before, heads, layer_norm, model, plain
+from slipstream.spec.families.metadata import gguf_config
+from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
     DenseSpec,
     LayerSpec,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from slipstream.errors import CheckpointError
-from slipstream.model.families.base import ConfigReader
+from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.scheme import BLOCK, SCHEMES, RowFormat, WeightFormat
 from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
 

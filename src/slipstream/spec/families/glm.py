@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import QKVLayout, attention, before, gated, heads, model, rms, rope
-from slipstream.model.families.deepseek import SHARED, corrected_mixture
-from slipstream.model.families.metadata import llama_gguf_config
-from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import QKVLayout, attention, before, gated, heads, model, rms, rope
+from slipstream.spec.families.deepseek import SHARED, corrected_mixture
+from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import attention, before, gated, heads, kinds_of_layers, model, rms, rope
-from slipstream.model.families.metadata import factors_gguf_config, llama_gguf_config
-from slipstream.model.families.names import LLAMA, Theirs, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import attention, before, gated, heads, kinds_of_layers, model, rms, rope
+from slipstream.spec.families.metadata import factors_gguf_config, llama_gguf_config
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 

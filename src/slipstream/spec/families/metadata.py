@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader
+from slipstream.spec.families.base import ConfigReader
 
 
 def gguf_config(

@@ -14,15 +14,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 RawBytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -126,13 +123,6 @@ class GGUFFile:
         file."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.madvise(mmap.MADV_DONTNEED)
-
-    def dequantize(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor's values in `dtype`, a fresh CPU tensor of its shape. Temporaries stay within a few MB."""
-        from slipstream.model.gguf_quants import dequantize
-
-        tensor = self._find(name)
-        return dequantize(self.raw(name), tensor.type, dtype).view(tensor.shape)
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self.tensors:

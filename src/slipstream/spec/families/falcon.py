@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.model.families.builders import (
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.spec.families.builders import (
     activation,
     attention,
     before,
@@ -17,8 +17,8 @@ from slipstream.model.families.builders import (
     plain,
     rope,
 )
-from slipstream.model.families.metadata import layer_norm_gguf_config
-from slipstream.model.families.names import Change, gguf_table, table
+from slipstream.spec.families.metadata import layer_norm_gguf_config
+from slipstream.spec.families.names import Change, gguf_table, table
 from slipstream.spec.model import AlibiSpec, BlockSpec, LayerSpec, ModelSpec, NormSpec, ParallelBlock
 
 

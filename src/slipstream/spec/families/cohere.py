@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.model.families.builders import attention, gated, heads, kinds_of_layers, layer_norm, model, rope
-from slipstream.model.families.metadata import layer_norm_gguf_config
-from slipstream.model.families.names import LLAMA, gguf_table, table
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
+from slipstream.spec.families.builders import attention, gated, heads, kinds_of_layers, layer_norm, model, rope
+from slipstream.spec.families.metadata import layer_norm_gguf_config
+from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock, QKNormSpec
 
 PATTERN = 4

@@ -3,9 +3,9 @@ than its layers."""
 
 from __future__ import annotations
 
-from slipstream.model.families.base import ConfigReader, Family
-from slipstream.model.families.builders import activation, attention, before, heads, layer_norm, model, plain
-from slipstream.model.families.names import Theirs, table
+from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, model, plain
+from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.model import BlockSpec, LayerSpec, LearnedPositionSpec, ModelSpec, PostNormBlock
 
 
