@@ -20,6 +20,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.bitmasks import Stored, made_dense
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.compressed import expanded
+from slipstream.model.gguf_quants import dequantize_tensor
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.native_formats import is_expandable
