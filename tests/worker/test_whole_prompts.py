@@ -72,5 +72,5 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
     tiny_models.build(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         steps = [(64, False), (64, True)]
-        assert asked == [step for step in steps for _ in range(llm.core.runner.model.spec.num_layers)]
-        assert max(num_tokens for num_tokens, _ in llm.core.runner._warm_up_steps()) == 64  # no more than was measured
+        assert asked == [step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)]
+        assert max(num_tokens for num_tokens, _ in llm.core.executor.runner._warm_up_steps()) == 64  # no more than was measured

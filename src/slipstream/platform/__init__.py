@@ -27,6 +27,13 @@ def platform_of(device: torch.device) -> Platform:
     return CudaPlatform(device) if device.type == "cuda" else CpuPlatform(device)
 
 
+def gpu_platform(ordinal: int) -> CudaPlatform:
+    """That of one of the GPUs that torch sees."""
+    platform = platform_of(torch.device("cuda", ordinal))
+    assert isinstance(platform, CudaPlatform)
+    return platform
+
+
 def has_gpu() -> bool:
     """Whether torch sees a GPU."""
     return torch.cuda.is_available()

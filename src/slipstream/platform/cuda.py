@@ -27,6 +27,10 @@ class CudaPlatform(Platform):
     def properties(self) -> Any:
         return torch.cuda.get_device_properties(self.device)
 
+    @property
+    def name(self) -> str:
+        return str(self.properties.name)
+
     @cached_property
     def capability(self) -> tuple[int, int]:
         return self.properties.major, self.properties.minor
