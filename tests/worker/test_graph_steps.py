@@ -94,9 +94,11 @@ def test_what_has_no_short_step(tmp_path):
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     _, graphs = answers(str(tmp_path), True, sampling, (40,), max_num_batched_tokens=16)
     assert "short" not in {kind for kind, _ in graphs.used}  # the smallest has 32 tokens
-    long = InputBatch(graphs.kv, StepPlan(1, (ScheduledSequence("a", 5000, 1, True), ScheduledSequence("b", 0, 9, True))), None)
-    assert "long context" in graphs.covers(long)
     assert graphs.covers(InputBatch.of(torch.zeros(1), graphs.kv, None)) == NO_PLAN
+    _, graphs = answers(str(tmp_path), True, sampling)
+    scheduled = ScheduledSequence("a", 5000, 1, True), ScheduledSequence("b", 0, 9, True)
+    assert "long context" in graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled), None))
+    assert graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled[1:]), None)) is None
     assert short_ladder(512)[-1] == 512
     assert short_ladder(31) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker import model_runner
+from slipstream.worker import forward, model_runner
 from tests import tiny_models
 
 SETTINGS = dict(
@@ -36,8 +36,8 @@ def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
         seen.append((meta.query_start_loc.diff().tolist(), contexts.tolist(), meta.from_start))
         return batch
 
-    gather = model_runner.gather
-    monkeypatch.setattr(model_runner, "gather", watched)
+    gather = forward.gather
+    monkeypatch.setattr(forward, "gather", watched)
     with LLM(str(tmp_path), **SETTINGS) as llm:
 
         def run(*prompts):
