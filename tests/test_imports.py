@@ -24,14 +24,15 @@ BASE = ("errors", "types", "config")
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "errors": (),
     "spec": ("errors",),
+    "platform": ("plan.hardware",),
     "types": ("errors",),
     "config": ("errors", "spec"),
     "hub": ("errors",),
     "plan": (*BASE, "spec"),
     "core": (*BASE, "spec"),
-    "kernels": ("errors", "spec"),
-    "model": ("errors", "spec", "kernels"),
-    "worker": (*BASE, "spec", "plan", "kernels", "model"),
+    "kernels": ("errors", "spec", "platform"),
+    "model": ("errors", "spec", "platform", "kernels"),
+    "worker": (*BASE, "hub", "spec", "plan", "platform", "kernels", "model"),
     "engine": (*BASE, "hub", "plan", "core", "worker", "kernels.autotune_table", "spec"),
     "server": (*BASE, "plan", "engine", "compress.context"),
     "bench": (*BASE, "plan", "engine"),
@@ -39,14 +40,14 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "compress": (*BASE, "hub", "spec", "plan", "kernels", "model", "worker", "engine", "bench", "evals"),
     "cli": (
         *(*BASE, "hub", "plan", "engine", "server", "bench", "evals", "compress", "spec"),
-        *("worker.device", "worker.cpu_choice", "worker.roofline", "model.check"),
+        *("worker.device", "worker.cpu_choice", "worker.roofline", "worker.executor", "model.check"),
         *("kernels.ops", "kernels.autotune_table", "kernels.triton.tuning", "kernels.build"),
     ),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it
     "torch": (
-        *("kernels", "model", "worker", "engine.engine_core", "evals", "compress"),
+        *("platform", "kernels", "model", "worker", "evals", "compress"),
         *("bench.adapters.transformers", "cli.doctor", "cli.compress"),
     ),
     "triton": ("kernels.triton", "kernels.ops", "cli.doctor"),

@@ -12,7 +12,10 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker.graphs import SHORT_SEQS, StepGraphs, graph_rows, short_inputs, short_ladder, short_sizes
+from slipstream.platform.cuda import CudaGraphs
+from slipstream.types import ScheduledSequence, StepPlan
+from slipstream.worker.forward import NO_PLAN, InputBatch
+from slipstream.worker.graphs import StepGraphs, short_inputs, short_ladder, short_sizes
 from slipstream.worker.input_batch import (
     RowTable,
     _gather_inputs_after_upload,
@@ -50,14 +53,21 @@ class Replayed(StepGraphs):
         return self._captured.setdefault((kind, size), captured)
 
 
+def replay(runner):
+    """Make the runner's steps such graphs."""
+    graphs = Replayed(runner.forwards, runner.kv, runner.rows, runner.config)
+    runner.forwards.add(graphs)
+    return graphs
+
+
 def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings):
     """Tokens and log-probabilities of prompts given twice, so that the second time a prefix is there; and the graphs."""
     given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in num_tokens]
     found = []
     with LLM(path, **SETTINGS | settings) as llm:
-        runner = llm.core.runner
+        runner = llm.core.executor.runner
         if replayed:
-            runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+            runner.graphs = replay(runner)
         for _ in range(2):
             for output in llm.generate(given, sampling):
                 one = output.outputs[0]
@@ -84,9 +94,11 @@ def test_what_has_no_short_step(tmp_path):
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     _, graphs = answers(str(tmp_path), True, sampling, (40,), max_num_batched_tokens=16)
     assert "short" not in {kind for kind, _ in graphs.used}  # the smallest has 32 tokens
-    prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
-    _, graphs = answers(str(tmp_path), True, prompt, (20,))
-    assert "short" not in {kind for kind, _ in graphs.used}  # hidden states of the whole prompt are wanted
+    assert graphs.covers(InputBatch.of(torch.zeros(1), graphs.kv, None)) == NO_PLAN
+    _, graphs = answers(str(tmp_path), True, sampling)
+    scheduled = ScheduledSequence("a", 5000, 1, True), ScheduledSequence("b", 0, 9, True)
+    assert "long context" in graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled), None))
+    assert graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled[1:]), None)) is None
     assert short_ladder(512)[-1] == 512
     assert short_ladder(31) == []
 
@@ -116,9 +128,9 @@ def test_whatever_the_rows_ask_for(tmp_path, settings):
     found = []
     for replayed in (False, True):
         with LLM(str(tmp_path), **SETTINGS | settings) as llm:
-            runner = llm.core.runner
+            runner = llm.core.executor.runner
             if replayed:
-                runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+                runner.graphs = replay(runner)
             texts = [[choice.token_ids for choice in output.outputs] for output in llm.generate(given, sampling)]
             found.append((texts, runner.expert_load()))
     assert found[0] == found[1]
@@ -126,23 +138,37 @@ def test_whatever_the_rows_ask_for(tmp_path, settings):
 
 
 def test_what_graphs_hold(tmp_path):
-    """Each graph's own logits are in the room that is kept for it, and short ones are only where there are some."""
+    """Each graph's own hidden states are in the room that is kept for it, and short ones are only where there are some."""
     tiny_models.build(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
-        runner = llm.core.runner
-        graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+        runner = llm.core.executor.runner
+        graphs = replay(runner)
         for size in graphs.sizes:
             graphs._decode_graph(size)
         for size in graphs.short_sizes:
             graphs._capture("short", size, short_inputs(runner.rows, (), size), graphs._short)
-        logits = [captured.output for captured in graphs._captured.values()]
-        assert sum(len(t) for t in logits) == graph_rows(graphs.sizes, graphs.short_sizes)
-        room = runner.graph_reserve_bytes(0) - len(logits) * GRAPH_BYTES
-        assert sum(t.numel() * t.element_size() for t in logits) < room
+        hidden = [captured.output for captured in graphs._captured.values()]
+        assert sum(len(t) for t in hidden) == sum(graphs.sizes) + sum(graphs.short_sizes)
+        room = runner.graph_reserve_bytes(0) - len(hidden) * GRAPH_BYTES
+        assert sum(t.numel() * t.element_size() for t in hidden) < room
         assert short_sizes(runner.config, encoded=True) == []
 
 
-def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
+def test_prompt_logprobs_of_a_short_step(tmp_path):
+    """The hidden states of the whole prompt come out of the graph."""
+    tiny_models.build(tmp_path, "llama")
+    prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    found = []
+    for replayed in (False, True):
+        with LLM(str(tmp_path), **SETTINGS) as llm:
+            graphs = replay(llm.core.executor.runner) if replayed else None
+            (output,) = llm.generate({"prompt_token_ids": list(range(5, 40))}, prompt)
+            found.append([p.chosen.logprob for p in output.prompt_logprobs[1:]])
+    assert "short" in {kind for kind, _ in graphs.used}
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_a_failed_capture_is_ended(monkeypatch):
     """Memory that runs out fails the step, and the steps behind it can run."""
     told = []
     graph = types.SimpleNamespace(
@@ -154,21 +180,16 @@ def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
-    def fails(inputs, size):
+    def fails(inputs):
         if told:
             raise torch.OutOfMemoryError
         return inputs
 
-    tiny_models.build(tmp_path, "llama")
-    with LLM(str(tmp_path), **SETTINGS) as llm:
-        runner = llm.core.runner
-        graphs = StepGraphs(runner.model.decoder, runner.kv, runner.rows, runner.config)
-        idle = short_inputs(runner.rows, (), 32)
-        with pytest.raises(torch.OutOfMemoryError):
-            graphs._capture("short", 32, idle, fails)
-        assert told == ["begin", "end"]
-        assert not graphs._captured
-        assert graphs._capture("short", 32, idle, graphs._short).output.shape[0] == SHORT_SEQS
+    recorder = CudaGraphs()
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.capture(lambda: fails(torch.zeros(1)))
+    assert told == ["begin", "end"]
+    assert recorder.capture(lambda: torch.ones(3))[1].tolist() == [1, 1, 1]
 
 
 def test_uploads_begin_where_kernels_expect_them():

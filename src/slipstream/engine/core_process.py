@@ -121,9 +121,9 @@ class CoreProcess:
 
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
             core = self._core
-            info = core.config.device.info
-            tiles = core.tiles.describe() if info.is_cuda else ""
-            self._send(Ready(info, core.ledger, core.phases, tiles, core.canary))
+            executor = core.executor
+            ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
+            self._send(ready)
             self._serve()
             return 0
         except Exception as error:

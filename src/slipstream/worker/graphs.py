@@ -1,13 +1,16 @@
 """CUDA graphs of steps: pure decodes over a ladder of batch sizes, and short steps with prompts over a ladder of tokens.
 
-A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens; replaying
-a graph launches one thing. A step runs in the smallest graph that holds it. In a decode graph the rows too many are the null
-row (seq_len 0, writes to the null block). In a short step's graph every sequence is a prompt to attention, a decode one of one
-token, and the tokens too many are one more sequence, of the null row. A graph covers everything from the rows' numbers to the
-logits; sampling follows eagerly, since it depends on what the rows ask for.
+A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens. Replaying
+a graph is one launch. A step runs in the smallest graph that holds it:
 
-All graphs share one memory pool, and a graph its inputs with its next replay, so logits and sampled rows hold only until then:
-on one stream that is after the tokens were sampled and written.
+1. In a decode graph the rows too many are the null row: seq_len 0, writes to the null block.
+2. In a short step's graph every sequence is a prompt to attention, a decode one of one token. The tokens too many are one more
+   sequence, of the null row.
+3. A graph covers everything from the rows' numbers to the hidden states. The head and the sampler follow eagerly, since what
+   they compute depends on what the rows ask for.
+
+All graphs share one memory pool, and a graph's inputs stay where they are, so hidden states and sampled rows hold only until
+the next replay. On one stream that is after the tokens were sampled and written.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.metadata import LayerKV
-from slipstream.model.decoder import Decoder
-from slipstream.types import ScheduledSequence, StepPlan
-from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out, upload
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.platform import Graph, platform_of
+from slipstream.spec.reason import Reason
+from slipstream.types import ScheduledSequence
+from slipstream.worker.forward import NO_PLAN, Forward, Forwards, InputBatch, Output
+from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out
 
 SHORT_SEQS = 64
 """Sequences that a short step's graph has room for, the padding's among them."""
@@ -51,56 +56,40 @@ def short_ladder(longest: int) -> list[int]:
     return [n for n in (32, 64, 128, 192, 256, 320, 384, 448, 512) if n <= longest]
 
 
-def graph_rows(decodes: list[int], short: list[int]) -> int:
-    """Rows of logits that graphs of these sizes hold in all: a graph's stay where they are, though none is read again."""
-    return sum(decodes) + SHORT_SEQS * len(short)
-
-
 @dataclass(frozen=True, slots=True)
 class Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     inputs: Tensor  # int32, as what was captured reads it
-    output: Tensor  # of the graph's own: `graph_rows` counts those that are logits [n, V]
+    output: Tensor  # the graph's own: every replay writes it
 
 
 class Graphs:
     """Steps that were captured, by kind and size."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.platform = platform_of(device)
+        self._recorder = self.platform.graphs() if device.type != "cpu" else None
         self._captured: dict[tuple[str, int], Captured] = {}
-        self._pool: Any = None  # of the first graph; the others share it
-        self._stream: torch.cuda.Stream | None = None
 
-    @torch.inference_mode()
     def _capture(
         self, kind: str, size: int, idle: npt.NDArray[np.int32], forward: Callable[[Tensor, int], Tensor]
     ) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
-        inputs = torch.from_numpy(idle).to(self.device)
-        graph, stream = torch.cuda.CUDAGraph(), self._stream or torch.cuda.Stream()
-        self._stream = stream
-        stream.wait_stream(torch.cuda.current_stream())
-        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
-        with torch.cuda.stream(stream):
-            forward(inputs, size)  # kernels compile and choose their tiles outside the capture
-            # Other threads of the process may use the GPU meanwhile.
-            more = {} if self._pool is None else {"pool": self._pool}
-            graph.capture_begin(**more, capture_error_mode="thread_local")
-            try:
-                output = forward(inputs, size)
-            finally:  # a stream left capturing would let no later step run
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._pool = self._pool or graph.pool()
+        assert self._recorder is not None
+        inputs = torch.from_numpy(idle).to(self.platform.device)
+        graph, output = self._recorder.capture(lambda: forward(inputs, size))
         captured = self._captured[kind, size] = Captured(graph, inputs, output)
         return captured
 
 
-class StepGraphs(Graphs):
-    def __init__(self, decoder: Decoder, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
+class StepGraphs(Graphs, Forward):
+    """`forwards` run what is captured, and `logits`."""
+
+    name = "graphs"
+
+    def __init__(self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
         super().__init__(rows.device)
-        self.decoder = decoder
+        self.forwards = forwards
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
@@ -116,19 +105,34 @@ class StepGraphs(Graphs):
             if size == self.sizes[-1] or size.bit_count() == 1:
                 self._decode_graph(size)
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, SampledRows] | None:
-        """Replay a graph if there is one for `plan`: its logits [n, V] and what to sample. Steps that sample nothing, and those
-        that want more than logits, have none."""
-        if plan.scheduled[-1].num_tokens > 1 or not all(s.samples for s in plan.scheduled):
-            return self._run_short(plan.scheduled)
-        return self._run_decodes(plan.scheduled)
+    def covers(self, batch: InputBatch) -> Reason | None:
+        if batch.plan is None:
+            return NO_PLAN
+        scheduled = batch.plan.scheduled
+        if scheduled[-1].num_tokens == 1:
+            return None if len(scheduled) <= self.sizes[-1] else Reason("more sequences than a graph holds")
+        if not self.short_sizes or batch.num_tokens > self.short_sizes[-1]:
+            return Reason("more tokens than a graph holds")
+        if len(scheduled) >= SHORT_SEQS:
+            return Reason("more sequences than a short step's graph holds")
+        if any(s.num_tokens == 1 and s.num_computed_tokens >= SHORT_CONTEXT for s in scheduled):
+            return Reason("a decode with a long context among prompts")
+        return None
+
+    def run(self, batch: InputBatch) -> Output:
+        assert batch.plan is not None
+        scheduled = batch.plan.scheduled
+        if scheduled[-1].num_tokens == 1:
+            return self._run_decodes(scheduled)
+        return self._run_short(scheduled, batch.num_tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.forwards.logits(hidden)
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
+    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> Output:
         num_seqs = len(scheduled)
-        if num_seqs > self.sizes[-1]:
-            return None
         size = next(n for n in self.sizes if n >= num_seqs)
         table = self.rows.rows
         host = self._idle_decodes(size)
@@ -136,14 +140,23 @@ class StepGraphs(Graphs):
         host[1, :num_seqs] = [s.num_computed_tokens for s in scheduled]
         host[2, :num_seqs] = host[1, :num_seqs] + 1
         captured = self._decode_graph(size)
-        captured.inputs.copy_(upload(host, self.rows.device), non_blocking=True)
+        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
-        return captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
+        which = [i for i, s in enumerate(scheduled) if s.samples]
+        if len(which) == num_seqs:
+            return Output(self, captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new))
+        index = self.platform.upload(np.array(which, np.int64))
+        sequences = tuple(scheduled[i] for i in which)
+        return Output(self, captured.output, SampledRows(sequences=sequences, rows=rows[index], positions=new[index]), index)
 
     def _decode_graph(self, size: int) -> Captured:
         known = self._captured.get(("decodes", size))
-        return known or self._capture("decodes", size, self._idle_decodes(size), self._decodes)
+        if known is not None:
+            return known
+        captured = self._capture("decodes", size, self._idle_decodes(size), self._decodes)
+        self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
+        return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
         """Rows, positions and lengths of nothing but padding. Each begins at a multiple of 16 bytes: Triton compiles a kernel
@@ -165,43 +178,31 @@ class StepGraphs(Graphs):
             max_query_len=1,
             max_seq_len=self.max_model_len,
         )
-        return self.decoder.logits(self.decoder.forward(token_ids, self.kv, meta))
+        return self.forwards.hidden(token_ids, self.kv, meta)
 
     # --- Short steps --------------------------------------------------------------------------------------------------
 
-    def _run_short(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
-        num_tokens = sum(s.num_tokens for s in scheduled)
-        if not self.short_sizes or num_tokens > self.short_sizes[-1] or not is_short(self.rows, scheduled):
-            return None
+    def _run_short(self, scheduled: tuple[ScheduledSequence, ...], num_tokens: int) -> Output:
         size = next(n for n in self.short_sizes if n >= num_tokens)
         captured = self._captured.get(("short", size))
         if captured is None:
             captured = self._capture("short", size, short_inputs(self.rows, (), size), self._short)
-        captured.inputs.copy_(upload(short_inputs(self.rows, scheduled, size), self.rows.device), non_blocking=True)
+        captured.inputs.copy_(self.platform.upload(short_inputs(self.rows, scheduled, size)), non_blocking=True)
         captured.graph.replay()
         sequences = tuple(s for s in scheduled if s.samples)
-        *_, rows, positions, _ = split_short(captured.inputs, size)
+        *_, index, rows, positions, _ = split_short(captured.inputs, size)
         n = len(sequences)
-        return captured.output[:n], SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
+        sampled = SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
+        return Output(self, captured.output, sampled, index[:n])
 
     def _short(self, inputs: Tensor, size: int) -> Tensor:
-        return short_logits(self.decoder, self.kv, self.rows, inputs, size, self.max_model_len)
+        return self.forwards.hidden(*short_step(self.rows, self.kv, inputs, size, self.max_model_len))
 
 
 def short_sizes(config: EngineConfig, *, encoded: bool) -> list[int]:
     """Tokens of the short steps that an engine may capture. The padding, a sequence like others, may have to hold them all.
     `encoded`: behind an encoder there are none."""
     return [] if encoded else short_ladder(min(config.scheduling.max_num_batched_tokens, config.model.max_model_len))
-
-
-def is_short(table: RowTable, scheduled: Sequence[ScheduledSequence]) -> bool:
-    """Whether a step of few tokens can be a short one: it samples, wants nothing but logits of last tokens, and no decode in it
-    looks far back."""
-    if len(scheduled) >= SHORT_SEQS or table.pooled or not any(s.samples for s in scheduled):
-        return False
-    if any(s.num_tokens == 1 and s.num_computed_tokens >= SHORT_CONTEXT for s in scheduled):
-        return False
-    return all(table.rows[s.request_id].sampling.prompt_logprobs is None for s in scheduled)
 
 
 def short_inputs(table: RowTable, scheduled: Sequence[ScheduledSequence], size: int) -> npt.NDArray[np.int32]:
@@ -234,11 +235,11 @@ def split_short(inputs: Any, size: int) -> list[Any]:
     return [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def short_logits(
-    decoder: Decoder, kv: Sequence[LayerKV], table: RowTable, inputs: Tensor, size: int, max_model_len: int
-) -> Tensor:
-    """[SHORT_SEQS, V]: of the sequences that sample, and then of some token."""
-    token_rows, positions, seq_lens, rows, index, _, _, starts = split_short(inputs, size)
+def short_step(
+    table: RowTable, kv: Sequence[LayerKV], inputs: Tensor, size: int, max_model_len: int
+) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
+    """What `Forwards.hidden` is given of a short step: tokens [size], the cache, and where the tokens stand."""
+    token_rows, positions, seq_lens, rows, _, _, _, starts = split_short(inputs, size)
     token_ids, meta = gather_inputs(
         table,
         token_rows=token_rows,
@@ -250,4 +251,4 @@ def short_logits(
         max_query_len=size,
         max_seq_len=max_model_len,
     )
-    return decoder.logits(decoder.forward(token_ids, kv, meta)[index.long()])
+    return token_ids, kv, meta
