@@ -137,7 +137,7 @@ def test_a_start_captures_the_largest_and_the_smallest(tmp_path):
         graphs = replayed(llm)
         graphs.capture()
         assert graphs.pairs
-        assert list(graphs._captured) == [("texts", 250), ("texts", 32)]
+        assert list(graphs._captured) == [(0, 250), (0, 32)]
 
 
 def test_the_ladder_wastes_little():
