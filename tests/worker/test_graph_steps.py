@@ -153,10 +153,10 @@ def test_what_graphs_hold(tmp_path):
         runner = llm.core.executor.runner
         graphs = replay(runner)
         for size in graphs.sizes:
-            graphs._decode_graph(size)
+            graphs._graph((size, 0))
         sizes = [(d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes]
         for size in sizes:
-            graphs._mixed_graph(size)
+            graphs._graph(size)
         outputs = [captured.output for captured in graphs._captured.values()]
         assert len(outputs) == len(graphs.sizes) + len(sizes)
         assert {t.data_ptr() for t in outputs} == {graphs._hidden.data_ptr()}
@@ -191,6 +191,31 @@ def test_the_inputs_of_a_mixed_step():
             assert parts.seq_lens[i] == (known[-1][1] + 1 if known else 0)
     assert parts.seq_lens[19] == 64 - 27
     assert [starts[i + 1] - 1 for i in (0, 1, 16, 18)] == parts.sample_index[:4].tolist()
+
+
+def test_sizes_that_are_ready_stand_in_for_others(tmp_path):
+    """A step whose graph is not captured takes a slightly larger one, and captures its own where that would waste much. All
+    sizes are captured one by one, the smallest first."""
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+        graphs = replay(llm.core.executor.runner)
+        graphs.capture()
+        assert {size for size, _ in graphs._captured} == {1, 2, 4, 8, 16, 32, 40}
+        assert graphs._size_for(32) == 32
+        assert graphs._size_for(30) == 32
+        assert graphs._size_for(17) == 24  # 32 would be nearly twice as many
+        assert graphs._mixed_size_for(3, 50) == (8, 64)
+        graphs._graph((16, 64))
+        assert graphs._mixed_size_for(7, 60) == (16, 64)
+        assert graphs._mixed_size_for(3, 50) == (8, 64)
+        order = []
+        while graphs.capture_next():
+            order.append(list(graphs._captured)[-1])
+        assert [max(size) for size in order] == sorted(max(size) for size in order)
+        assert set(graphs._captured) == {(n, 0) for n in graphs.sizes} | {
+            (d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes
+        }
+        assert not graphs.capture_next()
 
 
 def test_prompt_logprobs_of_a_mixed_step(tmp_path):

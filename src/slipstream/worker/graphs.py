@@ -35,6 +35,9 @@ from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, 
 MIXED_PROMPTS = 64
 """Prompts that a mixed graph has room for, the padding's among them."""
 
+SLACK = 1.3
+"""While its graph is not captured, a step runs in one with up to so many times its tokens."""
+
 MIXED_TOKENS = 4096
 """Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
 
@@ -109,15 +112,28 @@ class StepGraphs(Graphs, Forward):
         decoder = forwards.decoder
         # One buffer for all graphs: each would keep its own for good, though none is read after the next replay.
         self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
+        self._ahead: list[Size] = []  # to be captured, the commonest last
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
 
     def capture(self) -> None:
-        """Capture some decodes now, the largest first, so that the others fit into its memory. The rest, and mixed steps, are
-        captured when they are first wanted, which takes some tens of milliseconds each: a start does not wait for sizes that
-        may never come."""
+        """Capture some decodes now, the largest first, so that the others fit into its memory. The rest are captured by
+        `capture_next`, or when they are first wanted, which takes some tens of milliseconds each."""
         for size in reversed(self.sizes):
             if size == self.sizes[-1] or size.bit_count() == 1:
                 self._decode_graph(size)
+        # Small sizes are the commonest, and waiting for one costs a small step the most.
+        wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
+        wanted.sort(key=lambda size: (max(size), sum(size)))
+        self._ahead = [size for size in reversed(wanted) if size not in self._captured]
+
+    def capture_next(self) -> bool:
+        """Capture the commonest size that is not captured yet. False: there is none."""
+        while self._ahead:
+            size = self._ahead.pop()
+            if size not in self._captured:
+                self._graph(size)
+                return True
+        return False
 
     def covers(self, batch: InputBatch) -> Reason | None:
         if batch.plan is None:
@@ -142,17 +158,43 @@ class StepGraphs(Graphs, Forward):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.forwards.logits(hidden)
 
+    def _graph(self, size: Size) -> Captured:
+        known = self._captured.get(size)
+        if known is not None:
+            return known
+        return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
+
+    def _size_for(self, num_seqs: int) -> int:
+        """The smallest decode graph that holds so many sequences, or, while that is not captured, a slightly larger one that
+        is."""
+        size = next(n for n in self.sizes if n >= num_seqs)
+        ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
+        other = next(ready, None)
+        return other if other is not None and other <= SLACK * num_seqs else size
+
+    def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
+        """The same of a mixed step."""
+        size = (
+            next(n for n in self.decode_sizes if n >= num_decodes),
+            next(n for n in self.prompt_sizes if n >= num_prompt),
+        )
+        if size in self._captured:
+            return size
+        most = SLACK * (num_decodes + num_prompt)
+        ready = [s for s in self._captured if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most]
+        return min(ready, key=sum, default=size)
+
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
     def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> Output:
         num_seqs = len(scheduled)
-        size = next(n for n in self.sizes if n >= num_seqs)
+        size = self._size_for(num_seqs)
         table = self.rows.rows
         host = self._idle_decodes(size)
         host[0, :num_seqs] = [table[s.request_id].index for s in scheduled]
         host[1, :num_seqs] = [s.num_computed_tokens for s in scheduled]
         host[2, :num_seqs] = host[1, :num_seqs] + 1
-        captured = self._decode_graph(size)
+        captured = self._graph((size, 0))
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
@@ -164,9 +206,6 @@ class StepGraphs(Graphs, Forward):
         return Output(self, captured.output, SampledRows(sequences=sequences, rows=rows[index], positions=new[index]), index)
 
     def _decode_graph(self, size: int) -> Captured:
-        known = self._captured.get((size, 0))
-        if known is not None:
-            return known
         captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
         self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
         return captured
@@ -200,11 +239,8 @@ class StepGraphs(Graphs, Forward):
 
     def _run_mixed(self, scheduled: tuple[ScheduledSequence, ...], num_tokens: int) -> Output:
         num_decodes = num_leading_decodes(scheduled)
-        size = (
-            next(n for n in self.decode_sizes if n >= num_decodes),
-            next(n for n in self.prompt_sizes if n >= num_tokens - num_decodes),
-        )
-        captured = self._mixed_graph(size)
+        size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
+        captured = self._graph(size)
         host, sequences = mixed_inputs(self.rows, scheduled, size)
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
@@ -213,9 +249,6 @@ class StepGraphs(Graphs, Forward):
         return Output(self, captured.output, sampled, parts.sample_index[:n])
 
     def _mixed_graph(self, size: Size) -> Captured:
-        known = self._captured.get(size)
-        if known is not None:
-            return known
         idle, _ = mixed_inputs(self.rows, (), size)
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 

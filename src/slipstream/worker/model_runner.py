@@ -51,9 +51,8 @@ from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_lad
 
 _logger = logging.getLogger("slipstream.engine")
 
-GRAPH_BYTES = 40 * 2**20
-"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces: 14 to 34 MiB on an H200
-is what the ledgers of the records in benchmarks/results leave beside hidden states and activations."""
+GRAPH_BYTES = 4 * 2**20
+"""The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -266,6 +265,11 @@ class ModelRunner:
         logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
         hidden = max(decodes[-1:] + mixed[-1:]) * spec.hidden_size
         return (hidden + activations + logits) * size + (len(decodes) + len(mixed)) * GRAPH_BYTES
+
+    def capture_next(self) -> bool:
+        """Capture one more graph that steps may want. False: there is none left."""
+        with torch.inference_mode():
+            return self.graphs is not None and self.graphs.capture_next()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
