@@ -27,19 +27,19 @@ TEXTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]} for n i
 class Replayed(TextGraphs):
     """Graphs that keep what they were asked for, and leave nonsense where the last step's vectors stood."""
 
-    def _capture(self, kind, size, idle, forward):
+    def _capture(self, size, idle, forward):
         inputs = torch.from_numpy(idle)
-        output = forward(inputs, size)
+        output = forward(inputs)
 
         def replay():
-            used.append((kind, size))
+            used.append(size)
             for other in self._captured.values():
                 other.output.fill_(9e9)
-            output.copy_(forward(inputs, size))
+            output.copy_(forward(inputs))
 
         used = self.__dict__.setdefault("used", [])
         captured = types.SimpleNamespace(inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay))
-        return self._captured.setdefault((kind, size), captured)
+        return self._captured.setdefault(size, captured)
 
 
 def replayed(llm):
@@ -137,7 +137,7 @@ def test_a_start_captures_the_largest_and_the_smallest(tmp_path):
         graphs = replayed(llm)
         graphs.capture()
         assert graphs.pairs
-        assert list(graphs._captured) == [("texts", 250), ("texts", 32)]
+        assert list(graphs._captured) == [(0, 250), (0, 32)]
 
 
 def test_the_ladder_wastes_little():

@@ -133,6 +133,12 @@ class EngineCore:
         if wakeup is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
+    def warm(self, seconds: float) -> None:
+        """Prepare the commonest sizes of steps for so long, before there are requests."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.executor.capture_next():
+            pass
+
     def stats(self, *, experts: bool = False) -> EngineStats:
         s = self.scheduler.stats()
         now = time.monotonic()

@@ -61,6 +61,10 @@ class Executor(ABC):
         """Drop every sequence, after a step failed."""
 
     @abstractmethod
+    def capture_next(self) -> bool:
+        """Prepare one more size of step, some tens of milliseconds; only while no step is in flight. False: none is left."""
+
+    @abstractmethod
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, of each layer with experts. It never waits for the device."""
 
@@ -92,6 +96,9 @@ class LocalExecutor(Executor):
 
     def forget(self) -> None:
         self.runner.forget_rows()
+
+    def capture_next(self) -> bool:
+        return self.runner.capture_next()
 
     def expert_load(self) -> ExpertTokens:
         return self.runner.expert_load()

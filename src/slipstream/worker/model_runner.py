@@ -38,7 +38,7 @@ from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
 from slipstream.worker.forward import Forwards, InputBatch, Output
-from slipstream.worker.graphs import StepGraphs, ladder, short_sizes
+from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
@@ -51,9 +51,8 @@ from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_lad
 
 _logger = logging.getLogger("slipstream.engine")
 
-GRAPH_BYTES = 40 * 2**20
-"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces: 14 to 34 MiB on an H200
-is what the ledgers of the records in benchmarks/results leave beside hidden states and activations."""
+GRAPH_BYTES = 4 * 2**20
+"""The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -250,7 +249,7 @@ class ModelRunner:
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
-        """Room kept for graphs: the hidden states or vectors of each, the largest one's activations, and what the driver takes
+        """Room kept for graphs: their hidden states or vectors, the largest one's activations, and what the driver takes
         for the launches. The largest is run once beside its graph, before it is captured. `activation_bytes`: what `profile`
         found."""
         spec, size = self.model.spec, self.dtype.itemsize
@@ -258,12 +257,19 @@ class ModelRunner:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
-        decodes, short = ladder(self.config.scheduling.max_num_seqs), short_sizes(self.config, encoded=spec.encoder is not None)
-        hidden = sum(decodes) + sum(short)
+        decodes = ladder(self.config.scheduling.max_num_seqs)
+        prompts = mixed_prompts(self.config, encoded=spec.encoder is not None)
+        mixed = [d + p for d in mixed_decodes(self.config.scheduling.max_num_seqs) for p in prompts]
         widest = max(layer.mlp.width for layer in spec.layers)
-        activations = 2 * max(decodes[-1:] + short[-1:]) * (widest + 8 * spec.hidden_size)
+        activations = 2 * max(decodes[-1:] + mixed[-1:]) * (widest + 8 * spec.hidden_size)
         logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
-        return (hidden * spec.hidden_size + activations + logits) * size + (len(decodes) + len(short)) * GRAPH_BYTES
+        hidden = max(decodes[-1:] + mixed[-1:]) * spec.hidden_size
+        return (hidden + activations + logits) * size + (len(decodes) + len(mixed)) * GRAPH_BYTES
+
+    def capture_next(self) -> bool:
+        """Capture one more graph that steps may want. False: there is none left."""
+        with torch.inference_mode():
+            return self.graphs is not None and self.graphs.capture_next()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 

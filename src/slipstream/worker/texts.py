@@ -95,12 +95,12 @@ class TextGraphs(Graphs):
         return captured.output[: len(plan.lengths) // 4]
 
     def _of(self, size: int) -> Captured:
-        known = self._captured.get(("texts", size))
+        known = self._captured.get((0, size))
         if known is not None:
             return known
         num_texts, block_size = most_texts(self.config, size), self.config.cache.block_size
         idle = text_inputs(TextsPlan(0, b"", b""), size, num_texts, block_size)
-        return self._capture("texts", size, idle, self._texts)
+        return self._capture((0, size), idle, lambda inputs: self._texts(inputs, size))
 
     def _texts(self, inputs: Tensor, size: int) -> Tensor:
         config = self.config
