@@ -102,7 +102,7 @@ class EngineCore:
                 )
             return None
         begin = time.perf_counter()
-        model = self.runner.model.decoder
+        model = self.runner.decoder
         result = run_canary(model, self.runner.kv, canary, context=self.config.model.max_model_len)
         self.runner.reset_expert_load()
         self.phases["canary"] = time.perf_counter() - begin

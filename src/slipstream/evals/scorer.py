@@ -70,7 +70,7 @@ class Scorer:
         if tokenizer is None:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
         return cls(
-            runner.model.decoder,
+            runner.decoder,
             runner.make_cache(config.max_blocks_per_seq + 1),
             tokenizer,
             name=args.model,

@@ -182,7 +182,7 @@ def instruction_sets() -> list[str]:
     return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
 
 
-class Engine:
+class ThreadPool:
     """A pool of `num_threads` threads (the caller's is one) and an instruction set, the fastest unless one is named."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
@@ -205,13 +205,13 @@ class Engine:
 
 class Arena:
     """Memory for weights, in stretches large enough for the system's huge pages: reading through small ones, a thread waits for
-    their table as long as for the weights. Pages are the process's only once they are written. `engine`: whose threads pack
+    their table as long as for the weights. Pages are the process's only once they are written. `pool`: whose threads pack
     what lies there; without, the caller's alone does."""
 
     SIZE = 64 * 2**20
 
-    def __init__(self, engine: Engine | None = None, size: int = SIZE) -> None:
-        self.engine, self._size = engine, size
+    def __init__(self, pool: ThreadPool | None = None, size: int = SIZE) -> None:
+        self.pool, self._size = pool, size
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
@@ -231,11 +231,11 @@ class Packed:
     rows: int
     inner: int
     data: Tensor  # uint8
-    engine: Engine | None = None  # whose threads pack it
+    pool: ThreadPool | None = None  # whose threads pack it
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
-        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.engine)
+        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.pool)
 
     @property
     def form(self) -> int:
@@ -243,7 +243,7 @@ class Packed:
 
     @property
     def _pool(self) -> int | None:
-        return None if self.engine is None else int(self.engine.pointer)
+        return None if self.pool is None else int(self.pool.pointer)
 
     def put_dense(self, values: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
         """Rows of float32 or bfloat16 [n, inner] become rows row0 … (or `to` int32 [n])."""
@@ -305,7 +305,7 @@ class Packed:
         return packed
 
     def moved(self, arena: Arena) -> Packed:
-        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()), arena.engine)
+        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()), arena.pool)
         packed.data.copy_(self.data)
         return packed
 
@@ -343,12 +343,12 @@ class PackedExperts:
     inner: int
     num_experts: int
     data: Tensor  # uint8
-    engine: Engine | None = None
+    pool: ThreadPool | None = None
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, num_experts: int, arena: Arena) -> PackedExperts:
         stride = -(-load().ss_packed_bytes(kind, rows, inner) // 64) * 64
-        return PackedExperts(kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.engine)
+        return PackedExperts(kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.pool)
 
     @property
     def stride(self) -> int:
@@ -357,7 +357,7 @@ class PackedExperts:
 
     def of(self, expert: int) -> Packed:
         own = self.data[expert * self.stride : (expert + 1) * self.stride]
-        return Packed(self.kind, self.rows, self.inner, own, self.engine)
+        return Packed(self.kind, self.rows, self.inner, own, self.pool)
 
 
 def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
@@ -400,9 +400,9 @@ class Operator:
 class Program:
     """A list of operators over buffers. `add` passes tensors as addresses and keeps them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._library, self._engine, self._kept = load(), engine, list[Tensor]()
-        self._pointer = self._library.ss_program_create(engine.pointer)
+    def __init__(self, pool: ThreadPool) -> None:
+        self._library, self._pool, self._kept = load(), pool, list[Tensor]()
+        self._pointer = self._library.ss_program_create(pool.pointer)
         self.operators: list[Operator] = []
         self.token_bytes = 0  # of its own buffers, a token
 
@@ -440,14 +440,14 @@ class Program:
         self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
-        """`run` without waiting: the engine's other threads work while the caller does something else. `kept`: what the step
+        """`run` without waiting: the pool's other threads work while the caller does something else. `kept`: what the step
         reads and writes."""
         running = Running(self, then, kept)  # before there is something to wait for: a Ctrl-C may come in between
         self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
         return running
 
     def wait(self) -> None:
-        """Until what was begun last on the engine is done, as one of its threads."""
+        """Until what was begun last on the pool is done, as one of its threads."""
         if pointer := self.__dict__.get("_pointer"):  # a collector of cycles may have destroyed it, which waits too
             self._library.ss_wait(pointer)
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.ops import select_ops
-from slipstream.model.decoder import Decoder, Layer
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Layer, run_layers
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import ModelSpec
 
 BLOCK_SIZE = 16
@@ -67,11 +69,11 @@ def check(
 @torch.inference_mode()
 def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float) -> CheckReport:
     """What follows the embeddings, each layer and the head, side by side; then the result once more, as the engine computes it,
-    where that is one program (`Decoder.compiled`)."""
+    where that is one program (`model.program`)."""
     found = dict(_our_states(ours.decoder, tokens))
     expected = dict(_their_states(theirs, tokens, ours.spec))
-    if ours.decoder.compiled is not None:
-        found["as one program"] = _whole_step(ours.decoder, tokens)
+    if isinstance(program := compile_program(ours.decoder), CpuProgram):
+        found["as one program"] = _whole_step(ours.decoder, program, tokens)
         expected["as one program"] = expected[ENDS[ours.spec.kind]]
     differences = []
     for where, state in found.items():
@@ -115,36 +117,31 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, 
     def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Iterator[Any]:
         """The states by name, and in the end what is to be normed."""
         h, residual = decoder.embedded(ids, meta), None
-        yield f"{name}embeddings", h.clone()
-        for i, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
-            h, residual = layer(decoder.ops, h, residual, cache, meta)
-            yield f"{name}layer {i}", h.clone() if residual is None else h + residual
+        for i, (h, residual) in enumerate(run_layers(decoder.ops, layers, h, kv, meta)):
+            yield f"{name}layer {i - 1}" if i else f"{name}embeddings", h.clone() if residual is None else h + residual
         yield h, residual
 
     if (encoder := decoder.encoder) is not None:
         *named, (h, residual) = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
         yield from named
-        states = encoder.final_norm(decoder.ops, h, residual)[0]
-        for layer, cache in zip(decoder.layers, kv, strict=True):
-            assert layer.cross is not None
-            layer.cross.remember(decoder.ops, states, cache, read)
+        decoder.remember(encoder.final_norm(decoder.ops, h, residual)[0], kv, read)
     *named, (h, residual) = through(decoder.layers, kv, meta, "")
     yield from named
-    yield ENDS[decoder.spec.kind], _end(decoder, decoder.finished(h, residual), meta)
+    yield ENDS[decoder.spec.kind], _end(decoder, decoder, decoder.finished(h, residual), meta)
 
 
-def _end(decoder: Decoder, hidden: Tensor, meta: AttentionMetadata) -> Tensor:
+def _end(decoder: Decoder, way: Decoder | CpuProgram, hidden: Tensor, meta: AttentionMetadata) -> Tensor:
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
-    return hidden if decoder.spec.is_encoder else decoder.logits(hidden)
+    return hidden if decoder.spec.is_encoder else way.logits(hidden)
 
 
-def _whole_step(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) -> Tensor:
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
     if decoder.encoder is not None:
-        decoder.encode(ids, kv, read)
-    return _end(decoder, decoder.forward(ids, kv, meta), meta)
+        program.encode(ids, kv, read)
+    return _end(decoder, program, program.forward(ids, kv, meta), meta)
 
 
 def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

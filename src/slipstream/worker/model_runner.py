@@ -35,6 +35,7 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
+from slipstream.worker.fast_decoder import FastDecoder
 from slipstream.worker.graphs import StepGraphs, graph_rows, ladder, short_sizes
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
 from slipstream.worker.sampler import (
@@ -153,6 +154,7 @@ class ModelRunner:
                 scheme=SCHEMES[config.model.quantization] if config.model.quantization else None,
                 weights_folder=None if config.model.weights_cache == "off" else weights_folder,
             )
+            self.decoder = FastDecoder(self.model.decoder)
             self._synchronize()
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
@@ -161,7 +163,7 @@ class ModelRunner:
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
-        self._expert_counts = self.model.decoder.count_experts()
+        self._expert_counts = self.decoder.count_experts()
         self._expert_copy: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._expert_load: ExpertTokens = ()
         self.kv: list[LayerKV] = []
@@ -176,7 +178,7 @@ class ModelRunner:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
         with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
-            num_tokens, per_token = scheduling.max_num_batched_tokens, self.model.decoder.token_bytes
+            num_tokens, per_token = scheduling.max_num_batched_tokens, self.decoder.token_bytes
             num_rows = few_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
@@ -187,18 +189,18 @@ class ModelRunner:
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
             before = self._memory_mark()
             if self.model.spec.encoder is not None:
-                self.model.decoder.encode(tokens, kv, meta)
+                self.decoder.encode(tokens, kv, meta)
                 meta = dataclasses.replace(meta, cross=meta)
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
-                self.model.decoder.forward(tokens, kv, dataclasses.replace(meta, from_start=False))
-            hidden = self.model.decoder.forward(tokens, kv, meta)
+                self.decoder.forward(tokens, kv, dataclasses.replace(meta, from_start=False))
+            hidden = self.decoder.forward(tokens, kv, meta)
             if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
                 return known + max(0, self._memory_peak() - before)
             if few_rows < num_rows:
                 known += max(0, self._memory_peak() - before)
                 before = self._memory_mark()
-            logits = self.model.decoder.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
+            logits = self.decoder.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
             self.ops.sample(logits, self._dummy_sampling(few_rows))
             del logits, hidden
             return known + max(0, self._memory_peak() - before) * num_rows // few_rows
@@ -219,10 +221,10 @@ class ModelRunner:
             before = torch.cuda.mem_get_info(self.device)[0]
             with self._phase("graphs"):
                 if self.rows is None:
-                    self.text_graphs = TextGraphs(self.model.decoder, self.model.description.pooling, self.kv, config)
+                    self.text_graphs = TextGraphs(self.decoder, self.model.description.pooling, self.kv, config)
                     self.text_graphs.capture()
                 else:
-                    self.graphs = StepGraphs(self.model.decoder, self.kv, self.rows, config)
+                    self.graphs = StepGraphs(self.decoder, self.kv, self.rows, config)
                     self.graphs.capture()
             graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
         with self._phase("warm-up"), torch.inference_mode():
@@ -268,13 +270,13 @@ class ModelRunner:
             for layer in self.kv:
                 self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
         if (texts := encoder_batch(plan, rows.block_size, self.device)) is not None:
-            self.model.decoder.encode(texts[0], self.kv, texts[1])
+            self.decoder.encode(texts[0], self.kv, texts[1])
         if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
             return self._sample(plan, *replayed, {})
         batch = gather(rows, plan)
         greedy = all(rows.rows[s.request_id].is_greedy for s in batch.sampled.sequences)
         if greedy and batch.sample_index is None:
-            begun = self.model.decoder.begin_greedy(batch.token_ids, self.kv, batch.meta)
+            begun = self.decoder.begin_greedy(batch.token_ids, self.kv, batch.meta)
             if begun is not None:
                 sampled, running = begun
                 self._under_way = (sampled, running, batch.sampled)
@@ -283,15 +285,15 @@ class ModelRunner:
                     self._take_tokens()
                 ids = tuple([s.request_id for s in batch.sampled.sequences])
                 return InFlightStep(plan, ids, sampled, running if goes_on else None)
-        hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
+        hidden = self.decoder.forward(batch.token_ids, self.kv, batch.meta)
         prompt = self._prompt_logprobs(plan, hidden)
         pooled = self._pool(plan, hidden, batch.meta)
         if not batch.sampled.sequences:
             return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
         hidden = hidden if batch.sample_index is None else hidden[batch.sample_index]
-        if greedy and (tokens := self.model.decoder.greedy(hidden)) is not None:
+        if greedy and (tokens := self.decoder.greedy(hidden)) is not None:
             return self._sampled(plan, batch.sampled, tokens, prompt, pooled)
-        return self._sample(plan, self.model.decoder.logits(hidden), batch.sampled, prompt, pooled)
+        return self._sample(plan, self.decoder.logits(hidden), batch.sampled, prompt, pooled)
 
     def _read(self, plan: TextsPlan) -> InFlightStep:
         """An encoder's step."""
@@ -299,7 +301,7 @@ class ModelRunner:
             vectors = self.text_graphs.run(plan)
         else:
             token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
-            vectors = self._vectors(self.model.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
+            vectors = self._vectors(self.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
         vectors = self._to_host(vectors)  # before the next replay, which writes where they stand
         return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), vectors=vectors)
 
@@ -378,7 +380,7 @@ class ModelRunner:
         return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors)
 
     def _vectors(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        return vectors_of(self.model.decoder, self.model.description.pooling, hidden, starts)
+        return vectors_of(self.decoder, self.model.description.pooling, hidden, starts)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
@@ -393,7 +395,7 @@ class ModelRunner:
                 first = s.num_computed_tokens + 1
                 for i in range(0, num, PROMPT_LOGPROB_ROWS):
                     n = min(PROMPT_LOGPROB_ROWS, num - i)
-                    logits = self.model.decoder.logits(hidden[start + i : start + i + n])
+                    logits = self.decoder.logits(hidden[start + i : start + i + n])
                     tokens = self.rows.tokens[row.index, first + i : first + i + n]
                     entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
                 found[s.request_id] = entries
@@ -450,7 +452,7 @@ class ModelRunner:
         rng = torch.Generator(self.device).manual_seed(0)
         tokens.random_(0, self.model.spec.vocab_size, generator=rng)
         kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.dtype)) for i in range(len(self.model.spec.layers))]
-        self.model.decoder.forward(tokens, kv, meta)
+        self.decoder.forward(tokens, kv, meta)
         top = FORMAT_MAX[kind] / (2.0 if kind == "fp8" else 1.1)  # type: ignore[index]
 
         def scale(cache: Tensor) -> Tensor:
@@ -515,12 +517,12 @@ class ModelRunner:
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
             if self.model.spec.encoder is not None:
-                self.model.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
+                self.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
                 meta = dataclasses.replace(meta, cross=meta)
-            hidden = self.model.decoder.forward(tokens, self.kv, meta)
+            hidden = self.decoder.forward(tokens, self.kv, meta)
             if not self.model.spec.generates:
                 continue
-            logits = self.model.decoder.logits(hidden[-2:])
+            logits = self.decoder.logits(hidden[-2:])
             self.ops.sample(logits, self._dummy_sampling(len(logits)))
         self._synchronize()
 
