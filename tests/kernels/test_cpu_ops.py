@@ -20,7 +20,14 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, LinearArgmax, LinearProgram, NativeOps, add_linear
+from slipstream.kernels.cpu import (
+    SPARSE_FROM,
+    SPARSE_FROM_ELSEWHERE,
+    LinearArgmax,
+    LinearProgram,
+    NativeOps,
+    add_linear,
+)
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout, select_ops
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear

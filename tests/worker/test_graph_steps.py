@@ -57,7 +57,7 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
     with LLM(path, **SETTINGS | settings) as llm:
         runner = llm.core.runner
         if replayed:
-            runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+            runner.graphs = Replayed(runner.decoder, runner.kv, runner.rows, runner.config)
         for _ in range(2):
             for output in llm.generate(given, sampling):
                 one = output.outputs[0]
@@ -118,7 +118,7 @@ def test_whatever_the_rows_ask_for(tmp_path, settings):
         with LLM(str(tmp_path), **SETTINGS | settings) as llm:
             runner = llm.core.runner
             if replayed:
-                runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+                runner.graphs = Replayed(runner.decoder, runner.kv, runner.rows, runner.config)
             texts = [[choice.token_ids for choice in output.outputs] for output in llm.generate(given, sampling)]
             found.append((texts, runner.expert_load()))
     assert found[0] == found[1]
@@ -130,7 +130,7 @@ def test_what_graphs_hold(tmp_path):
     tiny_models.build(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         runner = llm.core.runner
-        graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+        graphs = Replayed(runner.decoder, runner.kv, runner.rows, runner.config)
         for size in graphs.sizes:
             graphs._decode_graph(size)
         for size in graphs.short_sizes:
@@ -162,7 +162,7 @@ def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
     tiny_models.build(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         runner = llm.core.runner
-        graphs = StepGraphs(runner.model.decoder, runner.kv, runner.rows, runner.config)
+        graphs = StepGraphs(runner.decoder, runner.kv, runner.rows, runner.config)
         idle = short_inputs(runner.rows, (), 32)
         with pytest.raises(torch.OutOfMemoryError):
             graphs._capture("short", 32, idle, fails)

@@ -44,7 +44,7 @@ class Replayed(TextGraphs):
 
 def replayed(llm):
     runner = llm.core.runner
-    runner.text_graphs = Replayed(runner.model.decoder, runner.model.description.pooling, runner.kv, runner.config)
+    runner.text_graphs = Replayed(runner.decoder, runner.model.description.pooling, runner.kv, runner.config)
     return runner.text_graphs
 
 
@@ -54,7 +54,7 @@ def ints(numbers):
 
 def eager(runner, plan):
     token_ids, meta = text_batch(plan, runner.config.cache.block_size, runner.device)
-    return runner._vectors(runner.model.decoder.forward(token_ids, runner.kv, meta), meta.query_start_loc)
+    return runner._vectors(runner.decoder.forward(token_ids, runner.kv, meta), meta.query_start_loc)
 
 
 def vectors(llm):

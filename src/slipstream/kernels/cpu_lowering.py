@@ -7,8 +7,8 @@ What is fused:
 
 1. A product whose result only joins a sum adds into that sum's buffer itself. So do embeddings of positions and mixtures.
 2. Gate and up are one product, with their activation as its epilogue.
-3. Norms, activations and gathers write the form that the next product reads (`FORM_*` of `kernels.native`). If their readers want
-   several forms they write float32, which is converted once for each other form.
+3. Norms, activations and gathers write the form that the next product reads (`FORM_*` of `kernels.native`). If their readers
+   want several forms they write float32, which is converted once for each other form.
 
 A buffer is free for other values after the last read of what is in it.
 """
@@ -28,7 +28,7 @@ F32 = 0
 
 LACKS = {
     "clip": "clip_qkv: the C++ program has no clamp",
-    "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight, not whole rows or heads by weights of their own",
+    "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight only",
     "own_norm": "the C++ program can't call a norm from outside (OwnNorm)",
     "scale": "residual_scale: the C++ program has no factor for a branch",
     "embed_token_types": "the C++ program has no embeddings of token types",
@@ -173,8 +173,8 @@ Place: TypeAlias = Stored | Added | Routed | Weighed
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """`given`: the buffer of the value that the caller binds before a run, if there is one; `out`: that of the result; `counts`:
-    by layer, that where tokens are counted by expert (left unbound, they are not counted)."""
+    """`given`: the buffer of the value that the caller binds before a run, if there is one; `out`: the result's. `counts`: by
+    layer, where its tokens are counted by expert; while that is not bound, they are not."""
 
     given: int | None
     out: int | None
@@ -218,7 +218,8 @@ class Lowering:
             self.put(given, Stored(self.given))
 
     def run(self) -> Lowered:
-        for self.at, op in enumerate(self.ops):
+        for at, op in enumerate(self.ops):
+            self.at = at
             if self.at not in self.done:
                 write = getattr(self, f"_{op.name}", None)
                 if write is None:
@@ -472,9 +473,7 @@ class Lowering:
         a, b = (self.places[x.index] for x in op.inputs)
         if isinstance(a, Routed) and isinstance(b, Weighed) and b.x is not None:
             self.emit.combine(a.results.number, *self._summed(op.out, b.x.number, b.weight.number))
-        elif isinstance(a, Added) and a == b:
-            self.put(op.out, a)
-        elif isinstance(a, Stored) and isinstance(b, Added):
+        elif isinstance(b, Added) and (a == b or isinstance(a, Stored)):
             self.put(op.out, a)
         elif isinstance(b, Stored) and isinstance(a, Added):
             self.put(op.out, b)

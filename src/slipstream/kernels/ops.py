@@ -225,11 +225,11 @@ class OpSet(ABC):
             qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, spec.head_dim))
             heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * torch.cat((q_norm, k_norm)).float()
             return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
-        q, k = (
-            self.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]  # type: ignore[misc]
+        normed = [
+            self.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
             for x, weight in ((q, q_norm), (k, k_norm))
-        )
-        return torch.cat((q, k, v), dim=1)
+        ]
+        return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

@@ -227,7 +227,7 @@ class Matcher:
             self.products |= dict(zip(("shared_up", "shared_down"), routed.arguments["shared"], strict=True))
         elif spec.shared is not None:
             out = self._shared(x, out)
-        of = dict(intermediate_size=0, gated=spec.expert.gated, experts=spec)
+        of: dict[str, Any] = dict(intermediate_size=0, gated=spec.expert.gated, experts=spec)
         return out, {**of, "activation": spec.expert.activation}
 
     def _shared(self, x: Value, routed: Value) -> Value:

@@ -70,7 +70,7 @@ def check(
 def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float) -> CheckReport:
     """What follows the embeddings, each layer and the head, side by side; then the result once more, as the engine computes it,
     where that is one program (`model.program`)."""
-    found = dict(_our_states(ours.decoder, tokens))
+    found = _our_states(ours.decoder, tokens)
     expected = dict(_their_states(theirs, tokens, ours.spec))
     if isinstance(program := compile_program(ours.decoder), CpuProgram):
         found["as one program"] = _whole_step(ours.decoder, program, tokens)
@@ -109,25 +109,27 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
     return made * len(specs) if decoder.spec.is_encoder else made
 
 
-def _our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """(where, the residual there [T, E]); last the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
+def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
+    """By name the residual there [T, E]; last the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
-    def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Iterator[Any]:
-        """The states by name, and in the end what is to be normed."""
-        h, residual = decoder.embedded(ids, meta), None
-        for i, (h, residual) in enumerate(run_layers(decoder.ops, layers, h, kv, meta)):
-            yield f"{name}layer {i - 1}" if i else f"{name}embeddings", h.clone() if residual is None else h + residual
-        yield h, residual
+    found: dict[str, Tensor] = {}
+
+    def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Any:
+        """What is to be normed in the end; the states by name go to `found`."""
+
+        def before(i: int, h: Tensor, residual: Tensor | None) -> None:
+            where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
+            found[where] = h.clone() if residual is None else h + residual
+
+        return run_layers(decoder.ops, layers, decoder.embedded(ids, meta), kv, meta, before)
 
     if (encoder := decoder.encoder) is not None:
-        *named, (h, residual) = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
-        yield from named
-        decoder.remember(encoder.final_norm(decoder.ops, h, residual)[0], kv, read)
-    *named, (h, residual) = through(decoder.layers, kv, meta, "")
-    yield from named
-    yield ENDS[decoder.spec.kind], _end(decoder, decoder, decoder.finished(h, residual), meta)
+        states = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
+        decoder.remember(encoder.final_norm(decoder.ops, *states)[0], kv, read)
+    hidden = decoder.finished(*through(decoder.layers, kv, meta, ""))
+    return {**found, ENDS[decoder.spec.kind]: _end(decoder, decoder, hidden, meta)}
 
 
 def _end(decoder: Decoder, way: Decoder | CpuProgram, hidden: Tensor, meta: AttentionMetadata) -> Tensor:

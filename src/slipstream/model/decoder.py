@@ -90,10 +90,8 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache."""
-        h, residual = self.embedded(token_ids, meta), None
-        for h, residual in run_layers(self.ops, self.layers, h, kv, meta):
-            pass
-        return self.finished(h, residual)
+        h = self.embedded(token_ids, meta)
+        return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """An encoder-decoder's prompts, whole, token_ids [T]: what the decoder's layers read of them goes into `meta`'s slots

@@ -11,7 +11,6 @@ borrows those blocks of the first layer's cache while it runs. Nothing here impo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -38,10 +37,7 @@ class Encoder:
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """Embedded whole texts [T, E] → their states [T, E]. `kv` is where keys and values stand for the time of a layer."""
-        residual: Tensor | None = None
-        for h, residual in run_layers(ops, self.layers, h, itertools.repeat(kv, len(self.layers)), meta):
-            pass
-        return finished(ops, self.final_norm, h, residual)
+        return finished(ops, self.final_norm, *run_layers(ops, self.layers, h, [kv] * len(self.layers), meta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +67,5 @@ def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tenso
 
 def normalized(vectors: Tensor) -> Tensor:
     """[S, E] → each of length 1 (a vector of zeros stays one)."""
-    return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    lengths: Tensor = vectors.norm(dim=-1, keepdim=True)
+    return vectors / lengths.clamp(min=1e-12)

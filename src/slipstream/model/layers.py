@@ -10,7 +10,7 @@ computed but not yet added to the residual. Shapes: T tokens in the step, E hidd
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -257,14 +257,21 @@ class Layer:
 
 
 def run_layers(
-    ops: OpSet, layers: Sequence[Layer], h: Tensor, caches: Iterable[LayerKV], meta: AttentionMetadata
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """(what to add next, the residual): before the first layer, then after each. `caches` has one for each layer."""
+    ops: OpSet,
+    layers: Sequence[Layer],
+    h: Tensor,
+    caches: Iterable[LayerKV],
+    meta: AttentionMetadata,
+    before: Callable[[int, Tensor, Tensor | None], None] = lambda *_: None,
+) -> tuple[Tensor, Tensor | None]:
+    """(what to add next, the residual) after the last layer. `caches` has one for each layer. `before(i, pending, residual)` is
+    called before layer i, and in the end with i = the number of layers."""
     residual: Tensor | None = None
-    yield h, residual
-    for layer, kv in zip(layers, caches, strict=True):
+    for i, (layer, kv) in enumerate(zip(layers, caches, strict=True)):
+        before(i, h, residual)
         h, residual = layer(ops, h, residual, kv, meta)
-        yield h, residual
+    before(len(layers), h, residual)
+    return h, residual
 
 
 def finished(ops: OpSet, norm: Norm | None, h: Tensor, residual: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ class OneTokenKernel:
 
 
 def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
-    """The decoder's kernel, or what the kernel lacks. Call it again after `count_experts`: the kernel is told where to count."""
+    """The decoder's kernel, or what the kernel lacks. Call it again after `count_experts`, which says where to count."""
     if not decoder.layers:
         return Reason("the model has no layers here", notable=False)
     found = match_layers(trace(decoder).body)

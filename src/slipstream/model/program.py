@@ -87,8 +87,8 @@ class CpuProgram:
         return hidden
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """float32 [N, E] → tokens int64 [N] whose logits are largest, of equals the first, without writing the logits. None: they
-        must be written, since they are scaled or capped, or the head is of several parts."""
+        """float32 [N, E] → tokens int64 [N] whose logits are largest, of equals the first, without writing the logits. None:
+        they must be written, since they are scaled or capped, or the head is of several parts."""
         return None if self._argmax is None else self._argmax(hidden)
 
     def begin_greedy(

@@ -98,8 +98,8 @@ def program_refusal(decoder: Decoder) -> Reason | None:
 
 
 def lowered_part(spec: ModelSpec, step: Trace) -> tuple[tuple[Op, ...], Value | None, Value]:
-    """What of a step is the C++ program's: (ops, the value that it is given, the value that it gives). An encoder's embeddings are
-    made before: they are little beside whole texts."""
+    """What of a step the C++ program does: (ops, the value that it is given, the value that it gives). An encoder's embeddings
+    are made before: they are little beside whole texts."""
     if spec.is_encoder:
         return step.body, step.embedded, step.hidden
     return step.embedding + step.body, None, step.hidden
@@ -126,12 +126,12 @@ def _layers(
     recorder: RecordingOps, view: Decoder, layers: Sequence[Layer], embedded: Value, caches: Sequence[TracedKV]
 ) -> tuple[Any, Any]:
     """What the layers give, each recorded under its index."""
-    pending: Any = embedded
-    residual: Any = None
-    states = run_layers(view.ops, layers, pending, cast("Any", caches), cast("Any", TracedMeta()))
-    for index, (pending, residual) in enumerate(states):
+
+    def before(index: int, *_: object) -> None:
         recorder.layer = index if index < len(layers) else None
-    return pending, residual
+
+    h, kv, meta = (cast("Any", given) for given in (embedded, caches, TracedMeta()))
+    return run_layers(view.ops, layers, h, kv, meta, before)
 
 
 def _taken(recorder: RecordingOps) -> tuple[Op, ...]:

@@ -102,7 +102,7 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
         raise ConfigError(f"the roofline is that of a decoder's steps, and this model is {kind}", field="model")
     if isinstance(step, Reason):
         raise ConfigError(
-            f"a step of {runner.model.spec.family} is not one program of the C++ kernels, so its operators can't be timed: {step}",
+            f"a step of {runner.model.spec.family} is no program of the C++ kernels, so its operators can't be timed: {step}",
             field="model",
         )
     longest = max(prompt, context)

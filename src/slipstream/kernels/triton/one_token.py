@@ -90,8 +90,8 @@ def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | 
         return Reason("the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter")
     if s.head_dim not in (32, 64, 128, 256) or s.num_heads // s.num_kv_heads > 8 or s.num_kv_heads * s.head_dim % 16:
         return Reason(
-            f"the one-token kernel has no heads of {s.head_dim} with {s.num_heads // s.num_kv_heads} queries to a key; heads are "
-            "of 32, 64, 128 or 256, with at most 8"
+            f"the one-token kernel has no heads of {s.head_dim} with {s.num_heads // s.num_kv_heads} queries to a key; it has "
+            "heads of 32, 64, 128 or 256 with at most 8"
         )
     if rotary is not None and rotary % 2:
         return Reason(f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated")
