@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,14 +45,11 @@ class Fast:
         return (self.one_token if one else self.base).forward(token_ids, kv, meta)
 
 
-_known: weakref.WeakKeyDictionary[Decoder, Fast] = weakref.WeakKeyDictionary()
-
-
 def fast(decoder: Decoder) -> Fast:
     """Made anew when the decoder's layers are others (experts are counted, say)."""
-    known = _known.get(decoder)
+    known = vars(decoder).get("fast")
     if known is None or any(a is not b for a, b in zip(known.layers, decoder.layers, strict=True)):
-        known = _known[decoder] = Fast(decoder)
+        known = vars(decoder)["fast"] = Fast(decoder)
     return known
 
 

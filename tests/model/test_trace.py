@@ -88,7 +88,7 @@ def changed(spec, **more):
                 norms = {n: dataclasses.replace(norm, kind=value) for n, norm in layer.norms.items()}
                 fields["block"] = dataclasses.replace(layer.block, **norms)
             elif name in layer.block.norms:
-                fields["block"] = dataclasses.replace(layer.block, **{name: value})
+                fields["block"] = dataclasses.replace(fields["block"], **{name: value})
             else:
                 fields[name] = value
         layers.append(dataclasses.replace(layer, **fields))

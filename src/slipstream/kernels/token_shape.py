@@ -209,8 +209,8 @@ class Matcher:
         if self._next not in ("moe", "moe_and_shared"):
             self.products["up"] = found.arguments["w"]
             down, act = self._activated(found, x, "down")
-            of = dict(intermediate_size=act.out.width, gated=act.name == "gated_activation", experts=None)
-            return down, {**of, "activation": act.arguments["activation"]}
+            gated, activation = act.name == "gated_activation", act.arguments["activation"]
+            return down, dict(intermediate_size=act.out.width, gated=gated, activation=activation, experts=None)
         if found.x != x:
             raise self._refused()
         routed = self._take("moe", "moe_and_shared")
@@ -227,8 +227,8 @@ class Matcher:
             self.products |= dict(zip(("shared_up", "shared_down"), routed.arguments["shared"], strict=True))
         elif spec.shared is not None:
             out = self._shared(x, out)
-        of: dict[str, Any] = dict(intermediate_size=0, gated=spec.expert.gated, experts=spec)
-        return out, {**of, "activation": spec.expert.activation}
+        expert = spec.expert
+        return out, dict(intermediate_size=0, gated=expert.gated, activation=expert.activation, experts=spec)
 
     def _shared(self, x: Value, routed: Value) -> Value:
         """A shared expert, and its weight, beside the sum of the others."""
