@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from slipstream.kernels.recording import Op, Value
+from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.spec.model import Activation, DenseSpec, OwnActivation
 from slipstream.spec.reason import Reason
 
@@ -36,14 +36,7 @@ LACKS = {
 }
 """Ops that the program does not have."""
 
-OWN_ACTIVATION = Reason("the C++ program can't call an activation from outside (OwnActivation)")
-SUM = Reason("the C++ program has no sum of two normed results (a branch without a norm before it)")
-
-
-class Refused(Exception):  # noqa: N818 (it is no error: `lower` returns the reason)
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason)
-        self.reason = reason
+SUM = "the C++ program has no sum of two normed results (a branch without a norm before it)"
 
 
 class Emitter:
@@ -223,13 +216,13 @@ class Lowering:
             if self.at not in self.done:
                 write = getattr(self, f"_{op.name}", None)
                 if write is None:
-                    raise Refused(Reason(LACKS.get(op.name, f"the C++ program has no {op.name}")))
+                    raise Refused(LACKS.get(op.name, f"the C++ program has no {op.name}"))
                 write(op)
             for x in (*op.inputs, *op.outputs):
                 if not self.lives(x.index):
                     self._release(x.index)
         if self.result is not None and self.places.get(self.result.index) != Stored(self._out):
-            raise Refused(Reason("the C++ program has no sum after the last layer (a model without a final norm)"))
+            raise Refused("the C++ program has no sum after the last layer (a model without a final norm)")
         return Lowered(
             None if self.given is None else self.given.number, None if self.out is None else self.out.number, self.counts
         )
@@ -280,7 +273,7 @@ class Lowering:
         if buffer.form == form:
             return buffer
         if buffer.form != F32:
-            raise Refused(Reason("the C++ program has no product of rows that were rounded for another one"))
+            raise Refused("the C++ program has no product of rows that were rounded for another one")
         known = self.converted.get((value.index, form))
         if known is None:
             known = self.converted[value.index, form] = self.new(form, value.width)
@@ -338,7 +331,7 @@ class Lowering:
 
     def _rms_norm(self, op: Op) -> None:
         if op.out.inputs is not None:
-            raise Refused(Reason(f"the C++ program has no rows in the form {op.out.inputs!r}"))
+            raise Refused(f"the C++ program has no rows in the form {op.out.inputs!r}")
         place, residual, form = self.places[op.x.index], -1, self.form_for(op.out)
         if len(op.inputs) == 1:
             x = self.stored(op.x)
@@ -349,7 +342,7 @@ class Lowering:
             else:
                 x, residual = self.stored(op.x), total.number
                 if any(self.lives(v) for v in total.values):
-                    raise Refused(Reason("the C++ program keeps no residual that is read again after an addition"))
+                    raise Refused("the C++ program keeps no residual that is read again after an addition")
             self.put(op.outputs[1], Stored(total))
         dies = not any(self.lives(v) for v in x.values) and (x.size, form, residual) == (op.out.width, F32, -1)
         out = self._out if self._is_result(op.out.index) else x if dies else self.new(form, op.out.width)
@@ -460,13 +453,13 @@ class Lowering:
 
     def _sigmoid(self, op: Op) -> None:
         if op.x.width != 1:
-            raise Refused(Reason("the C++ program has no sigmoid of more than a number a token"))
+            raise Refused("the C++ program has no sigmoid of more than a number a token")
         self.put(op.out, Weighed(self.stored(op.x)))
 
     def _mul(self, op: Op) -> None:
         weight = self.places[op.inputs[1].index]
         if not isinstance(weight, Weighed):
-            raise Refused(Reason("the C++ program has no product of two results"))
+            raise Refused("the C++ program has no product of two results")
         self.put(op.out, Weighed(weight.weight, self.stored(op.x)))
 
     def _add(self, op: Op) -> None:
@@ -483,5 +476,5 @@ class Lowering:
 
 def _known(activation: Activation) -> Activation:
     if isinstance(activation, OwnActivation):
-        raise Refused(OWN_ACTIVATION)
+        raise Refused("the C++ program can't call an activation from outside (OwnActivation)")
     return activation

@@ -1,9 +1,8 @@
-"""Bindings of libslipstream_cpu (csrc/cpu): plain ctypes over its C interface, so that one binary serves every Python and
-torch.
+"""Bindings of libslipstream_cpu (csrc/cpu): ctypes over its C interface, so that one binary serves every Python and torch.
 
-The library lies in this package (`pip install .` builds it; `python -m slipstream.kernels.build` does in a source tree). What
-is handed to it are addresses of tensors: `Program` keeps those tensors alive, and every shape is checked here or by its
-callers, since nothing is on the other side. """
+The library lies in this package. `pip install .` builds it, in a source tree `python -m slipstream.kernels.build`. It is given
+the addresses of tensors and checks nothing: `Program` keeps the tensors alive, and shapes are checked here or by the callers.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def activation_of(activation: Activation) -> tuple[int, float, float] | None:
-    """(kind, alpha, limit), as the operators take it; None: they have none such."""
+    """(kind, alpha, limit), as the operators take it. None: they don't have it."""
     if isinstance(activation, ClampedSwiglu):
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
@@ -171,19 +170,19 @@ def load() -> ctypes.CDLL:
 
 @cache
 def library_digest() -> str:
-    """What tells this build of the library from others."""
+    """A digest that differs between builds of the library."""
     path = library_path()
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def instruction_sets() -> list[str]:
-    """Those that the library was built for and this machine runs, the fastest last."""
+    """The instruction sets that the library was built for and this machine runs, the fastest last."""
     library = load()
     return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
 
 
 class ThreadPool:
-    """A pool of `num_threads` threads (the caller's is one) and an instruction set, the fastest unless one is named."""
+    """`num_threads` threads, of which the caller's is one, and an instruction set: `isa`, or the fastest."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         library = load()
@@ -204,9 +203,9 @@ class ThreadPool:
 
 
 class Arena:
-    """Memory for weights, in stretches large enough for the system's huge pages: reading through small ones, a thread waits for
-    their table as long as for the weights. Pages are the process's only once they are written. `pool`: whose threads pack
-    what lies there; without, the caller's alone does."""
+    """Memory for weights, in stretches that are large enough for the system's huge pages. (Through small pages a thread waits
+    for the page table as long as for the weights.) Unwritten pages take no memory. The threads of `pool` pack what lies there;
+    without a pool the caller's thread does."""
 
     SIZE = 64 * 2**20
 
@@ -361,7 +360,7 @@ class PackedExperts:
 
 
 def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
-    """Whether they hold something else than numbers of the model's own type."""
+    """Whether no part holds numbers of the model's own type."""
     return all(part.kind not in (F32, BF16) for part in parts)
 
 
@@ -442,7 +441,7 @@ class Program:
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
         """`run` without waiting: the pool's other threads work while the caller does something else. `kept`: what the step
         reads and writes."""
-        running = Running(self, then, kept)  # before there is something to wait for: a Ctrl-C may come in between
+        running = Running(self, then, kept)  # made first: a Ctrl-C may come in between
         self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
         return running
 
@@ -460,7 +459,7 @@ class Program:
 
 
 class Running:
-    """A step that was begun, and what must live until it is done. Whoever drops it waits."""
+    """A step that was begun, and what must live until it is done. Dropping it waits for the step."""
 
     _program: Program | None = None
 

@@ -1,10 +1,12 @@
 """The op set: what a model is computed with, and the one place that chooses an implementation.
 
-`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the C++ kernels of a CPU,
-`cpu_torch.py` the torch ops that are fast there where those are not built, `triton/` the GPU's. The decoder is handed an
-`OpSet` and never asks which. `weights.py` has what products are given, `metadata.py` what ops are told of a step. Shapes: T
-tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F feed-forward
-size.
+`OpSet` gives every op's signature, shapes and meaning. An op that few models need has a default in plain torch here. The
+implementations: `reference.py` (the oracle), `cpu.py` (C++ kernels), `cpu_torch.py` (torch's fast ops, where the C++ kernels
+are not built), `triton/` (GPUs). The decoder is given an `OpSet` and never asks which. `weights.py` has the weights of
+products, `layouts.py` what ops are told of a layer, `metadata.py` what they are told of a step.
+
+Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F
+feed-forward size.
 
 A step's keys and values are written to the cache first, then attention reads everything from the cache: prefill, chunked
 prefill and decode are one op.

@@ -22,7 +22,16 @@ from slipstream.spec.model import (
     OwnNorm,
     RopeSpec,
 )
+from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
+
+
+class Refused(Exception):  # noqa: N818 (it is no error: what reads a record returns the reason)
+    """A record has something that its reader lacks."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.reason = text if isinstance(text, Reason) else Reason(text)
 
 
 @dataclass(frozen=True, slots=True)

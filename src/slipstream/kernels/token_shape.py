@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from slipstream.kernels.layouts import Experts, MLAShape, TokenShape
-from slipstream.kernels.recording import Op, Value
+from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.spec.model import MoESpec
 from slipstream.spec.reason import Reason
 
@@ -30,12 +30,6 @@ LACKS = {
     "bidirectional_attention": "the one-token kernel writes text, and an encoder reads it whole",
     "add": "the one-token kernel has a norm before every branch and no other sums",
 }
-
-
-class Refused(Exception):  # noqa: N818 (it is no error: `match_layers` returns the reason)
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.reason = Reason(text)
 
 
 @dataclass(slots=True)

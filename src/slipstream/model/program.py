@@ -15,13 +15,13 @@ from torch import Tensor
 
 from slipstream.kernels import native
 from slipstream.kernels.cpu import LinearArgmax, LinearProgram, NativeOps, add_attention, add_linear, add_rope_and_cache
-from slipstream.kernels.cpu_lowering import Emitter, Lowered, Refused, Scratch, lower, refusal
+from slipstream.kernels.cpu_lowering import Emitter, Lowered, Scratch, lower, refusal
 from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
-from slipstream.kernels.recording import Op, Value
+from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
 from slipstream.spec.model import Activation
@@ -254,7 +254,7 @@ class ProgramEmitter(Emitter):
 
 def _native(w: object) -> NativeLinear:
     if not isinstance(w, NativeLinear):
-        raise Refused(Reason(f"the C++ program has no product with a {type(w).__name__}"))
+        raise Refused(f"the C++ program has no product with a {type(w).__name__}")
     return w
 
 
