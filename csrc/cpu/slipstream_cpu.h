@@ -97,7 +97,7 @@ SS_API void ss_add_latent_queries(ss_program*, int32_t q, int32_t row, int32_t q
 SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
                              int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes,
                              const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal,
-                             int32_t cross);  // cross: over the keys and values of an encoder
+                             int32_t group);  // group: whose tables are read (`ss_step.groups`)
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'
@@ -111,14 +111,18 @@ typedef struct {
     const float *k_scale, *v_scale;
 } ss_layer_kv;
 
+typedef struct {  // where a group of layers finds the sequences' keys and values
+    const int32_t *seq_lens, *block_table;
+    int64_t table_stride;
+    const int64_t* slots;
+} ss_group;
+
 typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/metadata.py
-    int64_t num_tokens, num_seqs, num_decodes;
-    int64_t block_size, table_stride;
+    int64_t num_tokens, num_seqs, num_decodes, block_size;
     int32_t cache;  // the cache's type: 0 float32, 1 bfloat16, 2 int8
-    const int32_t *token_ids, *query_start_loc, *seq_lens, *block_table;
-    const int32_t *cross_lens, *cross_table;  // of the same sequences' encoder texts; null without
-    int64_t cross_stride;
-    const int64_t *positions, *slots;
+    const int32_t *token_ids, *query_start_loc;
+    const int64_t* positions;
+    const ss_group* groups;
     const ss_layer_kv* layers;
 } ss_step;
 

@@ -60,7 +60,16 @@ from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelEr
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.types import CanaryResult, EngineOutput, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
+from slipstream.types import (
+    CanaryResult,
+    EngineOutput,
+    EngineStats,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    VectorOutput,
+    Vectors,
+)
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -404,7 +413,7 @@ class AsyncLLM:
     def _take_texts(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             texts = self._texts.get(output.request_id)
-            if texts is None:
+            if texts is None or not isinstance(output, VectorOutput):
                 continue
             try:
                 texts.answer.take(output)

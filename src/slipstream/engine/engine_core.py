@@ -14,6 +14,7 @@ Not thread-safe: one thread owns a core.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -23,14 +24,23 @@ import torch
 
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
-from slipstream.core.scheduler import Scheduler, SchedulerConfig
+from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ConfigError, EngineError, ModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.kernels.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason, Plan, TextsRequest
+from slipstream.types import (
+    CanaryResult,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Plan,
+    TextsRequest,
+    TokenOutput,
+)
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
@@ -48,21 +58,13 @@ class EngineCore:
         self.tiles = tiles
         activation_bytes = runner.profile()
         self.config, self.ledger = _fit(config, description, runner, activation_bytes)
-        scheduling = SchedulerConfig(
-            max_num_seqs=self.config.scheduling.max_num_seqs,
-            max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
-            max_num_mixed_tokens=self.config.scheduling.max_num_mixed_tokens,
-            max_model_len=self.config.model.max_model_len,
-            block_size=self.config.cache.block_size,
-            num_blocks=self.ledger.num_blocks,
-            enable_prefix_caching=self.config.cache.enable_prefix_caching,
-            enable_chunked_prefill=self.config.scheduling.enable_chunked_prefill,
-            policy=self.config.scheduling.policy,
-            batch_window_s=self.config.scheduling.batch_window_s,
-            max_queue=self.config.scheduling.max_queue,
-            cache_salt=f"{description.path}:{self.config.model.dtype}",
+        parts = self.config.scheduling, self.config.cache
+        sizes = {"max_model_len": self.config.model.max_model_len, "num_blocks": self.ledger.num_blocks}
+        self.scheduler: Steps = (
+            TextScheduler(*parts, **sizes)
+            if description.spec.is_encoder
+            else Scheduler(*parts, **sizes, salt=f"{description.path}:{self.config.model.dtype}")
         )
-        self.scheduler: Steps = TextScheduler(scheduling) if description.spec.is_encoder else Scheduler(scheduling)
         self._texts = TextSequences()  # of a decoder
         self.depth = 2
         self._in_flight: deque[InFlightStep] = deque()
@@ -172,7 +174,7 @@ class EngineCore:
             new = self.scheduler.update(step.plan, step.result())
             self._num_steps += 1
             self._last_step = time.monotonic()
-            self._generated_tokens += sum(len(o.token_ids) for o in new)
+            self._generated_tokens += sum(len(o.token_ids) for o in new if isinstance(o, TokenOutput))
             outputs += new
         return self._texts.joined(outputs)
 
@@ -192,19 +194,9 @@ class EngineCore:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
     def stats(self, *, experts: bool = False) -> EngineStats:
-        s = self.scheduler.stats()
         now = time.monotonic()
         return EngineStats(
-            num_running=s.num_running,
-            num_waiting=s.num_waiting,
-            num_blocks=s.num_blocks,
-            num_free_blocks=s.num_free_blocks,
-            kv_cache_usage=s.kv_usage,
-            prefix_queries=s.prefix_queries,
-            prefix_hits=s.prefix_hits,
-            num_preemptions=s.num_preemptions_total,
-            kv_allocated_tokens=s.kv_allocated_tokens,
-            kv_wasted_tokens=s.kv_wasted_tokens,
+            **dataclasses.asdict(self.scheduler.stats()),
             num_steps=self._num_steps,
             last_step_age_s=now - self._last_step,
             prompt_tokens_total=self._prompt_tokens,
@@ -266,7 +258,8 @@ def _fit(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=config.model.max_model_len,
-        tables_per_seq=config.cache.tables_per_seq,
+        groups=config.cache.groups,
+        max_step_tokens=config.scheduling.max_num_batched_tokens,
         forms=runner.model.forms,
     )
     return config, ledger

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
 from slipstream.engine.tokenizer import Tokenizer
@@ -25,6 +27,8 @@ from slipstream.types import (
     RequestOutput,
     RequestTimes,
     TokenLogprobs,
+    TokenOutput,
+    VectorOutput,
 )
 
 
@@ -99,8 +103,8 @@ class OutputProcessor:
         aborts: list[str] = []
         for output in outputs:
             owner = self._owner.get(output.request_id)
-            if owner is None:
-                continue  # aborted since
+            if owner is None or isinstance(output, VectorOutput):
+                continue  # aborted since, or of texts
             state = self._states[owner]
             choice = state.choices[output.request_id]
             if choice.done:
@@ -109,7 +113,7 @@ class OutputProcessor:
                 choice.waiting += output.token_ids
                 continue
             if choice.waiting:
-                output = dataclasses.replace(output, token_ids=(*choice.waiting, *output.token_ids))
+                output = replace(output, token_ids=(*choice.waiting, *output.token_ids))
                 choice.waiting = []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
@@ -120,9 +124,8 @@ class OutputProcessor:
                 state.first_token = state.first_token or now
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-            if output.prompt_logprobs:
-                found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
-                state.prompt_logprobs[output.prompt_logprobs_start :] = found
+            if (of_prompt := output.prompt_logprobs) is not None:
+                state.prompt_logprobs[of_prompt.start :] = [self._decode_logprobs(p) for p in of_prompt.logprobs]
             delta = news.get(owner)
             if delta is None:
                 delta = news[owner] = self._delta(state)
@@ -153,7 +156,7 @@ class OutputProcessor:
             min_tokens=sampling.min_tokens,
         )
 
-    def _complete(self, state: _State, choice: _Choice, output: EngineOutput) -> CompletionOutput:
+    def _complete(self, state: _State, choice: _Choice, output: TokenOutput) -> CompletionOutput:
         """The text and tokens that `output` adds to a choice, cut at a stop string."""
         tokens = list(output.token_ids)
         logprobs = output.logprobs
