@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 10  // changes with anything in this file
+#define SS_ABI 11  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -84,8 +84,9 @@ SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t co
 // shared: rows of the tokens' own, added as they are, or times the logistic function of shared_weight's one number.
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
                            int32_t accumulate);
-SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                                  int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
+// group: whose tables and slots are used (`ss_step.groups`).
+SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
+                                  int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
 // Latent attention (`OpSet.mla_queries`), but for the product: of q, float32 [H, nope_dim + rotary_dim], and row, float32
 // [rank + rotary_dim], the cache gets [rotary_dim rotated, rank normed]; the rotated first rotary_dim of each head's rotary_dim + rank
@@ -94,10 +95,10 @@ SS_API void ss_add_latent_queries(ss_program*, int32_t q, int32_t row, int32_t q
                                   int64_t num_heads, int64_t nope_dim, int64_t rank, const float* norm, float eps,
                                   const float* cos_sin, int64_t rotary_dim, int32_t interleaved);
 // value_dim: head_dim, or less, if the values are parts of the keys' rows (`LayerKV.latent`).
-SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes,
-                             const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal,
-                             int32_t group);  // group: whose tables are read (`ss_step.groups`)
+SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int32_t group, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, float scale, int64_t window,
+                             float softcap, const float* slopes, const float* sinks, const float* distance_bias,
+                             int64_t bias_range, int32_t causal);
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'

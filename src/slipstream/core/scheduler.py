@@ -101,7 +101,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._released: list[str] = []
         self._outputs: list[EngineOutput] = []
-        self._in_flight: dict[int, list[Request]] = {}  # step -> who sampled
+        self._in_flight: dict[int, tuple[list[Request], dict[Request, int]]] = {}  # step -> who sampled; checked guesses
         self._fresh: set[int] = set()  # blocks offered to the prefix cache by the step being planned
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._counter = 0
@@ -370,7 +370,9 @@ class Scheduler:
         step.add(request, computed, count, num_sampled)
         if num_sampled:
             request.num_pending += num_sampled
-            request.num_drafts, request.num_pending_drafts = 0, num_sampled - 1
+            request.num_drafts = 0
+            if num_sampled > 1:
+                step.drafts[request] = request.num_pending_drafts = num_sampled - 1
             room = len(request.blocks[self._own[0]]) * self._block_size
             request.decodes_until = min(room, request.end - 1) if num_sampled == 1 else 0
         if computed < request.num_prompt_tokens:
@@ -380,7 +382,7 @@ class Scheduler:
 
     def _plan(self, step: StepBuilder) -> StepPlan:
         self._step_id += 1
-        self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts
+        self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts, step.drafts
         released, self._released = self._released, []
         self.pool.release(step.copied)
         return step.plan(self._step_id, released)
@@ -397,13 +399,14 @@ class Scheduler:
         logprobs = {x.request_id: x.logprobs for x in result.extras if isinstance(x, SampledLogprobs)}
         of_prompts = {x.request_id: x for x in result.extras if isinstance(x, PromptLogprobs)}
         size = self._block_size
-        for request, tokens in zip(self._in_flight.pop(plan.step_id, ()), _tokens_of_each(result), strict=True):
+        requests, drafts = self._in_flight.pop(plan.step_id, ([], {}))
+        for request, tokens in zip(requests, _tokens_of_each(result), strict=True):
             if request.status is Status.FINISHED:
                 continue
             known, request_id = request.token_ids, request.request_id
             first = len(known) == request.num_prompt_tokens
-            if request.num_pending_drafts:
-                self._roll_back(request, len(tokens))
+            if request in drafts:
+                self._roll_back(request, drafts[request], len(tokens))
             request.num_pending -= 1
             reason = stop = None
             for i, token in enumerate(tokens):
@@ -440,9 +443,9 @@ class Scheduler:
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
-    def _roll_back(self, request: Request, num_accepted: int) -> None:
-        """Of the positions that the step in flight sampled only the first `num_accepted` were right."""
-        num_drafts, request.num_pending_drafts = request.num_pending_drafts, 0
+    def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Of the tokens that a step sampled with `num_drafts` guesses only the first `num_accepted` count."""
+        request.num_pending_drafts = 0
         request.num_pending -= num_drafts
         if request.status is Status.RUNNING:  # else it has lost its blocks, and nothing is computed
             request.num_computed_tokens -= num_drafts + 1 - num_accepted

@@ -16,6 +16,7 @@ class StepBuilder:
         "copied",
         "copies",
         "decodes",
+        "drafts",
         "encoding",
         "new",
         "prompts",
@@ -34,6 +35,7 @@ class StepBuilder:
         self.scheduled: set[Request] = set()
         self.encoding: set[Request] = set()  # whose encoder runs in this step
         self.new: list[NewRequest] = []
+        self.drafts: dict[Request, int] = {}  # guessed tokens that are checked, of those that have some
         self.updates: dict[str, list[TableUpdate]] = {}  # by request
         self.copies: list[tuple[int, int]] = []
         self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too

@@ -92,7 +92,7 @@ class CompiledStep:
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         spec = decoder.spec
         self.spec, self.hidden_size = spec, spec.hidden_size
-        self._layers = written = _Layers(ops, spec.hidden_size, embedded=spec.is_encoder)
+        self._layers = written = _Layers(ops, spec.hidden_size, len(spec.cache_groups), embedded=spec.is_encoder)
         self.program = written.program
         self.encoder = None if decoder.encoder is None else CompiledEncoder(decoder, ops)
         self.out = self.program.bound()
@@ -145,7 +145,7 @@ class CompiledEncoder:
 
     def __init__(self, decoder: Decoder, ops: NativeOps) -> None:
         assert decoder.encoder is not None
-        self._layers = written = _Layers(ops, decoder.spec.hidden_size, embedded=True)
+        self._layers = written = _Layers(ops, decoder.spec.hidden_size, 1, embedded=True)
         waiting = False
         for layer in decoder.encoder.layers:
             waiting = written.layer(layer, 0, waiting, written.x)
@@ -169,8 +169,9 @@ class _Layers:
     """Writes layers into a program, and runs it. `x` is the residual, or, after norms that follow additions, the normed sum;
     `embedded`: the caller's, made before, since few tokens' worth of embeddings is nothing beside whole texts."""
 
-    def __init__(self, ops: NativeOps, hidden_size: int, *, embedded: bool) -> None:
+    def __init__(self, ops: NativeOps, hidden_size: int, num_groups: int, *, embedded: bool) -> None:
         self.program = p = Program(ops.engine)
+        self.num_groups = num_groups
         self.hidden_size = hidden_size
         self.x = p.bound() if embedded else p.buffer(FORM_F32, hidden_size)
         self.pending = p.buffer(FORM_F32, hidden_size)  # a branch's result, while it waits for a norm of its own
@@ -195,7 +196,7 @@ class _Layers:
         """The step as the library reads it, and what must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
+        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
         return inputs, (kept, self._pointers)
 
     def layer(self, layer: Layer, index: int, waiting: bool, out: int) -> bool:
@@ -203,12 +204,13 @@ class _Layers:
         result) after. What a norm at the layer's end gives goes to `out`."""
         from slipstream.model.decoder import LatentAttention, MoE
 
+        at = index, layer.group
         norms, attention, mlp, block = layer.norms, layer.attention, layer.mlp, layer.spec.block
         match block:
             case PostNormBlock():
                 assert not isinstance(attention, LatentAttention)
                 assert not isinstance(mlp, MoE)
-                self._attend(attention, self._convert(self.x, "x", attention.qkv, self.hidden_size), index, self.x, True)
+                self._attend(attention, self._convert(self.x, "x", attention.qkv, self.hidden_size), at, self.x, True)
                 self._norm_of(norms["attention_norm"], self.x, -1, self.x, FORM_F32)
                 self._feed(mlp, self._convert(self.x, "x", mlp.up, self.hidden_size), self.x, True)
                 self._norm_of(norms["mlp_norm"], self.x, -1, out, FORM_F32)
@@ -218,7 +220,7 @@ class _Layers:
                 assert not isinstance(mlp, MoE)
                 x = self.norm(norms["norm"], _form(attention.qkv), waiting)
                 other = self.norm(norms["mlp_norm"], _form(mlp.up), False, "mlp") if "mlp_norm" in norms else x
-                self._attend(attention, x, index, self.x, True)
+                self._attend(attention, x, at, self.x, True)
                 self._feed(mlp, other, self.x, True)
                 return False
             case SequentialBlock():
@@ -232,10 +234,10 @@ class _Layers:
                         x = self.norm(norms["pre_attention"], _form(attention.qkv), waiting)
                     else:
                         x = self._convert(self.x, "x", attention.qkv, self.hidden_size)
-                    self._attend(attention, x, index, *self._into(post[0]))
+                    self._attend(attention, x, at, *self._into(post[0]))
                 waiting = self._normed(post[0])
                 if layer.cross is not None:
-                    self._cross(layer.cross, self.norm(norms["pre_cross"], _form(layer.cross.q), waiting), index)
+                    self._cross(layer.cross, self.norm(norms["pre_cross"], _form(layer.cross.q), waiting), index, layer.cross_group)
                     waiting = False
                 if isinstance(mlp, MoE):
                     x = self._buffer("wide", FORM_F32, self.hidden_size)
@@ -297,15 +299,18 @@ class _Layers:
             self._norm_of(post, self.pending, -1, self.pending, FORM_F32)
         return post is not None
 
-    def _attend(self, attention: Attention, x: int, layer: int, y: int, accumulate: bool) -> None:
+    def _attend(self, attention: Attention, x: int, at: tuple[int, int], y: int, accumulate: bool) -> None:
+        """`at`: the layer, whose cache is used, and its group, whose tables are."""
         s, p = attention.spec, self.program
+        layer, group = at
         assert isinstance(attention.qkv, NativeLinear)
         assert isinstance(attention.out, NativeLinear)
         qkv = self._buffer("qkv", FORM_F32, s.q_size + 2 * s.kv_size)
         seen = self._buffer("seen", FORM_F32, s.q_size)
         add_linear(p, x, qkv, attention.qkv)
-        add_rope_and_cache(p, qkv, layer, attention.heads)
-        add_attention(p, qkv, seen, layer, (s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim), attention.params)
+        add_rope_and_cache(p, qkv, layer, attention.heads, group=group)
+        sizes = s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim
+        add_attention(p, qkv, seen, layer, sizes, attention.params, group=group)
         add_linear(p, self._convert(seen, "seen", attention.out, s.q_size), y, attention.out, accumulate=accumulate)
 
     def _mla_attention(
@@ -333,7 +338,7 @@ class _Layers:
         add_latent_attention(p, queries, seen, layer, attention.values, s.rotary_dim, s.scale, self._buffer)
         add_linear(p, self._convert(seen, "seen", out, s.out_inner), y, out, accumulate=accumulate)
 
-    def _cross(self, cross: CrossAttention, x: int, layer: int) -> None:
+    def _cross(self, cross: CrossAttention, x: int, layer: int, group: int) -> None:
         """Queries over what `remember` left in the layer's cache, added to the residual."""
         s, p = cross.spec, self.program
         assert isinstance(cross.q, NativeLinear)
@@ -341,7 +346,7 @@ class _Layers:
         q, seen = (self._buffer(name, FORM_F32, s.q_size) for name in ("q", "seen"))
         add_linear(p, x, q, cross.q)
         sizes = s.num_heads, s.num_kv_heads, s.head_dim, s.head_dim
-        add_attention(p, q, seen, layer, sizes, cross.params, cross=True)
+        add_attention(p, q, seen, layer, sizes, cross.params, group=group)
         add_linear(p, self._convert(seen, "seen", cross.out, s.q_size), self.x, cross.out, accumulate=True)
 
     def remember(self, cross: CrossAttention, states: int, layer: int) -> None:

@@ -223,11 +223,14 @@ class Layer:
     norms: Mapping[str, Norm]
     cross: CrossAttention | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
+    group: int = 0  # `ModelSpec.group_of_layer`
+    cross_group: int = 0
 
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor | None]:
-        """(what to add next, the residual)."""
+        """(what to add next, the residual). `meta` is the whole step's: here its group is chosen."""
+        step, meta = meta, meta.of_group(self.group)
         n, scale = self.norms, self.spec.residual_scale
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(pending, residual)
@@ -243,7 +246,7 @@ class Layer:
         h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
         if self.cross is not None:
             normed, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = self.cross(ops, normed, kv, meta.cross)
+            h = self.cross(ops, normed, kv, step.of_group(self.cross_group))
         normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
         return _scaled(self._after("post_mlp", ops, self._feed(ops, normed, kv, meta)), scale), residual
 
@@ -330,7 +333,8 @@ class Decoder:
             dense = None if c.activation is None else _linear("classifier.dense", parameters, ops, None, products)
             norm = None if c.norm is None else _norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
-        self.layers = list(layers) if layers is not None else stack(spec.layers, "")
+        groups = zip(layers if layers is not None else stack(spec.layers, ""), spec.group_of_layer, strict=False)
+        self.layers = [dataclasses.replace(x, group=g, cross_group=spec.cross_group) for x, g in groups]
         assert not parameters, f"unused: {list(parameters)}"
         self.compiled = compile_step(self)
         self.one_token = one_token_step(self)

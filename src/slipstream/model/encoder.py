@@ -5,7 +5,7 @@ values into one cache in turn and read them back in the same step (on a GPU they
 texts are whole and a step holds all of each.
 
 In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are made once a
-request and stand in blocks of the layers' own caches, found by a table of their own (`AttentionMetadata.cross`). The encoder
+request and stand in blocks of the layers' own caches, found by a table of their own (`CacheGroup`'s `cross`). The encoder
 itself borrows those blocks of the first layer's cache while it runs.
 """
 
@@ -42,9 +42,8 @@ class CrossAttention:
     heads: QKVLayout
     params: AttentionParams
 
-    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata | None) -> Tensor:
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
-        assert meta is not None
         q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
         return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 

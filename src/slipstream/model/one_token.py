@@ -31,12 +31,12 @@ OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 
 
 def one_token_step(decoder: Decoder) -> OneToken | None:
-    """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, or have what the kernel
-    does not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
+    """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, have several block tables, or
+    what the kernel has not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
     from slipstream.model.decoder import MoE
 
     spec = decoder.spec
-    if spec.encoder is not None or spec.is_encoder or not decoder.layers or (shape := shape_of(spec.layers)) is None:
+    if len(spec.cache_groups) > 1 or spec.is_encoder or not decoder.layers or (shape := shape_of(spec.layers)) is None:
         return None
     layers: list[Mapping[str, Tensor | None]] = []
     products: list[Linear] = []

@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
-from slipstream.types import ScheduledSequence, StepPlan
+from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out, upload
 
 SHORT_SEQS = 64
@@ -105,7 +105,7 @@ class StepGraphs(Graphs):
         self.rows = rows
         self.max_model_len = config.model.max_model_len
         self.sizes = ladder(config.scheduling.max_num_seqs)
-        self.short_sizes = short_sizes(config, encoded=rows.encoder_table is not None)
+        self.short_sizes = short_sizes(config, encoded=rows.cross is not None)
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
 
     def capture(self) -> None:
@@ -119,13 +119,13 @@ class StepGraphs(Graphs):
     def run(self, plan: StepPlan) -> tuple[Tensor, SampledRows] | None:
         """Replay a graph if there is one for `plan`: its logits [n, V] and what to sample. Steps that sample nothing, and those
         that want more than logits, have none."""
-        if plan.scheduled[-1].num_tokens > 1 or not all(s.samples for s in plan.scheduled):
+        if plan.scheduled[-1].num_tokens > 1 or not all(s.num_sampled for s in plan.scheduled):
             return self._run_short(plan.scheduled)
         return self._run_decodes(plan.scheduled)
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
+    def _run_decodes(self, scheduled: tuple[ScheduledRequest, ...]) -> tuple[Tensor, SampledRows] | None:
         num_seqs = len(scheduled)
         if num_seqs > self.sizes[-1]:
             return None
@@ -139,7 +139,7 @@ class StepGraphs(Graphs):
         captured.inputs.copy_(upload(host, self.rows.device), non_blocking=True)
         captured.graph.replay()
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
-        return captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
+        return captured.output[:num_seqs], SampledRows(requests=scheduled, rows=rows, positions=new)
 
     def _decode_graph(self, size: int) -> Captured:
         known = self._captured.get(("decodes", size))
@@ -169,7 +169,7 @@ class StepGraphs(Graphs):
 
     # --- Short steps --------------------------------------------------------------------------------------------------
 
-    def _run_short(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
+    def _run_short(self, scheduled: tuple[ScheduledRequest, ...]) -> tuple[Tensor, SampledRows] | None:
         num_tokens = sum(s.num_tokens for s in scheduled)
         if not self.short_sizes or num_tokens > self.short_sizes[-1] or not is_short(self.rows, scheduled):
             return None
@@ -179,10 +179,10 @@ class StepGraphs(Graphs):
             captured = self._capture("short", size, short_inputs(self.rows, (), size), self._short)
         captured.inputs.copy_(upload(short_inputs(self.rows, scheduled, size), self.rows.device), non_blocking=True)
         captured.graph.replay()
-        sequences = tuple(s for s in scheduled if s.samples)
+        requests = tuple(s for s in scheduled if s.num_sampled)
         *_, rows, positions, _ = split_short(captured.inputs, size)
-        n = len(sequences)
-        return captured.output[:n], SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
+        n = len(requests)
+        return captured.output[:n], SampledRows(requests=requests, rows=rows[:n], positions=positions[:n])
 
     def _short(self, inputs: Tensor, size: int) -> Tensor:
         return short_logits(self.decoder, self.kv, self.rows, inputs, size, self.max_model_len)
@@ -194,17 +194,17 @@ def short_sizes(config: EngineConfig, *, encoded: bool) -> list[int]:
     return [] if encoded else short_ladder(min(config.scheduling.max_num_batched_tokens, config.model.max_model_len))
 
 
-def is_short(table: RowTable, scheduled: Sequence[ScheduledSequence]) -> bool:
+def is_short(table: RowTable, scheduled: Sequence[ScheduledRequest]) -> bool:
     """Whether a step of few tokens can be a short one: it samples, wants nothing but logits of last tokens, and no decode in it
     looks far back."""
-    if len(scheduled) >= SHORT_SEQS or table.pooled or not any(s.samples for s in scheduled):
+    if len(scheduled) >= SHORT_SEQS or table.pooled or max(s.num_sampled for s in scheduled) != 1:
         return False
     if any(s.num_tokens == 1 and s.num_computed_tokens >= SHORT_CONTEXT for s in scheduled):
         return False
     return all(table.rows[s.request_id].sampling.prompt_logprobs is None for s in scheduled)
 
 
-def short_inputs(table: RowTable, scheduled: Sequence[ScheduledSequence], size: int) -> npt.NDArray[np.int32]:
+def short_inputs(table: RowTable, scheduled: Sequence[ScheduledRequest], size: int) -> npt.NDArray[np.int32]:
     """The inputs of a short step of at most `size` tokens, as `split_short` takes them apart. The tokens too many are those of
     one more sequence, of the null row, all at position 0."""
     num_seqs = len(scheduled)
@@ -220,7 +220,7 @@ def short_inputs(table: RowTable, scheduled: Sequence[ScheduledSequence], size: 
     positions[:total] = at
     seq_lens[:num_seqs], seq_lens[num_seqs] = computed + lengths, size - total
     rows[:num_seqs], rows[num_seqs:] = own, table.capacity
-    which = [i for i, s in enumerate(scheduled) if s.samples]
+    which = [i for i, s in enumerate(scheduled) if s.num_sampled]
     index[: len(which)] = (begins[1:] - 1)[which]
     sample_rows[: len(which)] = own[which]
     sample_positions[: len(which)] = seq_lens[:num_seqs][which]

@@ -14,7 +14,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +34,19 @@ from slipstream.model.loader import LoadedModel, load_model
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
-from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
+from slipstream.types import (
+    ExpertTokens,
+    Extra,
+    Plan,
+    PooledVector,
+    PromptLogprobs,
+    SampledLogprobs,
+    StepPlan,
+    StepResult,
+    TextsPlan,
+    TextVectors,
+    TokenLogprobs,
+)
 from slipstream.worker.graphs import StepGraphs, graph_rows, ladder, short_sizes
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
 from slipstream.worker.sampler import (
@@ -82,11 +94,11 @@ class InFlightStep:
     """A step that was launched. `result()` waits for the device and may be called once."""
 
     plan: Plan
-    request_ids: tuple[str, ...]
+    sampled: SampledRows | None
     tokens: Tensor  # int64 [N], on the host once `done`
     done: torch.cuda.Event | Running | None  # None: it is
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
     vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
 
@@ -94,23 +106,20 @@ class InFlightStep:
         if self.done is not None:
             self.done.synchronize()
         tokens: list[int] = self.tokens.tolist()
-        embeddings = {}
+        extras: list[Extra] = [*self.prompt_logprobs]
         if self.pooled is not None:
-            embeddings = {i: vector.tobytes() for i, vector in zip(self.pooled[0], self.pooled[1].numpy(), strict=True)}
-        logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
-        if self.logprobs is not None:
+            extras += [PooledVector(i, v.tobytes()) for i, v in zip(self.pooled[0], self.pooled[1].numpy(), strict=True)]
+        if self.vectors is not None:
+            extras.append(TextVectors(self.vectors.numpy().tobytes()))
+        if self.logprobs is not None and self.sampled is not None:
             which, best, counts = self.logprobs
             values = as_logprobs([tokens[i] for i in which], best, counts)  # type: ignore[arg-type]
-            logprobs = {self.request_ids[i]: (v,) for i, v in zip(which, values, strict=True)}
-        return StepResult(
-            step_id=self.plan.step_id,
-            request_ids=self.request_ids,
-            token_ids=tuple((t,) for t in tokens),
-            logprobs=logprobs,
-            prompt_logprobs={k: tuple(v) for k, v in self.prompt_logprobs.items()},
-            embeddings=embeddings,
-            vectors=b"" if self.vectors is None else self.vectors.numpy().tobytes(),
-        )
+            ids, found = self.sampled.request_ids, dict[str, list[TokenLogprobs]]()
+            for i, value in zip(which, values, strict=True):
+                found.setdefault(ids[i], []).append(value)
+            extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
+        num_tokens = None if self.sampled is None else self.sampled.num_tokens
+        return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))
 
 
 class ModelRunner:
@@ -188,7 +197,6 @@ class ModelRunner:
             before = self._memory_mark()
             if self.model.spec.encoder is not None:
                 self.model.decoder.encode(tokens, kv, meta)
-                meta = dataclasses.replace(meta, cross=meta)
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
                 self.model.decoder.forward(tokens, kv, dataclasses.replace(meta, from_start=False))
             hidden = self.model.decoder.forward(tokens, kv, meta)
@@ -234,7 +242,8 @@ class ModelRunner:
         if self.model.spec.is_encoder:
             return 0
         model = self.config.model
-        per_row = (model.max_model_len + 1 + self.config.longest_seq_blocks) * 4
+        tables = len(self.config.cache.groups) * self.config.max_blocks_per_seq
+        per_row = (model.max_model_len + 1 + tables) * 4
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
@@ -265,14 +274,14 @@ class ModelRunner:
         rows.apply(plan)
         if plan.block_copies:
             pairs = upload(np.array(plan.block_copies, dtype=np.int64), self.device)
-            for layer in self.kv:
+            for layer in {layer.k.data_ptr(): layer for layer in self.kv}.values():  # groups share tensors
                 self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
-        if (texts := encoder_batch(plan, rows.block_size, self.device)) is not None:
+        if (texts := encoder_batch(rows, plan)) is not None:
             self.model.decoder.encode(texts[0], self.kv, texts[1])
         if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
-            return self._sample(plan, *replayed, {})
+            return self._sample(plan, *replayed)
         batch = gather(rows, plan)
-        greedy = all(rows.rows[s.request_id].is_greedy for s in batch.sampled.sequences)
+        greedy = all(rows.rows[s.request_id].is_greedy for s in batch.sampled.requests)
         if greedy and batch.sample_index is None:
             begun = self.model.decoder.begin_greedy(batch.token_ids, self.kv, batch.meta)
             if begun is not None:
@@ -281,13 +290,12 @@ class ModelRunner:
                 goes_on = len(plan.scheduled) <= RUN_AHEAD and self.config.device.num_threads > 1
                 if not goes_on:
                     self._take_tokens()
-                ids = tuple([s.request_id for s in batch.sampled.sequences])
-                return InFlightStep(plan, ids, sampled, running if goes_on else None)
+                return InFlightStep(plan, batch.sampled, sampled, running if goes_on else None)
         hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
         prompt = self._prompt_logprobs(plan, hidden)
         pooled = self._pool(plan, hidden, batch.meta)
-        if not batch.sampled.sequences:
-            return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
+        if not batch.sampled.requests:
+            return InFlightStep(plan, None, torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
         hidden = hidden if batch.sample_index is None else hidden[batch.sample_index]
         if greedy and (tokens := self.model.decoder.greedy(hidden)) is not None:
             return self._sampled(plan, batch.sampled, tokens, prompt, pooled)
@@ -301,20 +309,19 @@ class ModelRunner:
             token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
             vectors = self._vectors(self.model.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
         vectors = self._to_host(vectors)  # before the next replay, which writes where they stand
-        return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), vectors=vectors)
+        return InFlightStep(plan, None, torch.empty(0, dtype=torch.int64), self._event(), vectors=vectors)
 
     def _sampled(
         self,
         plan: StepPlan,
         sampled: SampledRows,
         tokens: Tensor,
-        prompt: dict[str, list[TokenLogprobs]] | None = None,
+        prompt: Sequence[PromptLogprobs] = (),
         pooled: tuple[tuple[str, ...], Tensor] | None = None,
     ) -> InFlightStep:
         assert self.rows is not None
         self.rows.write(sampled.rows, sampled.positions, tokens)
-        ids = tuple([s.request_id for s in sampled.sequences])
-        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), None, prompt or {}, pooled)
+        return InFlightStep(plan, sampled, self._to_host(tokens), self._event(), None, prompt, pooled)
 
     def is_long_in_launch(self, plan: Plan) -> bool:
         """Whether `launch` computes more than a token of each sequence before it returns."""
@@ -340,13 +347,12 @@ class ModelRunner:
         plan: StepPlan,
         logits: Tensor,
         sampled: SampledRows,
-        prompt: dict[str, list[TokenLogprobs]],
+        prompt: Sequence[PromptLogprobs] = (),
         pooled: tuple[tuple[str, ...], Tensor] | None = None,
     ) -> InFlightStep:
         rows = self.rows
         assert rows is not None
-        ids = tuple(s.request_id for s in sampled.sequences)
-        wanted = [rows.rows[i].sampling.logprobs for i in ids]
+        wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
         which = [i for i, k in enumerate(wanted) if k is not None]
         # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
         kept = logits[upload(np.array(which, np.int64), self.device)] if which else None
@@ -357,7 +363,7 @@ class ModelRunner:
             counts = [wanted[i] or 0 for i in which]
             best = best_logprobs(kept, tokens[upload(np.array(which, np.int64), self.device)], max(counts))
             logprobs = (which, tuple(self._to_host(t) for t in best), counts)
-        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), logprobs, prompt, pooled)
+        return InFlightStep(plan, sampled, self._to_host(tokens), self._event(), logprobs, prompt, pooled)
 
     def _pool(self, plan: StepPlan, hidden: Tensor, meta: AttentionMetadata) -> tuple[tuple[str, ...], Tensor] | None:
         """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step: its state stands for the
@@ -380,10 +386,10 @@ class ModelRunner:
     def _vectors(self, hidden: Tensor, starts: Tensor) -> Tensor:
         return vectors_of(self.model.decoder, self.model.description.pooling, hidden, starts)
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> list[PromptLogprobs]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
         assert self.rows is not None
-        found: dict[str, list[TokenLogprobs]] = {}
+        found: list[PromptLogprobs] = []
         start = 0
         for s in plan.scheduled:
             row = self.rows.rows[s.request_id]
@@ -396,7 +402,7 @@ class ModelRunner:
                     logits = self.model.decoder.logits(hidden[start + i : start + i + n])
                     tokens = self.rows.tokens[row.index, first + i : first + i + n]
                     entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
-                found[s.request_id] = entries
+                found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
             start += s.num_tokens
         return found
 
@@ -424,13 +430,11 @@ class ModelRunner:
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """A layer's keys and values each, of zeros."""
-        dtype = TORCH_DTYPES[self.config.cache.dtype]
-        if self.model.spec.is_encoder:  # its layers use one in turn
-            return [LayerKV(*self._layer_cache(0, num_blocks, dtype))] * self.model.spec.num_layers
-        if self.kv_scales is None:
-            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
-        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
+        """The layers' keys and values, of zeros. Layers at one place of different groups share a tensor."""
+        dtype, places = TORCH_DTYPES[self.config.cache.dtype], self.model.spec.cache_places
+        made = {place: self._layer_cache(i, num_blocks, dtype) for i, place in reversed(list(enumerate(places)))}
+        scales = self.kv_scales or [()] * len(places)
+        return [LayerKV(*made[place], *own) for place, own in zip(places, scales, strict=True)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
@@ -471,7 +475,7 @@ class ModelRunner:
             self.ops,
             self.device,
             config.model.seed,
-            encoded=self.model.spec.encoder is not None,
+            groups=config.cache.groups,
         )
 
     def _dummy_prefill(self, num_tokens: int, length: int, block_size: int) -> tuple[AttentionMetadata, Tensor]:
@@ -516,7 +520,6 @@ class ModelRunner:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
             if self.model.spec.encoder is not None:
                 self.model.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
-                meta = dataclasses.replace(meta, cross=meta)
             hidden = self.model.decoder.forward(tokens, self.kv, meta)
             if not self.model.spec.generates:
                 continue
