@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, OutOfMemoryError
-from slipstream.spec.model import CacheGroup, LatentAttentionSpec, ModelSpec, MoESpec, blocks_of_sequence, longest_sequence
+from slipstream.spec.model import (
+    CacheGroup,
+    LatentAttentionSpec,
+    ModelSpec,
+    MoESpec,
+    blocks_of_sequence,
+    longest_sequence,
+)
 from slipstream.spec.scheme import SCHEMES
 
 if TYPE_CHECKING:

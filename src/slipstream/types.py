@@ -1,7 +1,7 @@
 """The values that cross boundaries: what a user asks for, what a step does, what comes back.
 
 All are frozen and made of plain Python values: they pass through msgpack unchanged, and nobody can alter a request behind
-the scheduler's back. Those that are made for each request of each step are msgspec's structs, which cost a fifth of a
+the scheduler's back. What is made for each request of each step is a named tuple, which costs a third of a frozen
 dataclass. No torch here.
 
     user ── SamplingParams ──> EngineRequest ──> Scheduler ── StepPlan ──> ModelRunner
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, TypedDict
-
-from msgspec import Struct
+from typing import NamedTuple, TypeAlias, TypedDict
 
 from slipstream.errors import RequestError
 
@@ -193,7 +191,8 @@ class NewRequest:
     num_encoder_tokens: int = 0
 
 
-class TableUpdate(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
     """From `index` on, the request's block table of `group` has these blocks.
 
     The one form for blocks that are appended, put in place of shared ones (copy on write) or released (the null block).
@@ -204,7 +203,7 @@ class TableUpdate(Struct, frozen=True):
     block_ids: tuple[int, ...]
 
 
-class ScheduledRequest(Struct, frozen=True):
+class ScheduledRequest(NamedTuple):
     """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
 
     The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, more where
@@ -317,7 +316,7 @@ class StepResult:
     extras: tuple[Extra, ...] = ()
 
 
-class TokenOutput(Struct, frozen=True, tag=True):
+class TokenOutput(NamedTuple):
     """News of a request that generates, from the engine core to whoever turns tokens into text."""
 
     request_id: str
@@ -330,7 +329,8 @@ class TokenOutput(Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-class VectorOutput(Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class VectorOutput:
     """News of a request for vectors or scores: of `num_texts` of its texts from `first_text` on, float32 in the machine's
     order. The end of a request that failed brings none."""
 
@@ -343,6 +343,14 @@ class VectorOutput(Struct, frozen=True, tag=True):
 
 
 EngineOutput: TypeAlias = TokenOutput | VectorOutput
+
+
+def tokens_of(outputs: Iterable[EngineOutput]) -> list[TokenOutput]:
+    return [output for output in outputs if isinstance(output, TokenOutput)]
+
+
+def vectors_of(outputs: Iterable[EngineOutput]) -> list[VectorOutput]:
+    return [output for output in outputs if isinstance(output, VectorOutput)]
 
 
 # --- What a user gets ---------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from tests.core import configs
 from tests.core.configs import BLOCK
 
 
-
 def config(**more):
     sizes = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=12, num_blocks=6, max_num_mixed_tokens=16)
     return configs.config(**{**sizes, **more})

@@ -39,8 +39,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from msgspec.structs import replace
-
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.policy import make_policy
@@ -421,7 +419,7 @@ class Scheduler:
             output = TokenOutput(request_id, tokens, reason, stop, request.num_cached_tokens if first else 0)
             if result.extras:
                 own = logprobs.get(request_id, ())[: len(tokens)]
-                output = replace(output, logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
+                output = output._replace(logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
             outputs.append(output)
             if reason is not None:
                 ended = True

@@ -39,7 +39,7 @@ from slipstream.types import (
     FinishReason,
     Plan,
     TextsRequest,
-    TokenOutput,
+    tokens_of,
 )
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary
 from slipstream.worker.device import detect
@@ -174,7 +174,7 @@ class EngineCore:
             new = self.scheduler.update(step.plan, step.result())
             self._num_steps += 1
             self._last_step = time.monotonic()
-            self._generated_tokens += sum(len(o.token_ids) for o in new if isinstance(o, TokenOutput))
+            self._generated_tokens += sum(len(o.token_ids) for o in tokens_of(new))
             outputs += new
         return self._texts.joined(outputs)
 

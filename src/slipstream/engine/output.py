@@ -11,15 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, RequestError
 from slipstream.types import (
     CompletionOutput,
-    EngineOutput,
     EngineRequest,
     FinishReason,
     Logprob,
@@ -28,7 +25,6 @@ from slipstream.types import (
     RequestTimes,
     TokenLogprobs,
     TokenOutput,
-    VectorOutput,
 )
 
 
@@ -91,7 +87,7 @@ class OutputProcessor:
         return self._owner.get(key)
 
     def process(
-        self, outputs: Sequence[EngineOutput], *, until_done: bool = False
+        self, outputs: Sequence[TokenOutput], *, until_done: bool = False
     ) -> tuple[list[RequestOutput], list[str]]:
         """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
 
@@ -103,8 +99,8 @@ class OutputProcessor:
         aborts: list[str] = []
         for output in outputs:
             owner = self._owner.get(output.request_id)
-            if owner is None or isinstance(output, VectorOutput):
-                continue  # aborted since, or of texts
+            if owner is None:
+                continue  # aborted since
             state = self._states[owner]
             choice = state.choices[output.request_id]
             if choice.done:
@@ -113,7 +109,7 @@ class OutputProcessor:
                 choice.waiting += output.token_ids
                 continue
             if choice.waiting:
-                output = replace(output, token_ids=(*choice.waiting, *output.token_ids))
+                output = output._replace(token_ids=(*choice.waiting, *output.token_ids))
                 choice.waiting = []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
