@@ -22,9 +22,12 @@ from slipstream.types import (
     EngineRequest,
     FinishReason,
     PooledVector,
+    PromptLogprobs,
+    SampledLogprobs,
     SamplingParams,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     VectorOutput,
 )
 from tests.core.configs import BLOCK, CROSS, FULL, config, window
@@ -564,3 +567,260 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+# --- One at a time --------------------------------------------------------------------------------------------------------
+
+
+def scheduled(plan):
+    return {s.request_id: s.num_tokens for s in plan.scheduled}
+
+
+def finish_step(engine, plan):
+    engine.take(engine.scheduler.update(plan, engine.worker.launch(plan)))
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, window(5))])
+def test_no_copy_is_made_of_a_block_that_the_same_step_computes(groups):
+    """Two prompts alike, of two whole blocks, in one step. Copies run before the step: the second computes its last block."""
+    engine = Engine(config(max_num_batched_tokens=64, num_blocks=60, groups=groups))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(2 * BLOCK)))
+    engine.step()
+    assert engine.plans[0].block_copies == ()
+    assert scheduled(engine.plans[0]) == {"a": 2 * BLOCK, "b": BLOCK}
+    engine.scheduler.add(request("c", range(2 * BLOCK)))
+    engine.step()  # now the blocks are there
+    assert len(engine.plans[1].block_copies) == len(groups)
+    assert scheduled(engine.plans[1])["c"] == 1
+    engine.run()
+
+
+def test_a_share_of_the_blocks_stays_free_when_a_request_is_admitted_beside_others():
+    """Of 200 blocks 2: a second request is admitted if so many are left, and not if one fewer is."""
+    for more, admitted in ((0, True), (1, False)):
+        engine = Engine(
+            config(num_blocks=201, max_model_len=2000, max_num_batched_tokens=2000, enable_prefix_caching=False)
+        )
+        engine.scheduler.add(request("a", range(100 * BLOCK), max_tokens=3))
+        engine.step()
+        engine.scheduler.add(request("b", range(97 * BLOCK + more), max_tokens=1))
+        engine.step()  # "a" takes its 101st block
+        assert ("b" in scheduled(engine.plans[-1])) == admitted
+        assert engine.scheduler.pool.num_free >= 1
+        engine.run()
+    engine = Engine(config(num_blocks=201, max_model_len=2000, max_num_batched_tokens=2000))
+    engine.scheduler.add(request("alone", range(200 * BLOCK - 1), max_tokens=1))
+    engine.step()
+    assert engine.scheduler.pool.num_free == 0
+
+
+def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
+    engine = Engine(config(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=32))
+    engine.scheduler.add(request("first", range(8), max_tokens=1))
+    engine.run()
+    engine.scheduler.add(request("high", range(20, 28), max_tokens=18))
+    engine.scheduler.add(request("low", [*range(8), 9], max_tokens=12))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions >= 1
+    assert stats.prefix_queries == 8 + 8 + 9
+    assert stats.prefix_hits == 8
+
+
+def test_cached_tokens_are_told_with_the_first_token_only():
+    engine = Engine(config(max_num_batched_tokens=64))
+    engine.scheduler.add(request("a", range(9), max_tokens=1))
+    engine.run()
+    engine.scheduler.add(request("b", range(9), max_tokens=3))
+    told = []
+    for _ in range(3):
+        plan = engine.scheduler.schedule()
+        told += [o.num_cached_tokens for o in engine.scheduler.update(plan, engine.worker.launch(plan))]
+    assert told == [8, 0, 0]
+
+
+def test_a_prompt_cached_whole_in_all_the_blocks_there_are():
+    """There is no room to copy its last block: it is computed instead."""
+    engine = Engine(config(num_blocks=6, max_num_batched_tokens=32))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(5 * BLOCK), max_tokens=1))
+        engine.run()
+    assert engine.plans[1].block_copies == ()
+    assert scheduled(engine.plans[1]) == {"b": BLOCK}
+
+
+# --- Windows --------------------------------------------------------------------------------------------------------------
+
+
+def held(engine, name):
+    return [sum(b != NULL_BLOCK for b in table) for table in engine.scheduler._requests[name].blocks]
+
+
+def test_a_window_group_holds_its_window_and_no_more():
+    engine = Engine(config(num_blocks=200, max_model_len=300, max_num_batched_tokens=8, groups=(FULL, window(9))))
+    engine.scheduler.add(request("a", range(100), max_tokens=150))
+    most = 0
+    while engine.scheduler.has_requests:
+        engine.step()
+        if "a" in engine.scheduler._requests:
+            full, windowed = held(engine, "a")
+            computed = engine.scheduler._requests["a"].num_computed_tokens
+            assert full == -(-computed // BLOCK)
+            assert windowed <= -(-(9 + 8) // BLOCK) + 1
+            if computed > 110:
+                most = max(most, windowed)
+    assert most == 3  # tokens one by one: the 8 before a block's first, and that block
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+
+
+def test_released_blocks_are_told_as_null_blocks():
+    engine = Engine(config(num_blocks=60, groups=(FULL, window(2)), max_num_batched_tokens=BLOCK))
+    engine.scheduler.add(request("a", range(3 * BLOCK), max_tokens=2))
+    for _ in range(3):
+        engine.step()
+    updates = [{(u.group, u.index): u.block_ids for u in p.scheduled[0].table_updates} for p in engine.plans]
+    assert [set(u) for u in updates] == [{(0, 0), (1, 0)}, {(0, 1), (1, 1)}, {(0, 2), (1, 2), (1, 0)}]
+    assert updates[2][1, 0] == (NULL_BLOCK,)
+
+
+def test_what_a_window_released_is_still_cached():
+    """A later request takes the whole prefix back: in the full group all blocks, in the window's the last ones."""
+    engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=16))
+    engine.scheduler.add(request("a", range(41), max_tokens=1))
+    engine.run()
+    engine.scheduler.add(request("b", [*range(40), 99, 98], max_tokens=2))
+    engine.step()
+    assert scheduled(engine.plans[-1]) == {"b": 2}
+    tables = engine.scheduler._requests["b"].blocks
+    assert [b == NULL_BLOCK for b in tables[1]] == [True] * 8 + [False] * 3  # tokens 35 … are looked at
+    assert NULL_BLOCK not in tables[0]
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 40
+
+
+@pytest.mark.parametrize(("kept", "hit"), [(range(10), 40), (range(8, 10), 40), (range(4, 6), 24), (range(4), 16), ((9,), 0)])
+def test_the_longest_hit_that_every_group_has(kept, hit):
+    """Of a prompt's ten blocks in the window's group only some are cached still."""
+    engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
+    engine.scheduler.add(request("a", range(41), max_tokens=9))
+    engine.step()
+    tables = engine.scheduler._requests["a"].blocks
+    gone = [tables[1][i] for i in range(10) if i not in kept]
+    engine.take(engine.scheduler.abort(["a"]))
+    for block in gone:
+        engine.scheduler.pool.forget(block)
+    engine.scheduler.add(request("b", range(41), max_tokens=1))
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == hit
+
+
+def test_a_gap_in_the_full_group_ends_the_hit():
+    engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
+    engine.scheduler.add(request("a", range(41), max_tokens=9))
+    engine.step()
+    block = engine.scheduler._requests["a"].blocks[0][5]
+    engine.take(engine.scheduler.abort(["a"]))
+    engine.scheduler.pool.forget(block)
+    engine.scheduler.add(request("b", range(41), max_tokens=1))
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 20
+
+
+def test_a_last_token_computed_again_looks_one_token_further_back():
+    """A prompt of whole blocks, cached whole: its last token is computed again, and sees 4 tokens before it, the first of which
+    is in the block before the last. Where that is gone, a block less is taken, which needs it no less."""
+    for gone, hit in (((), 11), ((1,), 0), ((0,), 11)):
+        engine = Engine(config(num_blocks=80, groups=(window(5),), max_num_batched_tokens=64))
+        engine.scheduler.add(request("a", range(12), max_tokens=9))
+        engine.step()
+        (table,) = engine.scheduler._requests["a"].blocks
+        blocks = [table[i] for i in gone]
+        engine.take(engine.scheduler.abort(["a"]))
+        for block in blocks:
+            engine.scheduler.pool.forget(block)
+        engine.scheduler.add(request("b", range(12), max_tokens=1))
+        engine.run()
+        if gone == (1,):
+            hit = 4  # tokens 0 … 3, which block 0 still has
+        assert engine.scheduler.stats().prefix_hits == hit
+
+
+def test_a_long_sequence_runs_in_few_blocks():
+    """Its window groups need no more blocks than their bound; only a request whose full groups are too long is refused."""
+    c = config(num_blocks=16, max_model_len=400, max_num_batched_tokens=8, groups=(window(9), window(3)))
+    engine = Engine(c)
+    engine.scheduler.add(request("a", range(100), max_tokens=200))
+    engine.run()
+    assert engine.ends == {"a": FinishReason.LENGTH}
+    with pytest.raises(ContextLengthError, match="the KV cache holds 36;"):
+        Scheduler(**{**c, "cache": config(groups=(FULL, window(9)))["cache"]}).add(request("a", range(60)))
+
+
+# --- Guesses --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_right", "accepted"), [(0, 1), (2, 3), (3, 4), (5, 4)])
+def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
+    engine = Engine(config(max_num_batched_tokens=32))
+    engine.scheduler.add(request("a", range(6), max_tokens=20))
+    engine.step()
+    engine.worker.num_right = num_right
+    engine.scheduler.draft("a", 3)
+    plan = engine.scheduler.schedule()
+    (s,) = plan.scheduled
+    assert (s.num_computed_tokens, s.num_tokens, s.num_sampled) == (6, 4, 4)
+    own = engine.scheduler._requests["a"]
+    num_blocks = len(own.blocks[0])
+    assert engine.scheduler.schedule() is None  # nobody knows where it goes on
+    finish_step(engine, plan)
+    assert len(engine.tokens["a"]) == 1 + accepted
+    assert (own.num_computed_tokens, own.num_tokens, own.num_pending) == (6 + accepted, 7 + accepted, 0)
+    assert len(own.blocks[0]) == num_blocks  # those beyond stay
+    engine.run()
+    assert len(engine.tokens["a"]) == 20
+
+
+def test_an_end_among_several_tokens_cuts_the_rest():
+    engine = Engine(config(max_num_batched_tokens=32))
+    engine.scheduler.add(request("a", range(6), max_tokens=20, eos_token_ids=(50,)))
+    engine.scheduler.add(request("b", range(6), max_tokens=3))
+    plan = engine.scheduler.schedule()
+    engine.scheduler.update(plan, StepResult(plan.step_id, [1, 2]))
+    for name in "ab":
+        engine.scheduler.draft(name, 4)
+    plan = engine.scheduler.schedule()
+    assert {s.request_id: s.num_sampled for s in plan.scheduled} == {"a": 5, "b": 2}  # "b" has room for two
+    counts = {s.request_id: s.num_sampled for s in plan.scheduled}
+    new = {"a": [3, 50, 4, 5, 6], "b": [7, 8]}
+    result = StepResult(plan.step_id, [t for name in counts for t in new[name]], list(counts.values()))
+    outputs = {o.request_id: o for o in engine.scheduler.update(plan, result)}
+    assert (outputs["a"].token_ids, outputs["a"].finish_reason, outputs["a"].stop_token_id) == ((3, 50), "stop", 50)
+    assert (outputs["b"].token_ids, outputs["b"].finish_reason, outputs["b"].stop_token_id) == ((7, 8), "length", None)
+    assert not engine.scheduler.has_requests
+
+
+def test_guesses_give_way_to_other_decodes():
+    """A mixed step holds so many tokens, and every running request has one of them."""
+    engine = Engine(config(max_num_batched_tokens=32, max_num_mixed_tokens=6, num_blocks=60))
+    for name in "abc":
+        engine.scheduler.add(request(name, range(ord(name), ord(name) + 6), max_tokens=9))
+    engine.step()
+    for name in "ab":
+        engine.scheduler.draft(name, 2)
+    plan = engine.scheduler.schedule()
+    assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [("a", 3), ("b", 2), ("c", 1)]
+    assert plan.scheduled[0].request_id == "c"  # of one token: first
+
+
+def test_log_probabilities_come_with_their_tokens():
+    scheduler = Engine(config()).scheduler
+    scheduler.add(request("a", range(3), max_tokens=4))
+    scheduler.add(request("b", range(12), max_tokens=4, sampling=SamplingParams(prompt_logprobs=0)))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 3, "b": 12}
+    found = tuple(TokenLogprobs(t, -1.0, 1) for t in (5, 6))
+    extras = SampledLogprobs("a", found[:1]), PromptLogprobs("b", 0, found), PromptLogprobs("gone", 0, found)
+    first, second = scheduler.update(plan, StepResult(plan.step_id, [5, 6], None, extras))
+    assert (first.request_id, first.logprobs, first.prompt_logprobs) == ("a", found[:1], None)
+    assert (second.request_id, second.logprobs, second.prompt_logprobs) == ("b", (), extras[1])

@@ -434,7 +434,8 @@ async def test_vectors_of_several_steps_are_one_answer(world):
     task, key = await embedding(world)
     other, _ = await embedding(world)
     assert engine.num_requests == 2
-    world.children[0].say(Outputs([], [some("nobody's", 0, 1), some(key, 2, 1)]), Outputs([], [some(key, 0, 2, FinishReason.STOP)]))
+    first, last = [some("nobody's", 0, 1), some(key, 2, 1)], [some(key, 0, 2, FinishReason.STOP)]
+    world.children[0].say(Outputs([], first), Outputs([], last))
     found = await task
     assert (found.data, found.prompt_token_ids) == (bytes([0] * 8 + [1] * 8 + [2] * 8), [[5, 9, 31]] * 3)
     assert engine.num_requests == 1

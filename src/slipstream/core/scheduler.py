@@ -449,8 +449,8 @@ class Scheduler:
             request.num_computed_tokens -= num_drafts + 1 - num_accepted
 
     def _cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
-        """Tables of the cached blocks that the request can begin with, one a group (or nothing), and how many tokens need not be
-        computed.
+        """Tables of the cached blocks that the request can begin with, one a group (or nothing), and how many tokens are
+        computed so.
 
         A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at; the longest such
         hit is taken. The last token is always computed, since its logits are wanted. If it ends a cached block, that block

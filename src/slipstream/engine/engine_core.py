@@ -58,13 +58,13 @@ class EngineCore:
         self.tiles = tiles
         activation_bytes = runner.profile()
         self.config, self.ledger = _fit(config, description, runner, activation_bytes)
-        parts = self.config.scheduling, self.config.cache
-        sizes = {"max_model_len": self.config.model.max_model_len, "num_blocks": self.ledger.num_blocks}
-        self.scheduler: Steps = (
-            TextScheduler(*parts, **sizes)
-            if description.spec.is_encoder
-            else Scheduler(*parts, **sizes, salt=f"{description.path}:{self.config.model.dtype}")
-        )
+        scheduling, cache, longest = self.config.scheduling, self.config.cache, self.config.model.max_model_len
+        num_blocks, salt = self.ledger.num_blocks, f"{description.path}:{self.config.model.dtype}"
+        self.scheduler: Steps
+        if description.spec.is_encoder:
+            self.scheduler = TextScheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks)
+        else:
+            self.scheduler = Scheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks, salt=salt)
         self._texts = TextSequences()  # of a decoder
         self.depth = 2
         self._in_flight: deque[InFlightStep] = deque()

@@ -98,8 +98,8 @@ class AttentionMetadata:
     def alone(
         cls, start: int, num_tokens: int, *, block_size: int, device: torch.device, num_groups: int = 1
     ) -> AttentionMetadata:
-        """One sequence, in blocks 1, 2, … which the groups take in turn: its tokens start … start + num_tokens − 1, those before
-        being in the cache."""
+        """One sequence, in blocks 1, 2, … which the groups take in turn. Its tokens are start … start + num_tokens − 1, and
+        those before are in the cache."""
         return cls.uniform(1, num_tokens, start + num_tokens, block_size=block_size, device=device, num_groups=num_groups)
 
     @classmethod

@@ -237,7 +237,8 @@ class _Layers:
                     self._attend(attention, x, at, *self._into(post[0]))
                 waiting = self._normed(post[0])
                 if layer.cross is not None:
-                    self._cross(layer.cross, self.norm(norms["pre_cross"], _form(layer.cross.q), waiting), index, layer.cross_group)
+                    x = self.norm(norms["pre_cross"], _form(layer.cross.q), waiting)
+                    self._cross(layer.cross, x, index, layer.cross_group)
                     waiting = False
                 if isinstance(mlp, MoE):
                     x = self._buffer("wide", FORM_F32, self.hidden_size)

@@ -31,8 +31,8 @@ OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 
 
 def one_token_step(decoder: Decoder) -> OneToken | None:
-    """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, have several block tables, or
-    what the kernel has not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
+    """x [1, E], what the first layer reads → the residual after the last. None: the layers differ, or have several block
+    tables, or what the kernel has not (windows, biases by distance, norms after a branch), or the op set has no such kernel."""
     from slipstream.model.decoder import MoE
 
     spec = decoder.spec

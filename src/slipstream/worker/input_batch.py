@@ -148,8 +148,8 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:
-    """The requests of a step that sample, in plan order, and where their tokens go: the last `num_sampled` of each, in the order
-    of their positions. N tokens in all."""
+    """The requests of a step that sample, in plan order, and where their N tokens go: of each as many as its `num_sampled`, in
+    the order of their positions."""
 
     requests: tuple[ScheduledRequest, ...]
     rows: Tensor  # int32 or int64 [N]
@@ -282,14 +282,16 @@ def _gather_inputs_on_host(
     first, *others = [table.block_tables[g].numpy() for g in own]
     num_blocks = -(-max_seq_len // size)
 
-    def tables(blocks: IntArray) -> dict[str, Tensor]:
+    def tables(blocks: IntArray) -> tuple[Tensor, Tensor]:
         slots = blocks[token_rows, columns] * np.int64(size) + offsets
-        return {"block_table": torch.from_numpy(blocks[rows, :num_blocks]), "slot_mapping": torch.from_numpy(slots)}
+        return torch.from_numpy(blocks[rows, :num_blocks]), torch.from_numpy(slots)
 
+    block_table, slot_mapping = tables(first)
     meta = AttentionMetadata(
         query_start_loc=torch.from_numpy(starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-        **tables(first),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
         positions=torch.from_numpy(positions),
         num_decodes=num_decodes,
         max_query_len=max_query_len,
@@ -297,7 +299,7 @@ def _gather_inputs_on_host(
         from_start=from_start,
     )
     meta = meta.with_groups(
-        *(dataclasses.replace(meta, **tables(blocks)) for blocks in others),
+        *(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in map(tables, others)),
         *_of_cross(table, meta, torch.from_numpy(rows), max_encoder_len),
     )
     return torch.from_numpy(tokens[token_rows, positions]), meta, [torch.from_numpy(a) for a in more]
@@ -373,8 +375,8 @@ def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMet
 
 
 def text_batch(plan: TextsPlan, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata]:
-    """An encoder's step: tokens [T], and where their keys and values go. These are blocks 1, 2, … in the texts' order; steps run
-    one after another, so that each may use them. One upload."""
+    """An encoder's step: tokens [T], and where their keys and values go: blocks 1, 2, … in the texts' order, which every step
+    may use, since steps run one after another. One upload."""
     lengths = np.frombuffer(plan.lengths, np.int32)
     num_blocks = -(-lengths // block_size)
     ends = np.cumsum(num_blocks, dtype=np.int32)

@@ -433,8 +433,9 @@ class ModelRunner:
         """The layers' keys and values, of zeros. Layers at one place of different groups share a tensor."""
         dtype, places = TORCH_DTYPES[self.config.cache.dtype], self.model.spec.cache_places
         made = {place: self._layer_cache(i, num_blocks, dtype) for i, place in reversed(list(enumerate(places)))}
-        scales = self.kv_scales or [()] * len(places)
-        return [LayerKV(*made[place], *own) for place, own in zip(places, scales, strict=True)]
+        if self.kv_scales is None:
+            return [LayerKV(*made[place]) for place in places]
+        return [LayerKV(*made[place], *own) for place, own in zip(places, self.kv_scales, strict=True)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size

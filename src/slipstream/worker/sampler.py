@@ -22,7 +22,8 @@ PROMPT_LOGPROB_ROWS = 256
 
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     """The parameters of the N tokens that are sampled, in `sampled`'s order."""
-    rows, ends = [], []
+    rows: list[Row] = []
+    ends: list[int] = []
     for s in sampled.requests:
         end = s.num_computed_tokens + s.num_tokens
         rows += [table.rows[s.request_id]] * s.num_sampled
