@@ -103,7 +103,9 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:
         allowed = total_bytes
-        full = (config.scheduling.max_num_seqs * config.longest_seq_blocks + 1) * block  # with the null block
+        # Blocks that windows have released count as well: they stay in the prefix cache. And the null block.
+        per_seq = len(config.cache.groups) * config.max_blocks_per_seq
+        full = (config.scheduling.max_num_seqs * per_seq + 1) * block
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
