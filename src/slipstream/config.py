@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, OutOfMemoryError
-from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.model import (
+    CacheGroup,
+    LatentAttentionSpec,
+    ModelSpec,
+    MoESpec,
+    blocks_of_sequence,
+    longest_sequence,
+)
 from slipstream.spec.scheme import SCHEMES
 
 if TYPE_CHECKING:
@@ -119,7 +126,7 @@ class CacheConfig:
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
-    tables_per_seq: int = 1  # 2 beside an encoder, whose text has blocks of its own
+    groups: tuple[CacheGroup, ...]  # of the model's layers, each with a block table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,24 +161,26 @@ class EngineConfig:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Of one table: a prompt with its answer, or one of the two where an encoder reads the prompt."""
+        """The width of a block table: a prompt with its answer, or one of the two where an encoder reads the prompt."""
         return -(-self.model.max_model_len // self.cache.block_size)
 
     @property
     def longest_seq_blocks(self) -> int:
-        """What a sequence takes that is as long as can be, all of its tables together."""
-        return self.cache.tables_per_seq * self.max_blocks_per_seq
+        """The most blocks that a sequence holds, in all groups together."""
+        step = self.scheduling.max_num_batched_tokens
+        return blocks_of_sequence(self.cache.groups, self.model.max_model_len, self.cache.block_size, step)
 
     def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lowered if it was left on auto, else an error."""
-        capacity = num_blocks // self.cache.tables_per_seq * self.cache.block_size
-        wanted = self.model.max_model_len
+        wanted, groups = self.model.max_model_len, self.cache.groups
+        step = self.scheduling.max_num_batched_tokens
+        capacity = longest_sequence(groups, num_blocks, self.cache.block_size, step, wanted)
         if capacity >= wanted:
             return self
         need = self.longest_seq_blocks * block_bytes
         more = "gpu_memory_utilization or kv_cache_bytes" if self.device.info.is_cuda else "kv_cache_bytes"
         have = num_blocks * block_bytes
-        each = " of prompt and of answer" if self.cache.tables_per_seq > 1 else ""
+        each = " of prompt and of answer" if any(group.kind == "cross" for group in groups) else ""
         if self.origins["max_model_len"].source == "user":
             raise OutOfMemoryError(
                 f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
@@ -368,7 +377,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
             gpu_memory_utilization=share,
             kv_cache_bytes=args.kv_cache_bytes,
             enable_prefix_caching=prefixes,
-            tables_per_seq=1 if spec.encoder is None else 2,
+            groups=spec.cache_groups,
         ),
         scheduling=SchedulingConfig(
             policy=args.scheduling_policy,  # type: ignore[arg-type]

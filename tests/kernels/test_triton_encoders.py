@@ -60,7 +60,7 @@ def t5_logits(model):
     kv = [caches(model, num_blocks) for _ in range(3)]
     model.decoder.encode(torch.tensor([t for text in TEXTS for t in text], dtype=torch.int32), kv, read)
     tokens = torch.tensor([t for a in answers for t in a], dtype=torch.int32)
-    return model.decoder.logits(model.decoder.forward(tokens, kv, dataclasses.replace(step, cross=cross)))
+    return model.decoder.logits(model.decoder.forward(tokens, kv, step.with_groups(cross)))
 
 
 def test_an_encoder_decoder(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.types import EngineOutput, FinishReason, TokenLogprobs
+from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 
@@ -112,14 +112,16 @@ class SentencePieceEngine(FakeEngine):
     async def generate(self, prompt, sampling, *, request_id=None, priority=0):
         request = self.into.prepare(prompt, sampling)
         self.out.add(request)
-        before = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])
+        found = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])
+        before = PromptLogprobs(request.engine_requests[0].request_id, 0, found)
         for token in self.answer:
             reason = FinishReason.LENGTH if token == self.answer[-1] else None
             logprobs = (TokenLogprobs(token, -1.0, 1),)
-            news = EngineOutput(request.engine_requests[0].request_id, (token,), logprobs, before, reason)
+            key = request.engine_requests[0].request_id
+            news = TokenOutput(key, (token,), reason, logprobs=logprobs, prompt_logprobs=before)
             for delta in self.out.process([news])[0]:
                 yield delta
-            before = ()
+            before = None
 
 
 @pytest.mark.parametrize("prompt", ["text", "ids"])

@@ -258,5 +258,6 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=config.model.max_model_len,
-        tables_per_seq=config.cache.tables_per_seq,
+        groups=config.cache.groups,
+        max_step_tokens=config.scheduling.max_num_batched_tokens,
     )

@@ -60,7 +60,15 @@ from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelEr
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.types import CanaryResult, EngineOutput, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
+from slipstream.types import (
+    CanaryResult,
+    EngineStats,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    VectorOutput,
+    Vectors,
+)
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -373,9 +381,8 @@ class AsyncLLM:
     def _on_message(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
-            if self._texts:
-                self._take_texts(message.outputs)
-            deltas, aborts = self._output.process(message.outputs)
+            self._take_texts(message.vectors)
+            deltas, aborts = self._output.process(message.tokens)
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
                 if stream is not None:
@@ -401,7 +408,7 @@ class AsyncLLM:
         elif isinstance(message, Failed):
             raise EngineDeadError(f"the engine failed: {message.message}")
 
-    def _take_texts(self, outputs: Sequence[EngineOutput]) -> None:
+    def _take_texts(self, outputs: Sequence[VectorOutput]) -> None:
         for output in outputs:
             texts = self._texts.get(output.request_id)
             if texts is None:

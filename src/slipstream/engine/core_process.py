@@ -22,7 +22,17 @@ import msgspec
 from slipstream.config import DeviceInfo, EngineArgs
 from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, TextsRequest
+from slipstream.types import (
+    CanaryResult,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    TextsRequest,
+    TokenOutput,
+    VectorOutput,
+    tokens_of,
+    vectors_of,
+)
 
 WARM_S = 6.0
 """Seconds of a start in which sizes of steps are prepared; the rest follow whenever there is nothing to do."""
@@ -71,7 +81,12 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    outputs: list[EngineOutput]
+    tokens: list[TokenOutput] = []
+    vectors: list[VectorOutput] = []
+
+    @classmethod
+    def of(cls, outputs: list[EngineOutput]) -> Outputs:
+        return cls(tokens_of(outputs), vectors_of(outputs))
 
 
 class Rejected(msgspec.Struct, tag=True):
@@ -165,7 +180,7 @@ class CoreProcess:
             worked = worked or core.has_work
             outputs = core.step() if core.has_work else []
             if outputs:
-                self._send(Outputs(outputs))
+                self._send(Outputs.of(outputs))
             now = time.monotonic()
             if now - last_report >= HEARTBEAT_S:
                 self._send(Stats(core.stats(), asked=False))
@@ -197,7 +212,7 @@ class CoreProcess:
         elif isinstance(message, Abort):
             outputs = core.abort(message.request_ids)
             if outputs:
-                self._send(Outputs(outputs))
+                self._send(Outputs.of(outputs))
         elif isinstance(message, GetStats):
             self._send(Stats(core.stats(experts=True), asked=True))
 

@@ -41,6 +41,8 @@ from slipstream.types import (
     RerankResult,
     SamplingParams,
     Vectors,
+    tokens_of,
+    vectors_of,
 )
 
 Message = dict[str, Any]
@@ -302,7 +304,7 @@ class LLM:
                 self.core.add_texts(request)
                 with _progress(len(prepared.prompts), shown=progress) as advance:
                     while not answer.finished:
-                        for output in self._core_step():
+                        for output in vectors_of(self._core_step()):
                             if output.request_id == request.request_id:
                                 vectors = answer.take(output)
                                 take(output.first_text, vectors)
@@ -342,7 +344,7 @@ class LLM:
             self._turn.release()
 
     def _step(self, *, until_done: bool = False) -> list[RequestOutput]:
-        deltas, aborts = self._output.process(self._core_step(), until_done=until_done)
+        deltas, aborts = self._output.process(tokens_of(self._core_step()), until_done=until_done)
         if aborts:
             self.core.abort(aborts)
         return deltas

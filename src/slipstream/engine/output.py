@@ -17,7 +17,6 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, RequestError
 from slipstream.types import (
     CompletionOutput,
-    EngineOutput,
     EngineRequest,
     FinishReason,
     Logprob,
@@ -25,6 +24,7 @@ from slipstream.types import (
     RequestOutput,
     RequestTimes,
     TokenLogprobs,
+    TokenOutput,
 )
 
 
@@ -87,7 +87,7 @@ class OutputProcessor:
         return self._owner.get(key)
 
     def process(
-        self, outputs: Sequence[EngineOutput], *, until_done: bool = False
+        self, outputs: Sequence[TokenOutput], *, until_done: bool = False
     ) -> tuple[list[RequestOutput], list[str]]:
         """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
 
@@ -109,7 +109,7 @@ class OutputProcessor:
                 choice.waiting += output.token_ids
                 continue
             if choice.waiting:
-                output = dataclasses.replace(output, token_ids=(*choice.waiting, *output.token_ids))
+                output = output._replace(token_ids=(*choice.waiting, *output.token_ids))
                 choice.waiting = []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
@@ -120,9 +120,8 @@ class OutputProcessor:
                 state.first_token = state.first_token or now
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-            if output.prompt_logprobs:
-                found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
-                state.prompt_logprobs[output.prompt_logprobs_start :] = found
+            if (of_prompt := output.prompt_logprobs) is not None:
+                state.prompt_logprobs[of_prompt.start :] = [self._decode_logprobs(p) for p in of_prompt.logprobs]
             delta = news.get(owner)
             if delta is None:
                 delta = news[owner] = self._delta(state)
@@ -153,7 +152,7 @@ class OutputProcessor:
             min_tokens=sampling.min_tokens,
         )
 
-    def _complete(self, state: _State, choice: _Choice, output: EngineOutput) -> CompletionOutput:
+    def _complete(self, state: _State, choice: _Choice, output: TokenOutput) -> CompletionOutput:
         """The text and tokens that `output` adds to a choice, cut at a stop string."""
         tokens = list(output.token_ids)
         logprobs = output.logprobs

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from slipstream.engine.processor import PreparedTexts
 from slipstream.errors import EngineError, RequestError
 from slipstream.spec.description import ModelDescription
-from slipstream.types import EmbeddingOutput, EngineOutput, FinishReason, Prompt, RerankResult, Vectors
+from slipstream.types import EmbeddingOutput, FinishReason, Prompt, RerankResult, VectorOutput, Vectors
 
 
 def scores_pairs(model: ModelDescription) -> bool:
@@ -49,11 +49,11 @@ class TextsAnswer:
         self._parts: list[tuple[int, bytes]] = []
         self.finished = False
 
-    def take(self, output: EngineOutput) -> Vectors:
+    def take(self, output: VectorOutput) -> Vectors:
         """What it brings, of the texts from `output.first_text` on. EngineError if the engine failed, or ended the request
         before its time."""
-        if output.embedding is not None:
-            self._parts.append((output.first_text, output.embedding))
+        if output.num_texts:
+            self._parts.append((output.first_text, output.vectors))
         if output.finish_reason is not None:
             self.finished = True
             if output.finish_reason is not FinishReason.STOP:
@@ -61,7 +61,7 @@ class TextsAnswer:
         which = slice(output.first_text, output.first_text + output.num_texts)
         prepared = self._prepared
         return Vectors(
-            prompts=prepared.prompts[which], prompt_token_ids=prepared.token_ids[which], data=output.embedding or b""
+            prompts=prepared.prompts[which], prompt_token_ids=prepared.token_ids[which], data=output.vectors
         )
 
     def vectors(self) -> Vectors:

@@ -72,7 +72,7 @@ class Scorer:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
         return cls(
             runner.forwards,
-            runner.make_cache(config.max_blocks_per_seq + 1),
+            runner.make_cache(len(config.cache.groups) * config.max_blocks_per_seq + 1),
             tokenizer,
             name=args.model,
             context=context,
@@ -139,4 +139,5 @@ class Scorer:
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
         """The metadata of positions start … start + num_tokens − 1."""
-        return AttentionMetadata.alone(start, num_tokens, block_size=self.kv[0].block_size, device=self.decoder.device)
+        size, groups = self.kv[0].block_size, len(self.spec.cache_groups)
+        return AttentionMetadata.alone(start, num_tokens, block_size=size, device=self.decoder.device, num_groups=groups)

@@ -98,7 +98,7 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
         num_decodes=0,
     )
     meta = dataclasses.replace(meta, num_decodes=0 if decoder.spec.is_encoder else meta.num_decodes)
-    return dataclasses.replace(meta, cross=read) if decoder.encoder is not None else meta, read
+    return meta.with_groups(read) if decoder.encoder is not None else meta, read
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:

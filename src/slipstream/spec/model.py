@@ -7,7 +7,8 @@ layer, so that layers may differ. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -443,6 +444,46 @@ class ClassifierSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Layers that share a block table. A block of the group holds `block_size` tokens of each of these `layers`.
+
+    A sequence keeps all its blocks in a `full` group. In a `window` group it releases those that no later token looks at. A
+    `cross` group holds what an encoder read. Block ids are unique over the groups, so that one pool serves them all: the layer
+    at place p of a group uses cache tensor p, whichever the group.
+    """
+
+    kind: Literal["full", "window", "cross"]
+    layers: tuple[int, ...] = ()
+    window: int | None = None
+
+    def first_block(self, num_computed_tokens: int, block_size: int) -> int:
+        """The first block that a token at position `num_computed_tokens`, or a later one, looks at."""
+        return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` tokens holds at once, computed in steps of up to
+        `max_step_tokens`."""
+        whole = -(-num_tokens // block_size)
+        return whole if self.window is None else min(whole, -(-(self.window + max_step_tokens) // block_size) + 1)
+
+
+def blocks_of_sequence(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+    """The most blocks that a sequence of `num_tokens` tokens (and as many of an encoder's) holds at once, in all groups."""
+    return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
+
+
+def longest_sequence(
+    groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_step_tokens: int, limit: int
+) -> int:
+    """How many tokens, in whole blocks and up to `limit` and the rest of its block, a sequence can have in `num_blocks`."""
+
+    def needed(count: int) -> int:
+        return blocks_of_sequence(groups, count * block_size, block_size, max_step_tokens)
+
+    return (bisect_right(range(-(-limit // block_size) + 1), num_blocks, key=needed) - 1) * block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and
     the longest answer.
@@ -575,6 +616,55 @@ class ModelSpec:
         norms = sum(n.num_parameters for n in self.norms if n is not None)
         body = sum(layer.num_parameters(self.hidden_size) for layer in self.all_layers)
         return self.embedding_parameters + self.head_parameters + norms + body
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """One group where all layers look equally far back. Otherwise the layers of each window, and those without one, are
+        cut into groups as large as the rarest kind (the last of a kind may be smaller), if all cache the same number of
+        heads and dimensions; if not, one group keeps everything. An encoder-decoder has a `cross` group besides."""
+        layers = tuple(range(self.num_layers))
+        kinds: dict[int | None, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            window = layer.attention.window if isinstance(layer.attention, AttentionSpec) else None
+            kinds.setdefault(None if window is None or window >= self.max_position else window, []).append(i)
+        shapes = {(type(x.attention), x.attention.num_kv_heads, x.attention.head_dim) for x in self.layers}
+        groups = [CacheGroup(kind="full", layers=layers)]
+        if not self.is_encoder and (len(kinds) == 1 or len(shapes) == 1):
+            size = min(map(len, kinds.values()))
+            groups = [
+                CacheGroup(kind="full" if window is None else "window", layers=tuple(own[i : i + size]), window=window)
+                for window, own in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+                for i in range(0, len(own), size)
+            ]
+        if self.encoder is not None:
+            groups.append(CacheGroup(kind="cross", layers=layers))
+        return tuple(groups)
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """For each layer the index of the group where its own keys and values stand."""
+        found = {layer: i for i, group in enumerate(self.cache_groups) if group.kind != "cross" for layer in group.layers}
+        return tuple(found[i] for i in range(self.num_layers))
+
+    @property
+    def cross_group(self) -> int:
+        """The index of an encoder-decoder's `cross` group, which is the last."""
+        return len(self.cache_groups) - 1
+
+    @property
+    def cache_places(self) -> tuple[int, ...]:
+        """For each layer which cache tensor it uses: its place in its group. An encoder's layers use one in turn."""
+        if self.is_encoder:
+            return (0,) * self.num_layers
+        found = {x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)}
+        return tuple(found[i] for i in range(self.num_layers))
+
+    def block_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of a block for each token that it has room for: what the cache tensors take."""
+        if self.is_encoder:
+            return self.kv_bytes_per_token(element_bytes)
+        sizes = {place: x.attention.cached_size for place, x in zip(self.cache_places, self.layers, strict=True)}
+        return sum(sizes.values()) * element_bytes
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """2 · kv_heads · head_dim · bytes (with latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. An

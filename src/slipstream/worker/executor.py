@@ -184,7 +184,8 @@ def _fit(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=config.model.max_model_len,
-        tables_per_seq=config.cache.tables_per_seq,
+        groups=config.cache.groups,
+        max_step_tokens=config.scheduling.max_num_batched_tokens,
         forms=runner.model.forms,
     )
     return config, ledger

@@ -76,7 +76,7 @@ class InputBatch:
         assert self.plan is not None
         assert self.table is not None
         rows = self.table.rows
-        return all(rows[s.request_id].is_greedy for s in self.plan.scheduled if s.samples)
+        return all(rows[s.request_id].is_greedy for s in self.plan.scheduled if s.num_sampled)
 
 
 @dataclass(slots=True)
