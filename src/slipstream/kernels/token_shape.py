@@ -60,7 +60,7 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
     """Why the kernel can't run layers of these sizes with weights of so many bits; None if it can."""
     group = s.num_heads // s.num_kv_heads
     if s.experts is not None and not _takes_experts(s.experts, s):
-        return Reason("the one-token kernel has no such mixture of experts: in groups, in a parallel block, too many or too wide")
+        return Reason("the one-token kernel has no such mixture of experts: in groups, in a parallel block, too many, too wide")
     if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in inner_sizes(s)):
         found = ", ".join(map(str, inner_sizes(s)))
         return Reason(f"the one-token kernel reads {COLUMN} bytes of a row at once, which rows of {found} are no multiples of")
