@@ -627,6 +627,16 @@ def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
     assert stats.prefix_hits == 8
 
 
+def test_a_prompt_that_choices_share_is_looked_up_once():
+    engine = Engine(config(max_num_batched_tokens=32, num_blocks=40))
+    engine.scheduler.add(request("a", range(9), max_tokens=2))
+    for i in (1, 2):
+        engine.scheduler.add(request(f"a/{i}", range(9), max_tokens=2, fork_of="a"))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (9, 0)
+
+
 def test_cached_tokens_are_told_with_the_first_token_only():
     engine = Engine(config(max_num_batched_tokens=64))
     engine.scheduler.add(request("a", range(9), max_tokens=1))
