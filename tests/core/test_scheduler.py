@@ -683,6 +683,17 @@ def test_a_window_group_holds_its_window_and_no_more():
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
+def test_what_is_released_is_there_for_the_same_request():
+    """Two sequences of two blocks each in a pool of four: each takes the block that it gives up."""
+    c = config(num_blocks=5, max_model_len=80, max_num_batched_tokens=4, groups=(window(5),), enable_prefix_caching=False)
+    engine = Engine(c)
+    for name in "ab":
+        engine.scheduler.add(request(name, [ord(name)], max_tokens=60))
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert max(len(p.scheduled) for p in engine.plans) == 2
+
+
 def test_released_blocks_are_told_as_null_blocks():
     engine = Engine(config(num_blocks=60, groups=(FULL, window(2)), max_num_batched_tokens=BLOCK))
     engine.scheduler.add(request("a", range(3 * BLOCK), max_tokens=2))
@@ -788,6 +799,26 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     assert len(own.blocks[0]) == num_blocks  # those beyond stay
     engine.run()
     assert len(engine.tokens["a"]) == 20
+
+
+def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
+    engine = Engine(config(num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    engine.scheduler.add(request("high", range(4), max_tokens=9))
+    engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
+    engine.step()
+    engine.scheduler.draft("low", 2)
+    plans = [engine.scheduler.schedule()]
+    results = [engine.worker.launch(plans[0])]
+    low = engine.scheduler._requests["low"]
+    while low.holds_blocks:  # until "high" wants a third block
+        plans.append(engine.scheduler.schedule())
+        results.append(engine.worker.launch(plans[-1]))
+    for plan, result in zip(plans, results, strict=True):
+        engine.take(engine.scheduler.update(plan, result))
+        assert (low.num_computed_tokens, low.num_tokens, low.num_pending) == (0, 4 + len(engine.tokens["low"]), 0)
+    assert len(engine.tokens["low"]) == 1 + 2
+    engine.run()
+    assert [len(engine.tokens[name]) for name in ("high", "low")] == [9, 9]
 
 
 def test_an_end_among_several_tokens_cuts_the_rest():
