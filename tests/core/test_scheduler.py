@@ -181,6 +181,11 @@ class Engine:
                 assert plan.num_tokens + encoded <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"
+            for s in plan.scheduled:
+                own = self.scheduler._requests[s.request_id]
+                for g in self.worker.own if s.num_computed_tokens >= own.num_prompt_tokens else ():
+                    written = own.blocks[g][s.num_computed_tokens // BLOCK]
+                    assert self.scheduler.pool.ref_counts[written] == 1, "it writes to what others hold"
             self.plans.append(plan)
             self.in_flight.append((plan, self.worker.launch(plan)))
             assert len(self.worker.tables) <= c.max_num_seqs
