@@ -181,6 +181,11 @@ class Engine:
                 assert plan.num_tokens + encoded <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"
+            for s in plan.scheduled:
+                own = self.scheduler._requests[s.request_id]
+                for g in self.worker.own if s.num_computed_tokens >= own.num_prompt_tokens else ():
+                    written = own.blocks[g][s.num_computed_tokens // BLOCK]
+                    assert self.scheduler.pool.ref_counts[written] == 1, "it writes to what others hold"
             self.plans.append(plan)
             self.in_flight.append((plan, self.worker.launch(plan)))
             assert len(self.worker.tables) <= c.max_num_seqs
@@ -607,12 +612,11 @@ def test_a_share_of_the_blocks_stays_free_when_a_request_is_admitted_beside_othe
         engine.scheduler.add(request("b", range(97 * BLOCK + more), max_tokens=1))
         engine.step()  # "a" takes its 101st block
         assert ("b" in scheduled(engine.plans[-1])) == admitted
-        assert engine.scheduler.pool.num_free >= 1
         engine.run()
     engine = Engine(config(num_blocks=201, max_model_len=2000, max_num_batched_tokens=2000))
     engine.scheduler.add(request("alone", range(200 * BLOCK - 1), max_tokens=1))
     engine.step()
-    assert engine.scheduler.pool.num_free == 0
+    assert scheduled(engine.plans[-1]) == {"alone": 200 * BLOCK - 1}
 
 
 def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
@@ -626,6 +630,16 @@ def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
     assert stats.num_preemptions >= 1
     assert stats.prefix_queries == 8 + 8 + 9
     assert stats.prefix_hits == 8
+
+
+def test_a_prompt_that_choices_share_is_looked_up_once():
+    engine = Engine(config(max_num_batched_tokens=32, num_blocks=40))
+    engine.scheduler.add(request("a", range(9), max_tokens=2))
+    for i in (1, 2):
+        engine.scheduler.add(request(f"a/{i}", range(9), max_tokens=2, fork_of="a"))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (9, 0)
 
 
 def test_cached_tokens_are_told_with_the_first_token_only():
@@ -672,6 +686,17 @@ def test_a_window_group_holds_its_window_and_no_more():
                 most = max(most, windowed)
     assert most == 3  # tokens one by one: the 8 before a block's first, and that block
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+
+
+def test_what_is_released_is_there_for_the_same_request():
+    """Two sequences of two blocks each in a pool of four: each takes the block that it gives up."""
+    c = config(num_blocks=5, max_model_len=80, max_num_batched_tokens=4, groups=(window(5),), enable_prefix_caching=False)
+    engine = Engine(c)
+    for name in "ab":
+        engine.scheduler.add(request(name, [ord(name)], max_tokens=60))
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert max(len(p.scheduled) for p in engine.plans) == 2
 
 
 def test_released_blocks_are_told_as_null_blocks():
@@ -779,6 +804,26 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     assert len(own.blocks[0]) == num_blocks  # those beyond stay
     engine.run()
     assert len(engine.tokens["a"]) == 20
+
+
+def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
+    engine = Engine(config(num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    engine.scheduler.add(request("high", range(4), max_tokens=9))
+    engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
+    engine.step()
+    engine.scheduler.draft("low", 2)
+    plans = [engine.scheduler.schedule()]
+    results = [engine.worker.launch(plans[0])]
+    low = engine.scheduler._requests["low"]
+    while low.holds_blocks:  # until "high" wants a third block
+        plans.append(engine.scheduler.schedule())
+        results.append(engine.worker.launch(plans[-1]))
+    for plan, result in zip(plans, results, strict=True):
+        engine.take(engine.scheduler.update(plan, result))
+        assert (low.num_computed_tokens, low.num_tokens, low.num_pending) == (0, 4 + len(engine.tokens["low"]), 0)
+    assert len(engine.tokens["low"]) == 1 + 2
+    engine.run()
+    assert [len(engine.tokens[name]) for name in ("high", "low")] == [9, 9]
 
 
 def test_an_end_among_several_tokens_cuts_the_rest():

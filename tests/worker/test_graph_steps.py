@@ -81,7 +81,7 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
         return found, runner.graphs
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gptj", "mixtral", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gptj", "mixtral", "bloom", "gemma3_text"])
 def test_padded_steps_say_the_same(tmp_path, family):
     """Prompts in chunks, decodes among them, a prefix that is in the cache."""
     tiny_models.build(tmp_path, family)

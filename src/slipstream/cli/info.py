@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
     kept = " (for the time of a step)" if spec.is_encoder else ""
+    if any(spec.group_of_layer):  # several groups share the blocks
+        kept = f" of {len(spec.cache_groups[0].layers)} layers"
     q = description.quantization
     rows = [
         ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),

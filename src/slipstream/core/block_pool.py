@@ -107,6 +107,7 @@ class BlockPool:
             block = self._next[block]
         assert len(free) == len(set(free)) == self.num_free
         assert NULL_BLOCK not in free
+        assert self.hashes[NULL_BLOCK] is None
         assert {b for b in range(self.num_blocks) if self.ref_counts[b] == 0} == set(free)
         assert all(count >= 0 for count in self.ref_counts)
         assert {b: k for k, b in self._cached.items()} == {b: k for b, k in enumerate(self.hashes) if k is not None}

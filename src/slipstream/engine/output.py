@@ -1,7 +1,7 @@
-"""From the engine's tokens back to text.
+"""Turns the engine's tokens back into text.
 
-`OutputProcessor` turns engine outputs into `RequestOutput` deltas: text, stop strings, finish reasons, log-probabilities.
-`merge` puts deltas together, so that the complete answer *is* the stream, collected. No torch.
+`OutputProcessor` makes `RequestOutput` deltas of the engine's outputs: text, stop strings, finish reasons, log-probabilities.
+`merge` puts deltas together: the complete answer is the stream, collected. No torch.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class OutputProcessor:
     ) -> tuple[list[RequestOutput], list[str]]:
         """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
 
-        `until_done`: nobody looks at an answer before it is complete, so that its tokens are kept together (after the first,
-        whose time counts) as long as no stop string can end it.
+        `until_done`: nobody looks at an answer before it is complete. Its tokens after the first (whose time counts) are then
+        decoded together, unless a stop string could end it.
         """
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}

@@ -1,9 +1,10 @@
-"""What comes of texts whose vectors or scores are wanted: embeddings, their shorter forms, and the order of documents for a
-query. A call's texts are one request and one array, to the end. No torch.
+"""Embeddings and scores of texts: what is asked of the model, and what is made of its answer. No torch.
 
-A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each pair
-of query and document; its score passes the logistic function unless its config says otherwise. A model of embeddings ranks by
-the cosine of query and document.
+A call's texts are one request and one array, to the end. Documents are ranked for a query in one of two ways:
+
+1. A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each
+   pair of query and document. The score passes the logistic function unless the model's config says otherwise.
+2. A model of embeddings ranks by the cosine of query and document.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ class TextsAnswer:
         self.finished = False
 
     def take(self, output: VectorOutput) -> Vectors:
-        """What it brings, of the texts from `output.first_text` on. EngineError if the engine failed, or ended the request
-        before its time."""
+        """The vectors that `output` brings. EngineError if the engine failed, or ended the request before its time."""
         if output.num_texts:
             self._parts.append((output.first_text, output.vectors))
         if output.finish_reason is not None:
