@@ -48,8 +48,7 @@ def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
         from slipstream.engine.llm import LLM
         from slipstream.plan.hardware import seconds_since_process_start
 
-        settings = {name: getattr(args, name) for name in args.__slots__ if name != "model"}
-        llm = LLM(args.model, progress=on_phase, **settings)
+        llm = LLM.from_engine_args(args, progress=on_phase)
         start_s = seconds_since_process_start()
     with llm:
         yield llm, start_s

@@ -159,7 +159,7 @@ def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
         from slipstream.evals.tasks import run_tasks
 
         again = dataclasses.replace(engine_args(args, model=args.a), dtype=str(a.settings["dtype"]))
-        with LLM(**{f.name: getattr(again, f.name) for f in dataclasses.fields(again)}) as llm:
+        with LLM.from_engine_args(again) as llm:
             results = run_tasks(llm, names, limit=args.limit)
     if args.json:
         model = {"model": a.name, "run_as": a.settings, "weights_bytes": a.weights_bytes}

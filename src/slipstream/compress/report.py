@@ -175,7 +175,7 @@ def measure(
 
         progress("tasks", i, 2)
         gc.collect()
-        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
+        with LLM.from_engine_args(args) as llm:
             results.append(run_tasks(llm, tasks, limit=limit))
     progress("done", 2, 2)
     return Report(

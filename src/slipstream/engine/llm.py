@@ -1,13 +1,15 @@
 """`LLM`: offline generation, in this process.
 
-llm = LLM("smollm2")
-for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
-    print(answer.outputs[0].text)
+    llm = LLM("smollm2")
+    for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+        print(answer.outputs[0].text)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -15,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from slipstream.config import EngineArgs, EngineConfig
+from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.engine.engine_core import EngineCore, check_alive
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer, as_embeddings, check_dimensions, rank, refuse_classifier, rerank_texts
@@ -44,6 +46,8 @@ from slipstream.types import (
 )
 
 Message = dict[str, Any]
+P = ParamSpec("P")
+S = TypeVar("S")
 
 
 @contextmanager
@@ -59,60 +63,50 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-class LLM:
-    """A model ready to generate. The settings are those of `EngineArgs`; `progress` is told each phase of the start.
+def _takes(settings: Callable[P, EngineArgs]) -> Callable[[Callable[[S, EngineArgs], None]], Callable[Concatenate[S, P], None]]:
+    """Gives an `__init__` that takes an `EngineArgs` the signature of `settings`, with each field's help in its docstring."""
 
-    Holds the model's memory until `shutdown()` or the end of a `with` block. Not thread-safe; a server wants `AsyncLLM`.
+    def decorate(init: Callable[[S, EngineArgs], None]) -> Callable[Concatenate[S, P], None]:
+        def made(self: S, *args: P.args, **values: P.kwargs) -> None:
+            init(self, settings(*args, **values))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(settings)
+        made.__name__, made.__qualname__, made.__module__ = init.__name__, init.__qualname__, init.__module__
+        made.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[own, *signature.parameters.values()], return_annotation=None
+        )
+        made.__doc__ = "\n".join(f"{f.name}: {setting_help(f)}" for f in dataclasses.fields(EngineArgs))
+        return made
+
+    return decorate
+
+
+class LLM:
+    """A model ready to generate. The settings are the fields of `EngineArgs`, which `help(LLM)` explains.
+
+    It holds the model's memory until `shutdown()` or the end of a `with` block. It is not thread-safe; servers use `AsyncLLM`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        tokenizer: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-        block_size: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_num_mixed_tokens: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        kv_cache_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        enforce_eager: bool = False,
-        deterministic: bool = False,
-        dense_copies: bool | None = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        speculative_model: str | None = None,
-        num_speculative_tokens: int | None = None,
-        download_dir: str | None = None,
-        seed: int = 0,
-        load_format: str = "auto",
-        weights_cache: str = "auto",
-        skip_tokenizer_init: bool = False,
-        scheduling_policy: str = "inflight",
-        batch_window_s: float | None = None,
-        max_queue: int | None = None,
-        canary: str = "warn",
-        kernels: str = "auto",
-        tile_table: str = "auto",
-        num_threads: int | None = None,
-        progress: Callable[[str], None] = lambda phase: None,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "progress")}
-        args = EngineArgs(**given)
+    @_takes(EngineArgs)
+    def __init__(self, args: EngineArgs) -> None:
+        self._start(args, lambda phase: None)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
+        """The same from settings that are together already. `progress` is told each phase of the start as it begins."""
+        llm = cls.__new__(cls)
+        llm._start(args, progress)
+        return llm
+
+    def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         log_canary(self._core.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
-        self._turn = threading.Lock()  # who holds it steps the engine
+        self._turn = threading.Lock()  # whoever holds it steps the engine
 
     @property
     def core(self) -> EngineCore:
