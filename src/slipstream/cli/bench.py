@@ -53,8 +53,7 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
 given they leave no attribute behind; `settle` puts the default there."""
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("bench", help="measure latency, throughput, a server", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
 
     latency = kinds.add_parser("latency", help="time to first token and decode step, by batch size")

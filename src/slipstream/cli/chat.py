@@ -38,20 +38,13 @@ HELP = """/reset        forget the conversation (the system message stays)
 /quit         end"""
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser(
-        "chat",
-        help="talk with a model",
-        description=__doc__,
-        epilog="commands in the chat:\n" + HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = "commands in the chat:\n" + HELP, argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     add_output_options(parser)
     add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

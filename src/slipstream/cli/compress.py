@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("compress", help="write a smaller checkpoint, with a report", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
@@ -54,7 +53,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
     add_task_options(parser)
     add_output_options(parser)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,8 +32,7 @@ OPTIONS = (
 TWINS = ("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "kernels")
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("eval", help="perplexity of a model, or how far one is from another", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=MODEL_HELP)
     parser.add_argument("b", metavar="B", nargs="?", help="what is compared with A")
     add_text_options(parser)
@@ -49,7 +48,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name in TWINS:
         flag = f"--{name.replace('_', '-')}-b"
         engine.add_argument(flag, default=argparse.SUPPRESS, metavar="X", help=f"the same for B: {ENGINE_HELP[name]}")
-    parser.set_defaults(handler=run)
 
 
 def add_text_options(parser: argparse._ActionsContainer) -> None:

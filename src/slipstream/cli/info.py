@@ -34,12 +34,10 @@ if TYPE_CHECKING:
     from slipstream.spec.quantization_config import StoredQuantization
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("info", help="what a model is and needs", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...)), for the memory part"))
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

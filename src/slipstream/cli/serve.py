@@ -32,8 +32,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("serve", help="serve a model over OpenAI's HTTP API", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     add_output_options(parser)
     server = parser.add_argument_group("server")
@@ -52,7 +51,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
     )
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
-    parser.set_defaults(handler=run)
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:

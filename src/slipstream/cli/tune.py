@@ -19,14 +19,12 @@ from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("tune", help="measure the GPU kernels' tiles for a model", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="X", help="begin no measurement later (default: 120)")
     parser.add_argument("--out", metavar="FILE", help="write the table here, instead of the user's cache folder")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=UNUSED)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
