@@ -1,1 +1,1 @@
-"""The command `slipstream`: one file a verb, each with `add_arguments(parser)` and `run(args)`; `main` imports it when it is named."""
+"""The command `slipstream`. Each verb has a file with `add_arguments(parser)` and `run(args)`; `main` imports it at need."""

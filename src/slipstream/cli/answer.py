@@ -83,7 +83,12 @@ def stream_answer(
 def apply_template(llm: LLM, messages: Sequence[Message]) -> str:
     tokenizer = llm.get_tokenizer()
     if tokenizer.chat_template is None:
-        raise ConfigError("the model has no chat template; use `slipstream run --raw`", field="model")
+        model = llm.config.model.model
+        raise ConfigError(
+            f"{model} is a base model: it has no chat template, so it continues a text and holds no conversation. Take a model "
+            f"that was trained to chat, or slipstream run --raw {model} 'TEXT'",
+            field="model",
+        )
     return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
 
 

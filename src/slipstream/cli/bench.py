@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.bench.environment import plain
-from slipstream.cli.console import phases, print_json, progress_bar, say
-from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.console import phases, progress_bar, say
+from slipstream.cli.measurements import bench_args, check_output, deliver, parse_sizes, positive
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options
 from slipstream.cli.roofline import add_arguments as add_roofline
 from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
     from slipstream.bench.metrics import RequestRecord, Summary
@@ -373,13 +372,6 @@ def _unused(name: str, owner: str) -> ConfigError:
     return ConfigError(f"{option} belongs to {owner}, and has no effect here; leave it out", field=name)
 
 
-def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
-    """The engine's settings: no tokenizer unless the workload is text, prefix caching only if prefixes are shared."""
-    model = getattr(args, "model", None) or ""
-    settings = engine_args(args, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
-    return settings if settings.model else engine_args(args, **{**plain(settings), "model": model})
-
-
 def vocab_size(settings: EngineArgs) -> int:
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
@@ -425,22 +417,6 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
     return make.fixed(count, args.input_len, args.output_len, vocab_size=vocab, seed=seed)
 
 
-def parse_sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if any(size < 1 for size in sizes):
-        raise ConfigError(f"batch_sizes={text!r} is not a list of whole numbers such as 1,2,4", field="batch_sizes")
-    return sizes
-
-
-def positive(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}", field=name)
-
-
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -456,25 +432,6 @@ def latency_of(runs: list[list[RequestRecord]]) -> dict[str, float | None]:
     throughput = distribution(s.output_throughput for s in summaries)
     found["output_throughput"] = throughput.p50 if throughput is not None else None
     return found
-
-
-def check_output(args: argparse.Namespace) -> None:
-    """Whether the result can be written, before it is measured."""
-    if args.output is not None:
-        folder = Path(args.output).resolve().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():
-            raise ConfigError(f"cannot write {args.output}: {folder} is no folder that can be written to", field="output")
-
-
-def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.json:
-        print_json(result)
-    if args.output is not None:
-        text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
-        try:
-            Path(args.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.output}: {error.strerror}", field="output") from None
 
 
 def _verdict(summary: Summary) -> int:

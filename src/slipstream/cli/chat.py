@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.console import print_json, say
 from slipstream.cli.options import (
     MODEL_HELP,
+    SAMPLING_TITLE,
     TEXT_ONLY,
     add_engine_options,
     add_output_options,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream import LLM, SamplingParams
     from slipstream.cli.answer import Message, Speed
 
-DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": None}
+DEFAULTS = {"max_tokens": None}  # the rest of the context
 HELP = """/reset        forget the conversation (the system message stays)
 /system TEXT  set the system message; without TEXT, remove it
 /save FILE    write the conversation as JSON
@@ -43,15 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     add_output_options(parser)
-    add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
+    add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
 
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import open_llm
 
-    sampling = sampling_params(args, **DEFAULTS)
+    sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
+        sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         conversation = Conversation(llm, sampling, args.system, quiet=args.json)
         conversation.template("")  # a model without a chat template is refused before the first turn
         if sys.stdin.isatty():

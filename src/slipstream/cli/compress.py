@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import phases, print_info, print_json, progress_bar, say, size
+from slipstream.cli.console import Progress, phases, print_info, print_json, progress_bar, say, shown, size
 from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
@@ -219,7 +219,7 @@ def _measure(
 
     # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
-    with progress_bar("report") as bar:
+    with shown(Progress("report")) as progress:
         return measure(
             original,
             dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
@@ -231,7 +231,7 @@ def _measure(
             recipe={"name": recipe.name, "steps": recipe.as_data()},
             max_kl=args.max_kl,
             tried=tried,
-            progress=lambda phase, done, total: bar(done, total),
+            progress=progress.update,
         )
 
 

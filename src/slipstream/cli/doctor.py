@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slipstream.worker.cpu_choice import CpuChoice
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers")
+GPU_ONLY = ("triton",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         *((f"tiles of {name}", found) for name, found in tables.items()),
         *([] if cards else [("GPU", "none that nvidia-smi shows")]),
         ("torch", "not there" if torch is None else f"{torch.version}, {cuda_text(torch)}"),
-        *((name, found or "not there") for name, found in packages.items() if name != "torch"),
+        *((name, found or absent(name, cards)) for name, found in packages.items() if name != "torch"),
         ("cache folder", str(cache_folder())),
         (f"model {DEFAULT_MODEL}", str(model or "not fetched yet")),
     ]
@@ -125,6 +126,10 @@ def cuda_text(torch: TorchInfo) -> str:
     if torch.cuda_build is None:
         return "CPU build"
     return f"built for CUDA {torch.cuda_build}, " + ("sees a GPU" if torch.sees_gpu else "sees no GPU")
+
+
+def absent(name: str, cards: tuple[GpuInfo, ...]) -> str:
+    return "not there; only a GPU's kernels use it" if name in GPU_ONLY and not cards else "not there"
 
 
 def package_version(name: str) -> str | None:
@@ -201,7 +206,8 @@ def find_missing(
     has_model: bool,
     has_cpu_kernels: bool = True,
 ) -> list[Missing]:
-    """What would make more work, most needed first. Pure."""
+    """What is missing here, the most needed first: everything that the list of packages shows as absent, except what only a
+    GPU needs where there is none. Pure."""
     found = []
     if torch is None:
         found.append(Missing(what="torch", command="pip install 'torch>=2.11'", needed=True))
@@ -224,8 +230,14 @@ def find_missing(
 
         lost = "no quantization, no 8-bit cache, GGUF's weights expanded, and torch's kernels are several times slower"
         found.append(Missing(what=f"the C++ kernels for the CPU (without them: {lost})", command=remedy()))
+    for name in ("numpy", "safetensors", "tokenizers"):
+        if name in packages and packages[name] is None:
+            found.append(Missing(what=name, command=f"pip install {name}", needed=True))
     if packages.get("huggingface-hub") is None:
         found.append(Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'"))
+    if "transformers" in packages and packages["transformers"] is None:
+        uses = "transformers, for check-model and for bench --engine transformers"
+        found.append(Missing(what=uses, command="pip install 'slipstream[dev]'"))
     if not has_model:
         found.append(Missing(what="the default model", command="slipstream pull smollm2"))
     if host.free_bytes < 2**30:

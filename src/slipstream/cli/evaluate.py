@@ -12,7 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.console import phases, print_info, print_json, progress_bar, say, size
+from slipstream.cli.console import Progress, phases, print_info, print_json, progress_bar, say, shown, size
 from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -116,7 +116,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
         except OSError as error:
             raise ConfigError(f"--report {args.report}: no folder can be made there: {error}", field="report") from error
     args_a = engine_args(args, model=args.a)
-    with progress_bar("loading") as bar:
+    with shown(Progress("report")) as progress:
         report = measure(
             args_a,
             dataclasses.replace(args_a, model=args.b or args.a, **twins),
@@ -127,7 +127,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
             tasks=task_names(args),
             limit=args.limit,
             max_kl=args.max_kl,
-            progress=lambda phase, done, total: bar(done, total),
+            progress=progress.update,
         )
     if folder is not None:
         write_report(report, folder)

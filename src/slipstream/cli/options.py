@@ -1,6 +1,6 @@
-"""Options that several verbs share, made from the fields they set: `max_model_len` is `--max-model-len`.
+"""Options that several verbs share, made from the fields that they set: `max_model_len` is `--max-model-len`.
 
-An option that is not given leaves no attribute behind, so that the dataclass's default is the only default.
+An option that is not given leaves no attribute behind, so the dataclass's default is the only default.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from slipstream.types import SamplingParams
 
 TEXT_ONLY = ("seed", "skip_tokenizer_init")
 """Engine options that `run` and `chat` leave out: their --seed is the request's, and text needs a tokenizer."""
+
+SAMPLING_TITLE = "sampling (as `serve`: the model's generation_config.json decides, else temperature 1)"
 
 ENGINE_HELP = {setting.name: setting_help(setting) for setting in dataclasses.fields(EngineArgs)}
 MODEL_HELP = ENGINE_HELP["model"]
@@ -48,22 +50,19 @@ def engine_args(args: argparse.Namespace, **more: Any) -> EngineArgs:
 
 
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
-    """How the answer is drawn. `defaults` are the verb's, used by `sampling_params`, which must be given the same."""
-    built_in = SamplingParams(**defaults)
+    """Options for how the answer is drawn. `defaults` are the verb's own, which `sampling_params` must be given, too."""
     for name, text in SAMPLING_HELP.items():
-        _add(parser, name, text, getattr(built_in, name), SamplingParams)
+        shown = f" (default: {defaults[name]})" if defaults.get(name) is not None else ""
+        _add(parser, name, text + shown, SamplingParams)
     parser.add_argument(
-        "--stop",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="end the answer here; may be repeated",
+        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="end the answer here; may be repeated"
     )
 
 
-def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, model: SamplingParams | None = None, **defaults: Any) -> SamplingParams:
+    """What the user gave; else the verb's `defaults`; else the `model`'s."""
     given = {name: getattr(args, name) for name in (*SAMPLING_HELP, "stop") if hasattr(args, name)}
-    return SamplingParams(**{**defaults, **given})
+    return dataclasses.replace(model or SamplingParams(), **{**defaults, **given})
 
 
 def add_output_options(parser: argparse._ActionsContainer) -> None:

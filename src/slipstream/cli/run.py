@@ -12,6 +12,7 @@ from pathlib import Path
 from slipstream.cli.console import print_json, say
 from slipstream.cli.options import (
     MODEL_HELP,
+    SAMPLING_TITLE,
     TEXT_ONLY,
     add_engine_options,
     add_output_options,
@@ -22,7 +23,7 @@ from slipstream.cli.options import (
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 
-DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
+DEFAULTS = {"max_tokens": 256}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
     add_output_options(parser)
-    add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
+    add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
 
 
@@ -41,13 +42,16 @@ def run(args: argparse.Namespace) -> int:
     model, prompt = choose(args.words, args.model_option)
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template; leave out --raw", field="system")
-    sampling = sampling_params(args, **DEFAULTS)
+    sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
         if args.system is not None and not templated:
             raise ConfigError(
                 "the model has no chat template, so --system cannot be told; leave it out", field="system"
             )
+        if not templated and not args.raw:
+            say(f"slipstream: {model} has no chat template, so the prompt is continued as it is, as with --raw")
+        sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         messages = [{"role": "user", "content": prompt}]
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
