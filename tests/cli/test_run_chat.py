@@ -43,8 +43,8 @@ def test_run_answers_through_the_chat_template(tiny_model, llm, capsys):
 
 
 def test_run_json_is_one_object(tiny_model, llm, capsys):
-    words = ["run", "--model", str(tiny_model), "hello", "--system", "be brief", "--max-tokens=5", "--temperature=0", "--json", *FAST]
-    assert main(words) == 0
+    words = ["run", "--model", str(tiny_model), "hello", "--system", "be brief", "--max-tokens=5", "--json"]
+    assert main([*words, "--temperature=0", *FAST]) == 0
     out, _ = capsys.readouterr()
     answer = json.loads(out)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -124,7 +124,12 @@ def sampled(monkeypatch):
     """The sampling parameters that reach the engine."""
     seen = []
     stream = LLM.stream
-    monkeypatch.setattr(LLM, "stream", lambda llm, prompt, sampling, **more: seen.append(sampling) or stream(llm, prompt, sampling, **more))
+
+    def recorded(llm, prompt, sampling, **more):
+        seen.append(sampling)
+        return stream(llm, prompt, sampling, **more)
+
+    monkeypatch.setattr(LLM, "stream", recorded)
     return seen
 
 

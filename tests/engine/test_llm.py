@@ -496,7 +496,7 @@ def test_a_misspelt_setting_is_answered_with_the_likely_one(path):
     for make_it in (LLM, EngineArgs):
         with pytest.raises(TypeError, match="'max_num_batched_token'; did you mean 'max_num_batched_tokens'"):
             make_it(str(path), max_num_batched_token=3)
-        with pytest.raises(TypeError, match="no setting 'xyzzy'$"):
+        with pytest.raises(TypeError, match=r"no setting 'xyzzy'$"):
             make_it(str(path), xyzzy=3)
 
 
@@ -506,7 +506,7 @@ def test_settings_that_are_together_already_and_the_phases_of_the_start(path):
     with LLM.from_engine_args(args, progress=told.append) as llm:
         assert llm.config.origins["max_model_len"].source == "user"
         assert llm.config.origins["block_size"].source == "default"
-    assert told[0] == "model" and told[-1] == "tokenizer"
+    assert (told[0], told[-1]) == ("model", "tokenizer")
 
 
 def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from slipstream.cli.console import phases, print_json
+    from slipstream.compress.context import Shortener
     from slipstream.config import EngineArgs
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.server.run import bind, configure_logging, serve, url
@@ -118,7 +119,12 @@ def run(args: argparse.Namespace) -> int:
             info = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
             print_json(info) if args.json else print(info, flush=True)
 
-        await serve(engine, settings, listener, on_ready=announce, context_engine=small)
+        try:
+            shortener = None if small is None else Shortener(small)
+            await serve(engine, settings, listener, on_ready=announce, shortener=shortener)
+        finally:
+            if small is not None and small is not engine:
+                await small.shutdown()
 
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
