@@ -12,9 +12,9 @@ from slipstream.cli.info import describe
 from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
 from slipstream.hub import tiles_folder
-from slipstream.kernels.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.plan.hardware import GpuInfo, HostInfo
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.spec.description import read_spec
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"

@@ -11,7 +11,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_json, say
 from slipstream.cli.options import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream import LLM, SamplingParams
     from slipstream.cli.answer import Message, Speed
 
-DEFAULTS = {"max_tokens": None}  # the rest of the context
+DEFAULTS: dict[str, Any] = {"max_tokens": None}  # the rest of the context
 HELP = """/reset        forget the conversation (the system message stays)
 /system TEXT  set the system message; without TEXT, remove it
 /save FILE    write the conversation as JSON

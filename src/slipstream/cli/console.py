@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from slipstream.plan.environment import plain
@@ -68,27 +68,31 @@ class Progress:
 def shown(progress: Progress) -> Iterator[Progress]:
     """Show how far a task is: on a terminal one line that changes, elsewhere a new line every `LINE_EVERY_S` seconds."""
     ended = threading.Event()
-    if sys.stderr.isatty():
-        from rich.console import Console
+    with _way_to_show(progress) as (interval_s, show):
 
-        status = Console(stderr=True).status(progress.what)
-        interval, show = 0.2, lambda: status.update(progress.line())
-    else:
-        status = nullcontext()
-        interval, show = LINE_EVERY_S, lambda: say(f"slipstream: {progress.line()}")
+        def repeat() -> None:
+            while not ended.wait(interval_s):
+                show()
 
-    def repeat() -> None:
-        while not ended.wait(interval):
-            show()
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    with status:
+        thread = threading.Thread(target=repeat, daemon=True)
         thread.start()
         try:
             yield progress
         finally:
             ended.set()
             thread.join()
+
+
+@contextmanager
+def _way_to_show(progress: Progress) -> Iterator[tuple[float, Callable[[], None]]]:
+    """How often a line is due, and what shows it."""
+    if not sys.stderr.isatty():
+        yield LINE_EVERY_S, lambda: say(f"slipstream: {progress.line()}")
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(progress.what) as status:
+        yield 0.2, lambda: status.update(progress.line())
 
 
 @contextmanager

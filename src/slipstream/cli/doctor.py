@@ -144,7 +144,7 @@ def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
     out of the way."""
     from slipstream.errors import ConfigError
     from slipstream.hub import tiles_folder
-    from slipstream.kernels.autotune_table import load_tiles
+    from slipstream.spec.autotune_table import load_tiles
 
     found: dict[str, str] = {}
     broken: list[Missing] = []
@@ -170,7 +170,7 @@ def will_use() -> dict[str, Any]:
     import torch
 
     from slipstream.hub import machine_folder
-    from slipstream.kernels.ops import select_ops
+    from slipstream.kernels.select import select_ops
     from slipstream.worker.device import detect
 
     info = detect("auto", machine_folder())
@@ -192,7 +192,7 @@ def cpu_choice(*, measure: bool) -> CpuChoice:
 
 
 def cpu_kernels_built() -> bool:
-    from slipstream.kernels.ops import has_cpu_kernels
+    from slipstream.kernels.native import has_cpu_kernels
 
     return has_cpu_kernels()
 

@@ -59,7 +59,7 @@ def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) ->
     )
 
 
-def sampling_params(args: argparse.Namespace, model: SamplingParams | None = None, **defaults: Any) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, model: SamplingParams | None = None, /, **defaults: Any) -> SamplingParams:
     """What the user gave; else the verb's `defaults`; else the `model`'s."""
     given = {name: getattr(args, name) for name in (*SAMPLING_HELP, "stop") if hasattr(args, name)}
     return dataclasses.replace(model or SamplingParams(), **{**defaults, **given})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from slipstream.cli.console import print_json, say
 from slipstream.cli.options import (
@@ -23,7 +24,7 @@ from slipstream.cli.options import (
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 
-DEFAULTS = {"max_tokens": 256}
+DEFAULTS: dict[str, Any] = {"max_tokens": 256}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.config import resolve
     from slipstream.hub import machine_folder, resolve_model, tiles_folder
-    from slipstream.kernels.autotune_table import file_name, load_tiles, read_tiles, write_tiles
+    from slipstream.spec.autotune_table import file_name, load_tiles, read_tiles, write_tiles
     from slipstream.spec.description import read_spec
     from slipstream.worker.device import detect
 

@@ -26,9 +26,9 @@ from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.scheduler import Scheduler, SchedulerConfig
 from slipstream.errors import ConfigError, EngineError, ModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
-from slipstream.kernels.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
+from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, FinishReason, Plan, TextsRequest
 from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary

@@ -67,7 +67,7 @@ def _takes(settings: Callable[P, EngineArgs]) -> Callable[[Callable[[S, EngineAr
     """Gives an `__init__` that takes an `EngineArgs` the signature of `settings`, with each field's help in its docstring."""
 
     def decorate(init: Callable[[S, EngineArgs], None]) -> Callable[Concatenate[S, P], None]:
-        def made(self: S, *args: P.args, **values: P.kwargs) -> None:
+        def made(self: S, /, *args: P.args, **values: P.kwargs) -> None:
             init(self, settings(*args, **values))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

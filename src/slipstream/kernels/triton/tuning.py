@@ -20,12 +20,12 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import Linear, SparseCopy
+from slipstream.spec.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.spec.model import AttentionSpec, ModelSpec
 from slipstream.spec.scheme import RowFormat, Scheme
 
