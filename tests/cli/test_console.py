@@ -31,9 +31,13 @@ def test_the_time_left_is_an_estimate_from_the_first_step_on(clock):
     clock[0] += 6
     progress.set_done(1, 10)
     assert progress.line() == "layers, 1 of 10, 10 s, about 54 s left"
-    clock[0] += 6
+    clock[0] += 4
+    assert progress.seconds_left() == 50  # it counts down within a step
+    clock[0] += 2
     progress.set_done(2, 10)
     assert progress.seconds_left() == 48
+    clock[0] += 100
+    assert progress.seconds_left() == 0
 
 
 def test_a_first_step_without_a_beginning_counts_from_the_start(clock):

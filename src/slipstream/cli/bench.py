@@ -1,8 +1,8 @@
 """`slipstream bench latency|throughput|serve|roofline`: measure, with the definitions printed beside every result.
 
-Greedy, end-of-sequence ignored, and, unless said otherwise, random token ids and no prefix cache. docs/benchmarking.md
-explains each number. An option that the chosen workload or engine has no use for is refused, since a result would show
-it as if it had been measured.
+Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no prefix cache, unless
+options say otherwise. docs/benchmarking.md explains each number. An option without effect on the chosen workload or engine is
+refused: the result would show it as if it had been measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PEERS = {
     "llamacpp": ("num_threads", "max_model_len", "download_dir", "seed"),
     "openvino": ("num_threads", "download_dir", "seed"),
 }
-"""Other engines, and the settings that they take."""
+"""Other engines and the settings that they have."""
 
 CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
     "input_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
@@ -48,8 +48,8 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "api_key": ("--url", None, lambda args: args.url is not None),
     "ignore_eos": ("--url", True, lambda args: args.url is not None),
 }
-"""Options that not every choice uses: what they belong to, their default, and whether that was chosen. Without being
-given they leave no attribute behind; `settle` puts the default there."""
+"""Options that only some choices use: what they belong to, their default, and whether that was chosen. An option that is not
+given leaves no attribute behind; `settle` adds the default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -336,7 +336,7 @@ def cpu_peer(args: argparse.Namespace, settings: EngineArgs, path: Path, on_phas
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Refuse what was given and would have no effect; what was not given gets its default."""
+    """Refuse options that have no effect; give the others their defaults."""
     for name, (owner, default, is_used) in CONDITIONAL.items():
         if hasattr(args, name) and not is_used(args):
             raise _unused(name, owner)
@@ -356,7 +356,7 @@ def settle(args: argparse.Namespace) -> None:
 def refuse_engine_options(
     args: argparse.Namespace, *, text: bool, only: tuple[str, ...] | None = None, owner: str = ""
 ) -> None:
-    """Those given that are not among `only`, and --tokenizer where no text is tokenised."""
+    """Refuse engine options outside `only`, and --tokenizer where no text is tokenised."""
     for name in (field.name for field in dataclasses.fields(EngineArgs)):
         if name == "model" or not hasattr(args, name):
             continue
@@ -435,7 +435,7 @@ def latency_of(runs: list[list[RequestRecord]]) -> dict[str, float | None]:
 
 
 def _verdict(summary: Summary) -> int:
-    """A run in which a request failed is no measurement."""
+    """The exit code: a run in which a request failed is no measurement."""
     return 1 if summary.num_failed else 0
 
 

@@ -1,7 +1,7 @@
 """`slipstream chat [MODEL]`: a conversation in the terminal. The end of the input, or /quit, ends it.
 
-What was said stays in the KV cache, so that each turn computes only what is new. Ctrl-C stops an answer; between
-answers it ends the conversation. With standard input from a pipe each line is a turn, and nothing is asked.
+What was said stays in the KV cache, so each turn computes only what is new. Ctrl-C stops an answer; between answers it ends
+the conversation. From a pipe, each line of standard input is a turn.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Conversation:
-    """The history, and what a line typed into it does."""
+    """The history, and what each typed line does to it."""
 
     llm: LLM
     sampling: SamplingParams
@@ -100,7 +100,7 @@ class Conversation:
                 return
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False ends the conversation."""
+        """Carry out a line. False ends the conversation."""
         if not line.startswith("/"):
             if line:
                 self.turn(line)
@@ -141,7 +141,7 @@ class Conversation:
             say(str(error))
             return
         except KeyboardInterrupt:
-            # What was said so far stands; the request was cancelled.
+            # The request was cancelled. What was said so far stays.
             self.history.append({"role": "assistant", "content": "".join(parts)})
             say("\n(stopped)")
             return

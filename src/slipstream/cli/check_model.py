@@ -1,8 +1,8 @@
 """`slipstream check-model MODEL`: compare a checkpoint here with the same one in Hugging Face transformers, layer by layer.
 
 Both compute the same random tokens in float32: decoders, encoders (with their classifier), encoder-decoders. The exit code is
-1 if they part; the first place is named. A checkpoint whose weights are rounded is compared by the reference's kernels, which
-read inputs as they are, unless others are named: the CPU's round them to 8 bits there.
+1 if they part, and the first place is named. Unless --kernels says otherwise, the reference's kernels compute a checkpoint with
+rounded weights, because the CPU's round the inputs of its products to 8 bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all; what an interrupted run had
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all. What an interrupted run had
 finished is kept beside it, and the same command goes on from there.
 """
 
@@ -83,7 +83,7 @@ def _compress(args: argparse.Namespace) -> int:
     if recipe.reshapes:
         from slipstream.compress.pipeline import clean, publish, reshape, rest, shape_after
 
-        # What the layers' part will find: the sizes are known beforehand.
+        # The shapes that the layers will have are known beforehand.
         source = dataclasses.replace(original, spec=shape_after(original, recipe))
     planned = plan(source, recipe)
     before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
@@ -196,7 +196,7 @@ def _report_text(args: argparse.Namespace, source: ModelDescription) -> TextSett
 
 
 def _check_report(args: argparse.Namespace, source: ModelDescription) -> None:
-    """ConfigError for what the report could not be made of, before the work."""
+    """ConfigError, before the work, if the report could not be made."""
     from slipstream.evals.tasks import check_tasks
     from slipstream.evals.text import read_documents
 
@@ -217,7 +217,7 @@ def _measure(
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
 
-    # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
+    # Measured as it runs here: on a CPU, for example, float8 weights are expanded and inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     with shown(Progress("report")) as progress:
         return measure(
@@ -257,7 +257,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
     after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
         kind, budget = str(p.fmt), None if p.settings is None else p.settings.bits
-        if args.dry_run and isinstance(budget, Budget):  # which gets how many is known when it is measured
+        if args.dry_run and isinstance(budget, Budget):  # measuring decides which weight gets how many bits
             kind = f"{', '.join(map(str, budget.choices))} bits, as they are worth most, {budget.average:g} on average"
             assert p.fmt is not None
             after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(p.rows, p.inner, plan.scale_bytes)

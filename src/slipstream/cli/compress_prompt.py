@@ -1,7 +1,7 @@
-"""`slipstream compress-prompt [MODEL] TEXT`: a shorter prompt; what a small model could have guessed is left out.
+"""`slipstream compress-prompt [MODEL] TEXT`: shorten a prompt by what a small model could have guessed.
 
-One word is the text, for the default model; two are a small model and a text; `-` reads the text from standard input. The
-shortened text goes to standard output, what was kept to standard error.
+One word is a text for the default model. Two are a small model and a text. `-` reads the text from standard input. The
+shortened text goes to standard output, the share that was kept to standard error.
 """
 
 from __future__ import annotations

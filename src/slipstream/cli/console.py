@@ -53,7 +53,10 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         new = self.done - self._done_before
-        return (time.monotonic() - self._counted_from) / new * (self.total - self.done) if new > 0 else None
+        if new <= 0:
+            return None
+        step_s = (self._heard - self._counted_from) / new
+        return max(0.0, step_s * (self.total - self.done) - (time.monotonic() - self._heard))
 
     def line(self) -> str:
         parts = [self.what + (f": {self.phase}" if self.phase else "")]

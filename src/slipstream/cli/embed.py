@@ -1,6 +1,6 @@
 """`slipstream embed MODEL TEXT ...`: a vector for each text, or how alike the texts are.
 
-One vector a line, as numbers with spaces between; `-` reads texts from standard input, one a line. With --similarity: the
+A vector is a line of numbers with spaces between. `-` reads texts from standard input, one a line. --similarity prints the
 cosine of each text with each.
 """
 

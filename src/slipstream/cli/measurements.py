@@ -16,7 +16,7 @@ from slipstream.plan.environment import plain
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
-    """The engine's settings: no tokenizer unless the workload is text, prefix caching only if prefixes are shared."""
+    """The engine's settings. It has a tokenizer only for text, and prefix caching only where prefixes are shared."""
     model = getattr(args, "model", None) or ""
     settings = engine_args(args, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
     return settings if settings.model else engine_args(args, **{**plain(settings), "model": model})
@@ -39,7 +39,7 @@ def positive(args: argparse.Namespace, *names: str) -> None:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Whether the result can be written, before it is measured."""
+    """Refuse, before the measuring, an --output that can't be written."""
     if args.output is not None:
         folder = Path(args.output).resolve().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():

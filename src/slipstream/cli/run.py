@@ -1,6 +1,6 @@
 """`slipstream run [MODEL] PROMPT`: answer one prompt, streamed, and say how fast.
 
-One word is the prompt, for the default model; two are a model and a prompt; `-` reads the prompt from standard input.
+One word is a prompt for the default model. Two are a model and a prompt. `-` reads the prompt from standard input.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_model(word: str) -> bool:
-    """Whether a lone word names a model. Most are prompts, and too long for a path."""
+    """Whether a single word names a model. Most are prompts, which may be too long for a path."""
     try:
         return word == DEFAULT_MODEL or (Path(word) / "config.json").is_file() or is_gguf(word)
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""`slipstream tune MODEL`: measure the tiles of the GPU's kernels for a model's shapes, and keep the winners for later starts.
+"""`slipstream tune MODEL`: measure tiles of the GPU's kernels for a model's shapes, and keep the fastest for later starts.
 
-The model's settings decide what is measured: its products as --quantization holds them, its attention over a cache of
---kv-cache-dtype. No weights are loaded: random ones have the same shapes. The table goes to the user's cache folder, one file
-for each kind of GPU, where an engine finds it at its next start (--tile-table auto); tiles of other shapes in it stay.
+The settings decide what is measured, such as --quantization and --kv-cache-dtype. No weights are loaded: random ones have the
+same shapes. The table goes to the user's cache folder, one file for each kind of GPU. The next engine finds it there
+(--tile-table auto). Tiles of other shapes in it stay.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     base = load_tiles("shipped", info.name, tiles_folder())
     path = Path(args.out) if args.out else tiles_folder() / file_name(info.name)
     if path.is_file():
-        read_tiles(path, info.name)  # what can't be extended is told before the work, not after it
+        read_tiles(path, info.name)  # refuses, before the work, a file that can't be extended
 
     from slipstream.kernels.triton.tuning import tune_model
 

@@ -52,8 +52,8 @@ S = TypeVar("S")
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Put off Python's search for cycles of garbage, which with torch's million objects stops a step for 50 ms and more, many
-    times a second. What a step leaves behind has no cycles."""
+    """Put off Python's search for cycles of garbage. With torch's million objects it stops a step for 50 ms, many times a
+    second, and a step leaves no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -141,7 +141,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds where none are given: the model's generation_config.json's, where it has some."""
+        """The parameters of a request without any: those of the model's generation_config.json, else the usual ones."""
         return default_sampling(self.core.description)
 
     def generate(
@@ -151,10 +151,10 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts. One SamplingParams for all, or one for each.
+        """The answers, in the order of the prompts. Give one SamplingParams for all, or one for each.
 
-        RequestError, before anything runs, if a prompt or its parameters can't work; it names which. `progress` shows a
-        bar on a terminal.
+        If a prompt or its parameters can't work, a RequestError names it before anything runs. `progress` shows a bar on a
+        terminal.
         """
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         return self._run(prompts, sampling_params, progress=progress, add_special_tokens=True)
@@ -167,7 +167,7 @@ class LLM:
         add_generation_prompt: bool = True,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or a list of them, through the model's chat template."""
+        """Like `generate`, for one conversation or several, through the model's chat template."""
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
@@ -184,9 +184,9 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
     ) -> list[EmbeddingOutput]:
-        """A vector for each text, pooled and normalised as the model's files say: an encoder's, or the state of a decoder's
-        last token. `dimensions`: shorter vectors, from models that were trained to give them. A text that is too long is a
-        ContextLengthError, or with `truncate` cut at its end."""
+        """A vector for each text, pooled and normalised as the model's files say; a decoder gives its last token's state.
+        `dimensions` asks for shorter vectors, of models trained to give them. A text that is too long is a ContextLengthError;
+        with `truncate` its end is cut off."""
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
@@ -207,8 +207,8 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
     ) -> list[RerankResult]:
-        """The documents that answer the query best, best first: by a cross-encoder's scores of (query, document), or by the
-        cosine of their embeddings, from −1 to 1, if the model gives embeddings."""
+        """The documents that answer the query best, the best first. A cross-encoder scores each (query, document); a model of
+        embeddings compares their vectors by the cosine, from −1 to 1."""
         texts = rerank_texts(self.core.description, query, documents)
         answer = self._read(texts, truncate, lambda first, vectors: None, progress=progress)
         return rank(self.core.description, documents, answer.vectors(), top_n)
@@ -216,7 +216,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
-        """One request, its answer as it comes: each item holds what is new. Closing the iterator cancels it."""
+        """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
         request = self._input.prepare(
             prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
         )
@@ -285,8 +285,8 @@ class LLM:
         *,
         progress: bool,
     ) -> TextsAnswer:
-        """What the model says of each of the texts. `take` is given what there is of it while the rest is computed, of the
-        texts from its first argument on."""
+        """The model's vectors of the texts. `take(first, vectors)` is called with each part as soon as it is there; the part
+        begins with text number `first`."""
         prepared = self._input.prepare_texts(texts, truncate_to=-1 if truncate else None)
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
@@ -325,7 +325,7 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Whoever steps the engine gets all that it gives, so there can only be one."""
+        """Only one caller may step the engine, since that caller gets everything the engine returns."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"
@@ -352,8 +352,8 @@ class LLM:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, with tokens per second; nothing elsewhere, at the price of nothing. What it gives is
-    told how many requests are done, and of how many tokens."""
+    """A progress bar with tokens per second, on a terminal only. Yields a function of how many more requests are done, and
+    their number of tokens."""
     if not (shown and sys.stderr.isatty()):
         yield lambda num_requests, num_tokens: None
         return
