@@ -44,9 +44,6 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "__main__": ("cli",),
 }
 EXCEPTIONS = {  # (module or part, what it imports all the same): why
-    ("engine.engine_core", "worker.canary"): "until worker.executor runs the canary",
-    ("engine.engine_core", "worker.device"): "until worker.executor finds the device",
-    ("engine.engine_core", "worker.model_runner"): "until worker.executor holds the runner",
     ("compress", "engine.tokenizer"): "texts become tokens, and a checkpoint keeps its tokenizer's files",
     ("compress", "engine.llm"): "a teacher's answers, and the tasks of a report",
     ("compress.report", "worker.canary"): "a report leaves a canary in the checkpoint's folder",
@@ -54,7 +51,7 @@ EXCEPTIONS = {  # (module or part, what it imports all the same): why
 }
 HEAVY = {  # third-party package: the parts that may import it
     "torch": (
-        *("platform", "kernels", "model", "worker", "engine.engine_core", "evals", "compress"),
+        *("platform", "kernels", "model", "worker", "evals", "compress"),
         *("bench.adapters.transformers", "cli.doctor"),
     ),
     "triton": ("platform", "kernels.triton"),

@@ -43,7 +43,7 @@ def add_latent_queries(
     plain = new("plain", keys.form, num_heads * nope_dim)
     sizes = num_heads, nope_dim, keys.rows
     p.add(
-        "mla_queries", q, row, queries, plain, keys.form, layer, *sizes, norm.float(), eps, cos_sin, rotary, interleaved
+        "latent_queries", q, row, queries, plain, keys.form, layer, *sizes, norm.float(), eps, cos_sin, rotary, interleaved
     )
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,9 +23,17 @@ from slipstream.spec.model import (
     RopeSpec,
     SequentialBlock,
 )
+from slipstream.spec.reason import Reason
 
 if TYPE_CHECKING:
     from slipstream.model.decoder import Attention, Decoder, LatentAttention, MoE
+
+OneTokenKernel = Any
+
+
+def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
+    return Reason("inside the decoder", notable=False)
+
 
 OneToken = Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
 

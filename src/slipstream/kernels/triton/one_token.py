@@ -18,9 +18,10 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import MLAShape, TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
-from slipstream.kernels.triton.device import processors, shared_bytes
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
+from slipstream.platform import platform_of
+from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.model import MoESpec
 
 PARTS = (
@@ -71,7 +72,7 @@ makes queries alone, `k_norm` is the latent's, and `v` a part of `k`."""
 def runs(shape: TokenShape, product: Linear, cos_sin: Tensor | None) -> bool:
     """Whether the kernel takes such layers on this device."""
     device = product.weight.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or not platform_of(device).arch.one_token_kernel:
         return False
     return takes(shape, product, None if cos_sin is None else cos_sin.shape[1])
 
@@ -173,7 +174,7 @@ def one_token(
     """`OpSet.one_token`, for an op set without `deterministic`."""
     if len(layers) < 2 or not runs(shape, product, cos_sin):
         return None
-    programs, room = processors(product.weight.device), shared_bytes(product.weight.device)
+    programs, room = platform_of(product.weight.device).multiprocessors, platform_of(product.weight.device).shared_bytes
     if shape.num_kv_heads > programs:  # each head's keys are some program's
         return None
     if stages(shape, product, room) < 3:
@@ -259,7 +260,9 @@ class OneTokenStep:
         return x
 
     def compiled(self, definitions: Mapping[str, int | float]) -> Callable[[int, int, Sequence[Tensor | int]], None]:
-        return CudaKernel(SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes)
+        platform = platform_of(self.product.weight.device)
+        assert isinstance(platform, CudaPlatform)
+        return CudaKernel(platform, SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes)
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
         """The names in capitals that the kernel's source leaves open."""
