@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.environment import plain
 from slipstream.bench.report import document
+from slipstream.plan.environment import plain
 from slipstream.plan.hardware import bound_spinning
 
 bound_spinning()  # as the command line does, and before a script imports torch: for every engine in it alike

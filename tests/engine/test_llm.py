@@ -488,10 +488,29 @@ def test_the_cache_takes_what_is_left_of_its_share(path):
 def test_the_signature_is_that_of_the_settings(path):
     ours = inspect.signature(LLM).parameters
     theirs = inspect.signature(EngineArgs).parameters
-    assert list(ours)[:-1] == list(theirs)
-    assert all(ours[name].default == theirs[name].default for name in theirs)
-    with pytest.raises(TypeError, match="max_num_batched_token"):
-        LLM(str(path), max_num_batched_token=3)
+    assert list(ours.values()) == list(theirs.values())
+    assert ours["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY and p.annotation for p in ours.values() if p.name != "model")
+    explained = LLM.__init__.__doc__.splitlines()
+    assert [line.split(":")[0] for line in explained] == list(ours)
+    assert "dtype: type of the computation: auto, float32, bfloat16 or float16 (default: auto)" in explained
+
+
+def test_a_misspelt_setting_is_answered_with_the_likely_one(path):
+    for make_it in (LLM, EngineArgs):
+        with pytest.raises(TypeError, match="'max_num_batched_token'; did you mean 'max_num_batched_tokens'"):
+            make_it(str(path), max_num_batched_token=3)
+        with pytest.raises(TypeError, match=r"no setting 'xyzzy'$"):
+            make_it(str(path), xyzzy=3)
+
+
+def test_settings_that_are_together_already_and_the_phases_of_the_start(path):
+    told = []
+    args = EngineArgs(str(path), device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    with LLM.from_engine_args(args, progress=told.append) as llm:
+        assert llm.config.origins["max_model_len"].source == "user"
+        assert llm.config.origins["block_size"].source == "default"
+    assert (told[0], told[-1]) == ("model", "tokenizer")
 
 
 def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):

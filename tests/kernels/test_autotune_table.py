@@ -16,7 +16,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # as test_triton.py: whichever of them is 
 from slipstream.cli.main import main
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError
-from slipstream.kernels.autotune_table import (
+from slipstream.kernels.triton.tuning import SEARCH, Trial, search, tune
+from slipstream.spec.autotune_table import (
     NO_TILES,
     OPS,
     SHIPPED,
@@ -28,7 +29,6 @@ from slipstream.kernels.autotune_table import (
     read_tiles,
     write_tiles,
 )
-from slipstream.kernels.triton.tuning import SEARCH, Trial, search, tune
 from slipstream.spec.description import read_spec
 from tests.plan.specs import CONFIGS
 

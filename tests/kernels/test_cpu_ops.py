@@ -29,10 +29,11 @@ from slipstream.kernels.cpu import (
     add_linear,
 )
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import AttentionParams, QKVLayout, select_ops
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
+from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear
 from slipstream.model.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.autotune_table import NEVER, Measured, TileTable
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import SplitLinear
+from slipstream.spec.autotune_table import NEVER, Measured, TileTable
 from slipstream.spec.scheme import SCHEMES
 
 

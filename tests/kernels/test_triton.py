@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams, QKVLayout
@@ -33,6 +32,7 @@ from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
 from slipstream.kernels.triton.pointwise import rows_at_once
 from slipstream.kernels.triton.split_k import Scratch
 from slipstream.kernels.weights import Quantized
+from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.one_token import compile_one_token

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from slipstream.cli.info import estimate
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.ops import select_ops
 from slipstream.kernels.quantize import dequantize, round_linear
+from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import BlockScaledLinear, Linear
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import held_bytes, weights_bytes

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from slipstream.compress.context import Shortener
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer
@@ -366,7 +367,8 @@ def test_the_models_own_defaults_hold_where_a_request_says_nothing(serve):
 def test_a_conversation_is_shortened(serve):
     """By a small model; system messages and the question stay as they are, and so does what is protected."""
     server = serve(FakeEngine())
-    small = server.state.context_engine = FakeEngine()
+    small = FakeEngine()
+    server.state.shortener = Shortener(small)
     context = "one two three four five 42 six seven eight nine\n\n"
     messages = [
         {"role": "system", "content": "be very very brief"},

@@ -32,8 +32,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("serve", help="serve a model over OpenAI's HTTP API", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     add_output_options(parser)
     server = parser.add_argument_group("server")
@@ -52,7 +51,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
     )
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
-    parser.set_defaults(handler=run)
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -92,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from slipstream.cli.console import phases, print_json
+    from slipstream.compress.context import Shortener
     from slipstream.config import EngineArgs
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.server.run import bind, configure_logging, serve, url
@@ -120,7 +119,12 @@ def run(args: argparse.Namespace) -> int:
             info = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
             print_json(info) if args.json else print(info, flush=True)
 
-        await serve(engine, settings, listener, on_ready=announce, context_engine=small)
+        try:
+            shortener = None if small is None else Shortener(small)
+            await serve(engine, settings, listener, on_ready=announce, shortener=shortener)
+        finally:
+            if small is not None and small is not engine:
+                await small.shutdown()
 
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

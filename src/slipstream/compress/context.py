@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.types import PositionLogprobs, SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.engine.async_llm import AsyncLLM
     from slipstream.engine.llm import LLM
 
 Method: TypeAlias = Literal["selective", "iterative"]
@@ -302,12 +303,40 @@ def information(positions: Sequence[PositionLogprobs | None] | None) -> list[flo
     return [-p.chosen.logprob for p in (positions or ()) if p is not None]
 
 
+SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+
+
+class Shortener:
+    """Shortens the parts of prompts with the small model of `engine`; `slipstream serve` hands it to the server."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    async def __call__(
+        self, parts: Sequence[tuple[str, bool]], *, keep: float, method: Method, unit: Unit, protect: tuple[str, ...]
+    ) -> Compressed:
+        """`parts` are texts, and whether each is protected. ConfigError or RequestError say what is wrong."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("the small model has no tokenizer (skip_tokenizer_init is set)", field="compress_prompt")
+        context = min(2048, self._engine.config.model.max_model_len - 1)
+        chosen = ContextSettings(
+            keep=keep, method=method, unit=unit, protect=protect, segment=min(200, context // 2), context=context
+        )
+        return await compress_async([Part(*part) for part in parts], tokenizer, self._score, chosen)
+
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        async for output in self._engine.generate({"prompt_token_ids": token_ids}, SCORED):
+            if output.prompt_logprobs is not None:
+                return information(output.prompt_logprobs)
+        raise RequestError("the small model gave no log-probabilities", field="compress_prompt")
+
+
 def scorer(llm: LLM) -> Score:
     """An engine as the small model."""
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
     def score(token_ids: list[int]) -> list[float]:
-        answer = llm.generate({"prompt_token_ids": token_ids}, params, progress=False)[0]
+        answer = llm.generate({"prompt_token_ids": token_ids}, SCORED, progress=False)[0]
         return information(answer.prompt_logprobs)
 
     return score

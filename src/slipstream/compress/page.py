@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.environment import plain
+from slipstream.plan.environment import plain
 
 WIDTH, HEIGHT = 900, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34

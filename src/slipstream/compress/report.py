@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.environment import info, plain
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
@@ -26,6 +25,7 @@ from slipstream.evals.scorer import Scorer
 from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
 from slipstream.hub import resolve_model
+from slipstream.plan.environment import environment, plain
 from slipstream.worker.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
@@ -72,7 +72,7 @@ class Report:
     tried: tuple[tuple[str, float], ...] = ()
     tasks: tuple[tuple[TaskResult, TaskResult], ...] = ()
     canary: Canary | None = None
-    info: Mapping[str, Any] = field(default_factory=info)
+    info: Mapping[str, Any] = field(default_factory=environment)
 
     @property
     def within_max_kl(self) -> bool | None:
@@ -175,7 +175,7 @@ def measure(
 
         progress("tasks", i, 2)
         gc.collect()
-        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
+        with LLM.from_engine_args(args) as llm:
             results.append(run_tasks(llm, tasks, limit=limit))
     progress("done", 2, 2)
     return Report(

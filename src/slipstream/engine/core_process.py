@@ -1,8 +1,8 @@
-"""The engine core in a process of its own: `python -m slipstream.engine.core_process ADDRESS`.
+"""The engine core in its own process: `python -m slipstream.engine.core_process ADDRESS`.
 
-Why a process: HTTP, tokenising and detokenising never hold up a step, and a crash of the engine leaves the server there
-to say so. Messages are msgpack over a ZeroMQ pair on a Unix socket in a folder that only this user can enter. The child
-ends when its standard input closes, so it never outlives its parent, however that died.
+HTTP, tokenising and detokenising then never delay a step, and if the engine crashes the server is still there to say so.
+Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
+standard input closes, so it never outlives its parent.
 
 Parent to child: Start, Add, AddTexts, Abort, GetStats, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Failed.
 """
@@ -38,7 +38,7 @@ WARM_S = 6.0
 """Seconds of a start in which sizes of steps are prepared; the rest follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-"""The child reports this often (between steps), also when it has no work: silence means that it hangs."""
+"""The child reports this often, between steps and without work. If it is silent, it hangs."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -90,7 +90,7 @@ class Outputs(msgspec.Struct, tag=True):
 
 
 class Rejected(msgspec.Struct, tag=True):
-    """Requests that the scheduler would not take: the whole group that came together."""
+    """The scheduler refused a request; all requests of its Add are refused with it."""
 
     request_ids: list[str]
     error: str
@@ -104,7 +104,7 @@ class Stats(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or a step failed. The child ends after this."""
+    """The engine could not start, or a step failed. The child ends after it."""
 
     error: str
     message: str
@@ -115,7 +115,7 @@ ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | Failed
 
 
 class CoreProcess:
-    """The child's main loop: messages between steps, steps while there is work, sleep when there is none."""
+    """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
     def __init__(self, address: str) -> None:
         import zmq
@@ -130,7 +130,7 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(ToChild)
 
     def run(self) -> int:
-        """Serve until told to stop. The exit code: 0, or 1 after a failure that was reported."""
+        """Serve until told to stop. Returns the exit code: 0, or 1 after a failure that was reported."""
         try:
             start = self._receive()
             if not isinstance(start, Start):
@@ -161,7 +161,7 @@ class CoreProcess:
     def _serve(self) -> None:
         core = self._core
         last_report = time.monotonic()
-        # What a step leaves behind has no cycles, and looking for some would stop a step for 50 ms: done when idle.
+        # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
         gc.freeze()
         gc.disable()
         worked = False
@@ -171,7 +171,7 @@ class CoreProcess:
                 worked = False
             if not core.has_work and not self._socket.poll(0):
                 core.executor.capture_next()  # sizes of steps that were not prepared at the start
-            # Every message that is there is taken before a step: a cancelled request frees its blocks before the next.
+            # All waiting messages are taken before a step, so that a cancelled request frees its blocks first.
             while self._socket.poll(self._patience_ms()):
                 message = self._receive()
                 if isinstance(message, Stop):
@@ -187,7 +187,7 @@ class CoreProcess:
                 last_report = now
 
     def _patience_ms(self) -> int:
-        """How long to wait for a message: not at all while steps can be made, else until the next wake-up or heartbeat."""
+        """How long to wait for a message: 0 while steps can be made, else until the next wake-up or heartbeat."""
         core = self._core
         if not core.has_work:
             return int(HEARTBEAT_S * 1000)
@@ -232,14 +232,14 @@ def _reported() -> type[Exception]:
 
 def _end_with_parent() -> None:
     """Exit when the parent's end of our standard input closes."""
-    while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
+    while os.read(0, 1):  # not a buffered reader, which would hold its lock while the interpreter ends
         pass
     os._exit(0)
 
 
 def main() -> int:
     bound_spinning()
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides when we end.
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

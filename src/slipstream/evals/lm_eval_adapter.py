@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
-from slipstream.evals.tasks import loglikelihoods
+from slipstream.evals.likelihood import loglikelihoods
 from slipstream.types import Prompt, SamplingParams
 
 DEFAULT_GENERATED = 256

@@ -16,18 +16,10 @@ from typing import Any
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
-from slipstream.types import SamplingParams
+from slipstream.evals.likelihood import loglikelihoods
 
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
 """Which of a task's metrics is reported, the first that it has; else its first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Likelihood:
-    """Of a continuation: ln p of all its tokens, and whether each is the likeliest where it stands."""
-
-    logprob: float
-    is_greedy: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +78,6 @@ def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "cho
     share = right / len(questions)
     stderr = math.sqrt(share * (1 - share) / len(questions))
     return TaskResult(name=name, metric="acc_norm", value=share, stderr=stderr, num_questions=len(questions))
-
-
-def loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
-    """Of each (context, continuation), in tokens. What does not fit is cut off the context's beginning; ConfigError if the
-    continuation alone does not fit or is empty, or if nothing stands before it."""
-    room = llm.config.model.max_model_len - 1  # the engine always has one more token to say
-    prompts = []
-    for i, (context, continuation) in enumerate(pairs):
-        if not context or not continuation:
-            raise ConfigError(f"pair {i}: a continuation of {len(continuation)} tokens after {len(context)}", field="pairs")
-        if len(continuation) >= room:
-            raise ConfigError(
-                f"pair {i}: {len(continuation)} tokens are too many to score in a context of {room + 1}; raise max_model_len",
-                field="max_model_len",
-            )
-        prompts.append(list((*context, *continuation)[-room:]))
-    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
-    found = []
-    for answer, (_, continuation) in zip(answers, pairs, strict=True):
-        scored = [p.chosen for p in (answer.prompt_logprobs or [])[-len(continuation) :] if p is not None]
-        assert len(scored) == len(continuation)
-        found.append(Likelihood(logprob=sum(p.logprob for p in scored), is_greedy=all(p.rank == 1 for p in scored)))
-    return found
 
 
 def read_questions(path: Path) -> list[Question]:

@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout, has_cpu_kernels
+from slipstream.kernels.native import has_cpu_kernels
+from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,

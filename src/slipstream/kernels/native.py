@@ -147,6 +147,11 @@ def library_path() -> Path | None:
     return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
 
 
+def has_cpu_kernels() -> bool:
+    """Whether the C++ kernels are built."""
+    return library_path() is not None
+
+
 @cache
 def load() -> ctypes.CDLL:
     """The library. ConfigError says what to do without one, or with one of another version."""

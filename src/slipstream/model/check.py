@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, run_layers
 from slipstream.model.loader import LoadedModel, load_model

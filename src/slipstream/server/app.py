@@ -25,15 +25,14 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.models import Models
 from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
 from slipstream.server.record import RequestLog
-from slipstream.server.state import Engine, ServerSettings, ServerState
+from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 from slipstream.server.tokens import Tokens
 
 
-def create_app(engine: Engine, settings: ServerSettings, context_engine: Engine | None = None) -> Starlette:
-    """The app around a running engine, and one of a small model that shortens prompts. Its ServerState is at
-    `app.state.server`."""
+def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Starlette:
+    """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
-    state = ServerState(engine, settings, Metrics(names[0]), context_engine)
+    state = ServerState(engine, settings, Metrics(names[0]), shortener)
     probes, models, tokens = Probes(state), Models(state), Tokens(state)
     description = msgspec.json.encode(openapi.document(__version__, has_keys=bool(settings.api_keys)))
 

@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError
 from slipstream.server.app import create_app
 from slipstream.server.errors import bad_request, shutting_down
 from slipstream.server.record import LogFormatter
-from slipstream.server.state import Engine, ServerSettings, ServerState
+from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 
 logger = logging.getLogger("slipstream.server")
 
@@ -136,8 +136,8 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
     return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
 
 
-def make_server(engine: Engine, settings: ServerSettings, context_engine: Engine | None = None) -> Server:
-    app = create_app(engine, settings, context_engine)
+def make_server(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Server:
+    app = create_app(engine, settings, shortener)
     config = uvicorn.Config(
         app,
         http=BoundedHttp,
@@ -161,18 +161,16 @@ async def serve(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
-    context_engine: Engine | None = None,
+    shortener: Shortener | None = None,
 ) -> None:
-    """Serve until a signal; the engines are shut down at the end."""
+    """Serve until a signal; the engine is shut down at the end."""
     try:
-        server = make_server(engine, settings, context_engine)
+        server = make_server(engine, settings, shortener)
         listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
         on_ready()
         await server.serve(sockets=[listener])
     finally:
         await engine.shutdown()
-        if context_engine is not None and context_engine is not engine:
-            await context_engine.shutdown()
 
 
 def configure_logging(settings: ServerSettings) -> None:

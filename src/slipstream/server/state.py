@@ -65,6 +65,34 @@ class Engine(Protocol):
     async def shutdown(self, drain_s: float = 0.0) -> None: ...
 
 
+class Shortened(Protocol):
+    """The parts of a prompt, shortened; tokens are the small model's."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+    @property
+    def num_tokens_before(self) -> int: ...
+    @property
+    def num_tokens_after(self) -> int: ...
+    @property
+    def kept_share(self) -> float: ...
+
+
+class Shortener(Protocol):
+    """Shortens the parts of a prompt. Each part is a text, and whether it must stay as it is. `protect` are regular expressions
+    of what stays wherever it is."""
+
+    async def __call__(
+        self,
+        parts: Sequence[tuple[str, bool]],
+        *,
+        keep: float,
+        method: Literal["selective", "iterative"],
+        unit: Literal["token", "word", "sentence"],
+        protect: tuple[str, ...],
+    ) -> Shortened: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Everything about the server that is not about the engine. Sizes are bytes, `_s` are seconds."""
@@ -104,7 +132,7 @@ class ServerState:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
-    context_engine: Engine | None = None  # of the small model that shortens prompts
+    shortener: Shortener | None = None  # of prompts, by a small model
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
 from slipstream.kernels.native import Running
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.select import select_ops
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.platform import Event, platform_of
+from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
@@ -31,6 +30,7 @@ from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
+from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import Activation
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme

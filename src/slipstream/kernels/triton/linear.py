@@ -10,7 +10,7 @@
 | others, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
 With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
-All sums have a fixed order. Tiles come from `kernels.autotune_table`; a shape that it lacks takes the heuristics here.
+All sums have a fixed order. Tiles come from `spec.autotune_table`; a shape that it lacks takes the heuristics here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.triton.fp8_block import blocks, has_library, invariant, library
 from slipstream.kernels.triton.int4_groupwise import expand, gemv_words, grouped, grouped_gemv
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.split_k import Scratch, sum_parts
 from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.spec.autotune_table import NO_TILES, TileTable
 
 SKINNY = 64
 """Up to so many tokens the weight's bytes decide, and kernels of our own read them."""

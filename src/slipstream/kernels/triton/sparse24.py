@@ -2,7 +2,7 @@
 
 A copy of the weight without its zeros (9/16 of the bytes in 16 bits, 10/16 in 8) is kept beside the dense one where it is the
 faster from some number of tokens on; below it the dense kernels are, which read a weight once for few tokens. The number comes
-from the tile table (`kernels.autotune_table`, op "halves"; `slipstream tune` measures it) or from `FROM_TOKENS`. Nothing is
+from the tile table (`spec.autotune_table`, op "halves"; `slipstream tune` measures it) or from `FROM_TOKENS`. Nothing is
 measured at load, so that one configuration gives the same sums in every run. Weights with other zeros, shapes that the
 library does not take and machines without it are left as they are.
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.autotune_table import NEVER, TileTable
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear, SparseCopy
+from slipstream.spec.autotune_table import NEVER, TileTable
 
 FROM_TOKENS = {torch.int8: 256}
 """Where the table says nothing: measured on an H200, with cuSPARSELt 0.8 (benchmarks/COMPRESSION_NOTES.md). There the dense

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.autotune_table import NUM_COUNTERS
+from slipstream.spec.autotune_table import NUM_COUNTERS
 
 
 class Scratch:

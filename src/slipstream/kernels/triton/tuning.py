@@ -20,7 +20,6 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
@@ -28,6 +27,7 @@ from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
+from slipstream.spec.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.spec.model import AttentionSpec, ModelSpec
 from slipstream.spec.scheme import RowFormat, Scheme
 

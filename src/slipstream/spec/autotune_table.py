@@ -5,8 +5,8 @@ A table belongs to one kind of device. It holds, for an op, the kind of numbers 
 when an engine starts: the same table gives the same tiles, and so the same sums in the same order. `identity` names the
 choices a table makes, whatever file they came from.
 
-Tables come with Slipstream (`triton/tiles/`, one a device) and from the user's cache folder, whose tiles go first. A file that
-is not exactly what this version writes is refused with its name and what to do; it is never half read.
+Tables come with Slipstream (`kernels/triton/tiles/`, one a device) and from the user's cache folder, whose tiles go first. A
+file that is not exactly what this version writes is refused with its name and a remedy. It is never half read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Op, kind, shape class."""
 
 FORMAT = 1
-SHIPPED = Path(__file__).parent / "triton" / "tiles"
+SHIPPED = Path(__file__).parents[1] / "kernels" / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")
 NEVER = 1 << 30
 """`from_tokens` of 2:4 weights whose sparse product is never the faster (`triton.halves`)."""

@@ -1,4 +1,4 @@
-"""What a result needs to be understood later: versions, machine, commit. Nothing is imported for it."""
+"""The environment of a measurement: versions, machine, commit. Imports none of the packages it names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.plan.hardware import gpus, host_info
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "transformers")
 
 
-def info() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -53,7 +53,7 @@ def git_commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """What `json` can't write by itself."""
+    """A form that `json` can write, of a value that it cannot."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Path):
