@@ -106,8 +106,8 @@ def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> di
 def run_case(doc: str | None, record: str, choices: dict[str, Sequence[str]]) -> None:
     """Run the file of `cases/` that the options choose, with that file's own options.
 
-    `choices` are the options that choose, with their values: `--device cpu --op moe` is cases/cpu_moe.py. A case has
-    `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record.
+    `choices` are the options that choose, with their values: of kernels.py, `--device cpu --op moe` is
+    cases/kernels_cpu_moe.py. A case has `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record.
     """
     import importlib
     import sys
@@ -123,14 +123,14 @@ def run_case(doc: str | None, record: str, choices: dict[str, Sequence[str]]) ->
         raise SystemExit(0 if {"-h", "--help"} & set(sys.argv) else 2)
     known, rest = asked.parse_known_args()
     chosen = [getattr(known, name) for name in choices]
-    found = "_".join(chosen).replace("-", "_")
+    found = "_".join([record, *chosen]).replace("-", "_")
     if not (HERE / "cases" / f"{found}.py").is_file():
         asked.error(f"there is no such benchmark: {' '.join(chosen)}")
     case = importlib.import_module(f"cases.{found}")
-    own = parser(case.__doc__, f"{record}_{found}")
+    own = parser(case.__doc__, found)
     case.add_arguments(own)
     args = own.parse_args(rest)
-    case.run(args, partial(save, args.output, f"{record}_{found}"))
+    case.run(args, partial(save, args.output, found))
 
 
 def slipstream(*words: str | Path) -> dict[str, Any]:

@@ -1,18 +1,17 @@
-"""Every family on one GPU, with random weights: decode of one sequence as a share of the bandwidth's floor, and 128/128
-throughput as a share of the compute bound.
+"""Every family on one GPU, with random weights: decode of one sequence and 128/128 throughput, as shares of their bounds.
 
-    python benchmarks/gpu_families.py [--models gpt-j-6b,mixtral-8x7b:fp8,…] [--output FILE]
+    python benchmarks/families.py [--models gpt-j-6b,mixtral-8x7b:fp8,…] [--profile]
 
-Each model runs in a process of its own, after one that measures the ceilings: bytes a second of a reduction, multiplications of
-a large product in 16 and in 8 bits. A process imports while the one before it measures, and waits for its turn. With
-`--compile-first` all of them compile at once before, with two layers each, which saves most of their starts. Floors:
+Each model runs in a process of its own, after one that measures the ceilings: bytes a second of a reduction, and FLOPs of a
+large product in 16 and in 8 bits. A process imports while the one before it measures, and waits for its turn. With
+`--compile-first` all of them compile at once before, with two layers each. The bounds:
 
-    decode, batch 1   bytes of the weights that a token reads (of a mixture its experts'), and of the cache, / bytes a second
+    decode, batch 1   bytes of the weights that a token reads (of a mixture, its experts'), and of the cache / bytes a second
     128/128           for each step max(FLOPs of its products / rate, bytes of the weights they read / bytes a second), plus the
                       cache's bytes and the output head's FLOPs; as many sequences at once as the engine may run
 
-`--profile` adds where the GPU's time goes: the kernels of a decode step of one sequence and of as many as run at once, and of
-prefill steps. `--configs` and `--requests` are for trying it out on a CPU, where the shares mean nothing.
+`--profile` adds the kernels of prefill and decode steps, of one sequence and of as many as run at once. On a CPU
+(`--configs`, `--requests`) the script can be tried out; the shares mean nothing there.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import median, parser, save
+from common import CONFIGS, kernels_of, median, parser, save
 
 from slipstream.config import DTYPE_BYTES
 from slipstream.plan.memory import weights_bytes
@@ -203,7 +202,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     fits = max(1, llm.ledger.num_kv_tokens // (PROMPT + ANSWER))
     ledger, dtype = llm.ledger.describe(), config.model.dtype
     concurrency = min(args.requests, config.scheduling.max_num_seqs, fits)
-    profiles = {} if not args.profile else {str(n): profile(llm, n) for n in (1, concurrency)}
+    profiles = {} if not args.profile else {str(n): kernels_of(llm, n, PROMPT) for n in (1, concurrency)}
     llm.shutdown()
     ceilings = Ceilings(**json.loads(given))
     floor = floors(
@@ -235,56 +234,10 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def profile(llm: Any, num_seqs: int) -> dict[str, Any]:
-    """Kernels of prefill steps of `num_seqs` prompts and of eight decode steps of theirs: calls a step, microseconds each,
-    milliseconds a step."""
-    import torch
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    from slipstream import SamplingParams
-
-    on_gpu = torch.cuda.is_available()
-
-    def steps(count: int) -> list[dict[str, Any]]:
-        with record(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
-            for _ in range(count):
-                llm._step()
-            if on_gpu:
-                torch.cuda.synchronize()
-        rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
-        head = {"kernels": sum(e.count for e in rows) / count, "ms": sum(e.self_device_time_total for e in rows) / 1e3 / count}
-        return [head] + [
-            {
-                "kernel": e.key[:80],
-                "calls": e.count / count,
-                "us": round(e.self_device_time_total / e.count, 2),
-                "ms": round(e.self_device_time_total / 1e3 / count, 3),
-            }
-            for e in rows[:24]
-        ]
-
-    core = llm.core
-    for i in range(num_seqs):
-        prompt = {"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(PROMPT)]}
-        request = llm._input.prepare(prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
-        llm._output.add(request)
-        core.add(request.engine_requests)
-    found: dict[str, Any] = {"prefill": steps(1)}
-    while core.scheduler.num_waiting or any(r.num_computed_tokens < r.num_prompt_tokens for r in core.scheduler._running):
-        llm._step()
-    for _ in range(4):
-        llm._step()
-    found["decode"] = steps(8)
-    while llm._output:
-        llm._step()
-    return found
-
-
 def main() -> None:
-    p = parser(__doc__, "gpu_families")
+    p = parser(__doc__, "families")
     p.add_argument("--models", default=MODELS, help="names of configs, each with :SCHEME and =REQUESTS if wanted")
-    p.add_argument("--configs", type=Path, default=Path(__file__).parent / "configs")
+    p.add_argument("--configs", type=Path, default=CONFIGS)
     p.add_argument("--requests", type=int, default=1024)
     p.add_argument("--repeat", type=int, default=2, help="measured runs of the load, after one that is not")
     p.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
@@ -339,8 +292,8 @@ def main() -> None:
             f"{row['throughput_share']:5.0%} of the bound",
             flush=True,
         )
-        save(args.output, "gpu_families", targets=TARGETS, rows=rows)
-    save(args.output, "gpu_families", targets=TARGETS, rows=rows)
+        save(args.output, "families", targets=TARGETS, rows=rows)
+    save(args.output, "families", targets=TARGETS, rows=rows)
 
 
 if __name__ == "__main__":

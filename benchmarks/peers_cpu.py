@@ -1,20 +1,22 @@
-"""The CPU against its peers on one GGUF file, each in a process of its own, taking turns.
+"""A CPU's engines on one GGUF file: Slipstream, llama.cpp and OpenVINO GenAI, each in a process of its own, taking turns.
 
-    python benchmarks/cpu_peers.py [--model smollm2] [--llamacpp PYTHON ...] [--openvino PYTHON] [--rounds 3]
-    python benchmarks/cpu_peers.py --rewrite Q8_0 --ours slipstream --loads stream …     # BF16 likewise
+    python benchmarks/peers_cpu.py [--model smollm2] [--llamacpp PYTHON ...] [--openvino PYTHON] [--rounds 3]
+    python benchmarks/peers_cpu.py --rewrite Q8_0 --ours slipstream --loads stream …     # BF16 likewise
 
-PYTHON is the interpreter of an environment that has llama-cpp-python, or openvino-genai; without one the peer is left out. A
-llama.cpp is known by the instruction sets that it was built for, of which there may be several. One for this machine, AVX-512
-and all, takes a C++ compiler and a quarter of an hour:
+PYTHON is the interpreter of an environment that has llama-cpp-python, or openvino-genai; without one the peer is left out.
+Several builds of llama.cpp may be given. Building one for this machine, AVX-512 and all, takes a quarter of an hour:
 
     CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" pip install --no-binary llama-cpp-python \\
         llama-cpp-python tokenizers gguf pyyaml
 
 Of each engine and round: output tokens/s of one stream after its first token (128 in, 256 out), prompt tokens/s of a prompt
-of 512, output tokens/s of 16 and 64 requests of 128/128 with prefill in the time, peak memory of the process. Medians of the
-rounds; ratios within a round, since the machine's speed drifts. Slipstream runs the file as it is, rounded to int8,
-and that with keys and values of 8 bits, which is what OpenVINO has by default. `--rewrite` writes the file's matrices anew in
-another of GGUF's types (the numbers are then those of the file, rounded once more), for all engines alike.
+of 512, output tokens/s of 16 and 64 requests of 128/128 with prefill in the time, and peak memory. Medians of the rounds;
+ratios within a round, since the machine's speed drifts. Slipstream runs the file as it is, rounded to int8, and that with
+keys and values of 8 bits, which is OpenVINO's default. `--rewrite` writes the file's matrices in another of GGUF's types, for
+all engines alike.
+
+Do not compare llama.cpp's figures for 16 and 64 requests. The adapter gives sequences decreasing ids, and llama.cpp joins
+only increasing ones, so that each of its batches holds one sequence. docs/benchmarking.md has fair figures.
 """
 
 from __future__ import annotations
@@ -140,14 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from slipstream.hub import resolve_model
     from slipstream.plan.hardware import available_cores
 
-    parser = common.parser(__doc__, "cpu_peers")
+    parser = common.parser(__doc__, "peers_cpu")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--llamacpp", metavar="PYTHON", nargs="+", default=[])
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ours", nargs="+", choices=OURS, default=OURS)
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
-    parser.add_argument("--rewrite", metavar="TYPE", choices=["Q8_0", "BF16", "F16", "Q4_0"])
+    parser.add_argument("--rewrite", metavar="TYPE", choices=["Q8_0", "BF16", "F16", "F32", "Q4_0"])
     args = parser.parse_args(arguments)
     path, threads = resolve_model(args.model), available_cores()
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +186,7 @@ def compare(args: argparse.Namespace, path: Path, threads: int) -> None:
             print(f"{name}: {build}")
     print_table("ratios", ["", *columns], [[n, *(f"{v:.2f}" for v in m.values())] for n, m in ratios.items()])
     info = {"file": path.name, "threads": threads, "builds": builds}
-    common.save(args.output, "cpu_peers", **info, medians=medians, ratios=ratios, rounds=rounds)
+    common.save(args.output, "peers_cpu", **info, medians=medians, ratios=ratios, rounds=rounds)
 
 
 if __name__ == "__main__":

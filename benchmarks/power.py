@@ -1,22 +1,21 @@
 """Clock and power of a GPU under products that go on for a second and more: what bounds a long run.
 
-    python benchmarks/gpu_power.py OUT.json
+    python benchmarks/power.py [--seconds 1.5]
 
-An 8B Llama's products, one shape alone and all four in turn, in bfloat16 and in FP8 with scales by row, replayed from graphs.
-Written for each: milliseconds at first and in the second half, TFLOP/s, and the medians of what NVML says meanwhile (its
-reasons for a lower clock: 0x4 is the power cap).
+An 8B Llama's products, one shape alone and all four in turn, in bfloat16 and in FP8 with a scale a row, replayed from graphs.
+Of each: milliseconds at first and in the second half, TFLOP/s, and the medians of what NVML says meanwhile. Its reasons for
+a lower clock: 0x4 is the power cap.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+import common
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -54,7 +53,7 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def watched(nvml: Nvml, run: Callable[[], object], flops: int, seconds: float = 1.5) -> dict[str, object]:
+def watched(nvml: Nvml, run: Callable[[], object], flops: int, seconds: float) -> dict[str, object]:
     graph, rows, times = captured(run), [], []
     graph.replay()
     torch.cuda.synchronize()
@@ -117,16 +116,18 @@ def products(num_tokens: int, names: Sequence[str], fp8: bool, uniform: bool) ->
 
 @torch.inference_mode()
 def main() -> None:
-    out, nvml, found = Path(sys.argv[1]), Nvml(), {}
+    parser = common.parser(__doc__, "power")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each case (default: 1.5)")
+    args = parser.parse_args()
+    nvml, found = Nvml(), {}
     cases = [((name,), tokens, False, False) for tokens in (16384, 8192, 1024) for name in ("up", "down", "qkv")]
     cases += [(tuple(SHAPES), tokens, fp8, False) for fp8 in (False, True) for tokens in (16384, 8192, 2048, 1024)]
     cases += [(tuple(SHAPES), 16384, fp8, True) for fp8 in (False, True)]
     for names, tokens, fp8, uniform in cases:
         kind = f"{'fp8' if fp8 else 'bf16'} {names[0] if len(names) == 1 else 'all'} {tokens}{' uniform' * uniform}"
-        found[kind] = watched(nvml, *products(tokens, names, fp8, uniform))
+        found[kind] = watched(nvml, *products(tokens, names, fp8, uniform), args.seconds)
         print(kind, json.dumps(found[kind]), flush=True)
-        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "products": found}
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        common.save(args.output, "power", products=found)
         torch.cuda.empty_cache()
 
 

@@ -1,10 +1,10 @@
 """What reuse of a shared prefix does to the time to first token, on a CPU.
 
-    python benchmarks/cpu_prefix.py
+    python benchmarks/prefix.py
 
-SmolLM2-135M-Instruct, 32 requests that share a 400-token system prompt and have 32 tokens of their own, 32 tokens out;
-once all at the same moment, once by 4 users who take turns. With and without prefix caching alternate; each round has a
-system prompt that no earlier one had, so that its first request always misses. Medians over the rounds of the mean TTFT.
+SmolLM2-135M-Instruct, 32 requests that share a 400-token system prompt and have 32 tokens of their own, 32 tokens out:
+once all at the same moment, once by 4 users who take turns. Engines with and without prefix caching take turns. Each round
+has a system prompt of its own, so that its first request always misses. Medians over the rounds of the mean TTFT.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def measure(args) -> None:
     print_table(f"{args.num_requests} requests, {args.prefix_len} tokens in common", columns, rows)
     common.save(
         args.output,
-        "cpu_prefix",
+        "prefix",
         workload=workload.describe(),
         engines=described,
         runs={f"{load}, reuse {on}": each for (load, on), each in runs.items()},
@@ -80,7 +80,7 @@ async def measure(args) -> None:
 
 
 def main() -> None:
-    parser = common.parser(__doc__, "cpu_prefix")
+    parser = common.parser(__doc__, "prefix")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--prefix-len", type=int, default=400)

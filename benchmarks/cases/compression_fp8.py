@@ -1,22 +1,22 @@
-"""Where FP8's loss comes from: the decoder's products with their weights, their inputs or both rounded, in every way that
-could be asked for, also ways that no kernel computes; each against the exact model on text that calibrated nothing.
+"""Where FP8's loss comes from: the decoder's products with weights, inputs or both rounded, in many ways.
 
-    python benchmarks/compression_fp8.py [--model smollm2] [--rows "inputs;weights"] [--windows 10] [--layers]
+    python benchmarks/compression.py --study fp8 [--rows "inputs;weights"] [--windows 10] [--layers]
 
-All in float32. Weights are rounded on statistics of the exact model, layer by layer alone (a recipe rounds each on what the
-ones before it give). Beside perplexity, KL and top-1: how the tokens whose likeliest token changed are spread over the
-original's margin, the difference of the logarithms of its two likeliest. Rows are kept as they come, as in `compression.py`.
+Some of the ways no kernel computes. Each is compared with the exact model on held-out text, all in float32. Weights are
+rounded on statistics of the exact model, each layer alone; a recipe rounds each layer on what the ones before it give.
+Beside perplexity, KL and top-1 agreement stand the tokens whose likeliest token changed, by the original's margin: the
+difference of the log-probabilities of its two likeliest. Rows are kept as they come.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 
@@ -207,13 +207,14 @@ def layers(study: Study) -> dict[str, tuple[Weights, Inputs]]:
     return {f"both, gptq, layer {i} alone": alone(i) for i in range(len(study.values))}
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "compression_fp8")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rows", help="names, with semicolons")
     parser.add_argument("--windows", type=int, default=10, help="of 512 tokens (default: 10)")
     parser.add_argument("--layers", action="store_true", help="also each layer alone")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     torch.set_num_threads(1)
     text = TextSettings(context=512, stride=512, num_windows=args.windows)
     settings = {"model": args.model, "text": dataclasses.asdict(text), "calibration": CALIBRATION}
@@ -225,7 +226,7 @@ def main() -> None:
     for name in args.rows.split(";") if args.rows else known:
         if name not in results:
             results[name] = study.measure(*known[name])
-            common.save(args.output, "compression_fp8", settings=settings, results=results)
+            save(settings=settings, results=results)
     print_table(
         f"{args.model}, {args.windows} windows of 512 tokens",
         ("", "perplexity", "KL mean", "KL p99", "top-1"),
@@ -235,6 +236,3 @@ def main() -> None:
         ],
     )
 
-
-if __name__ == "__main__":
-    main()

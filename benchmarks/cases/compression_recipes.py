@@ -1,17 +1,16 @@
-"""What each way of compressing costs in quality: every row a recipe carried out, and compared with the original on text that
-calibrated nothing.
+"""What each recipe costs in quality: it is carried out, and the result compared with the original on held-out text.
 
-    python benchmarks/compression.py [--model smollm2] [--rows "int4 gptq;int4 awq"] [--all] [--also NAME=PATH ...]
-    python benchmarks/compression.py --device cuda --calibrate 128x1024 --evaluate 48x1024 --rows structured --speed
+    python benchmarks/compression.py --study recipes [--rows "int4 gptq;int4 awq"] [--all] [--also NAME=PATH ...]
+    python benchmarks/compression.py --study recipes --device cuda --calibrate 128x1024 --evaluate 48x1024 --rows structured
 
-`--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's, compared in the same
-way. Everything is measured by the reference kernels, which carry out definitions exactly, and the yardstick is the original in
-float32. Rows are kept as they come: a run that was broken off goes on with the rows that are missing (`--again` measures
-them anew), and `--merge FILE ...` puts the rows of several runs that measured on the same text into one file. With
-`--seconds` what trains takes as many steps as fit into that time, by the time of its first ones.
+The reference kernels measure everything, since they carry out definitions exactly; the yardstick is the original in float32.
+`--also` adds checkpoints that others made, such as a GGUF file in Q4_K_M or a folder of llm-compressor's. Rows are kept as
+they come: a run that was broken off goes on with those that are missing (`--again` measures them anew). `--merge FILE ...`
+puts the rows of several runs on the same text into one file. With `--seconds`, what trains takes as many steps as fit into
+that time.
 
-Bits are those of the products that were rounded, scales included; bytes those of the weights on disk. `--speed`: tokens/s of
-the original and of each row, as a report has them, in the type and with the kernels that a server would take.
+Bits are those of the rounded products, scales included; bytes those of the weights on disk. `--speed` adds tokens/s of the
+original and of each row, in the type and with the kernels that a server would take.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,8 +280,7 @@ def merge(args: argparse.Namespace) -> None:
     show(args.model, text, results)
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "compression")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of products in calibration")
@@ -299,7 +297,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints stay (default: they do not)")
     parser.add_argument("--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)")
     parser.add_argument("--evaluate", type=size, default=(32, 512), metavar="NxT", help="(default: 32x512)")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
     if args.merge:
         return merge(args)
     names = args.rows.split(";") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
@@ -324,9 +324,9 @@ def main() -> None:
 
     def save(name: str, row: dict[str, Any]) -> None:
         results[name] = row
-        common.save(args.output, "compression", settings=settings, results=results)
+        write(settings=settings, results=results)
         if args.each:
-            common.save(args.each / f"{file_name(name)}.json", "compression", settings=settings, results={name: row})
+            common.save(args.each / f"{file_name(name)}.json", "compression_recipes", settings=settings, results={name: row})
         print(name, {k: v for k, v in row.items() if k not in ("recipe", "history", "bits")}, flush=True)
 
     speed: dict[str, float] = {}
@@ -363,6 +363,3 @@ def main() -> None:
             save(name, {**found, "file_bytes": model_bytes(Path(path))})
     show(args.model, settings, results)
 
-
-if __name__ == "__main__":
-    main()

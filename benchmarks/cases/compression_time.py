@@ -1,18 +1,19 @@
-"""How long a recipe takes on a GPU for a model of some shape, and how much of its memory: random weights, random text.
+"""How long a recipe takes for a model of some shape, and how much of a GPU's memory: random weights, random text.
 
-    python benchmarks/gpu_compress.py [--config benchmarks/configs/llama-3-8b] [--recipe int4-gptq] [--layers 32]
+    python benchmarks/compression.py --study time [--config benchmarks/configs/llama-3-8b] [--recipe int4-gptq] [--layers 32]
 
-The checkpoint is made in a temporary folder first (16 GB for 8B parameters; `--layers` makes a shorter one, and the time of the
-whole is then that of its layers, as many times as there are). What is measured is everything: reading, calibration on 128
-windows of 2,048 tokens, rounding, packing, writing. Random weights have no outliers and random text no structure, so times are
-meant, not qualities.
+The checkpoint is made in a temporary folder first, 16 GB for 8B parameters. `--layers` makes a shorter one; the time of the
+whole is then reckoned from its layers'. Everything is measured: reading, calibration, rounding, packing, writing. Quality is
+not: random weights have no outliers and random text no structure.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,15 +39,16 @@ def make_checkpoint(config: Path, folder: Path, num_layers: int | None, device: 
     write_config(folder, huggingface_config(source))
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "gpu_compress")
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "llama-3-8b")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=common.CONFIGS / "llama-3-8b")
     parser.add_argument("--recipe", default="int4-gptq")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     device = torch.device(args.device)
     whole = read_spec(args.config).spec.num_layers
     with tempfile.TemporaryDirectory() as temporary:
@@ -79,9 +81,6 @@ def main() -> None:
             "peak_gpu_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         }
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    common.save(args.output, "gpu_compress", settings=settings, results=results)
+    save(settings=settings, results=results)
     print(json.dumps(results, indent=1))
 
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,25 @@
-"""Whether transformers computes from a compressed checkpoint what Slipstream does: the same tokens, both in float32.
+"""Whether transformers reads a compressed checkpoint as Slipstream does: the same tokens, both in float32.
 
-    python benchmarks/compressed_transformers.py [--model smollm2] [--windows 4]        # needs compressed-tensors
+    python benchmarks/compression.py --study transformers [--windows 4]        # needs compressed-tensors
 
-Each recipe is carried out (weights to nearest: what is compared is the reading, not the rounding), loaded by both, and the next
-token's distributions are compared: KL(Slipstream‖transformers), the largest difference of two logits, the share of tokens with
-the same likeliest one. Slipstream runs its reference kernels. The original, read by both, is the yardstick.
+Each recipe is carried out with weights rounded to nearest, since the reading is compared and not the rounding. Both load the
+result. Compared are the next token's distributions: KL(Slipstream‖transformers), the largest difference of two logits, and
+the share of tokens with the same likeliest one. Slipstream runs its reference kernels. The original, read by both, is the
+yardstick.
 
-Where inputs are rounded too, a difference in the last bit of one makes it fall on another code, and so on from layer to layer:
-two sums in another order part as far as rounding itself takes them from the original. So each product is compared alone, too,
-on the inputs that it has in transformers: the relative error of all outputs.
+Where inputs are rounded too, a last bit becomes another code, and the difference grows from layer to layer. So each product
+is also compared alone, on the inputs that it has in transformers: the relative error of all outputs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 
@@ -89,11 +90,13 @@ def compared(ours: Scorer, path: Path, windows: list[tuple[int, ...]]) -> dict[s
     }
 
 
-def main() -> None:
-    parser = common.parser(__doc__, "compressed_transformers")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--windows", type=int, default=4)
-    args = parser.parse_args()
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="NAME")
+
+
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     torch.set_num_threads(1)
     path = resolve_model(args.model)
     source = read_spec(path)
@@ -105,15 +108,15 @@ def main() -> None:
         given = EngineArgs(model=str(folder), device="cpu", dtype="float32", kernels="reference")
         results[name] = compared(Scorer.load(given, context=CONTEXT), folder, windows)
         print(name, json.dumps(results[name]), flush=True)
-        common.save(args.output, "compressed_transformers", model=args.model, windows=args.windows, results=results)
+        save(model=args.model, windows=args.windows, results=results)
 
     with tempfile.TemporaryDirectory() as temporary:
         dense = Path(temporary) / "dense"
         load_dense(path, dtype=torch.float32, device=CPU).write(dense, dtype=torch.bfloat16)
         measure("as it was, in bfloat16", dense)
-        for name, steps in RECIPES.items():
+        for name in args.recipes:
             out = Path(temporary) / name
-            compress(source, parse(steps), out, windows=(), device=CPU, dtype=torch.float32)
+            compress(source, parse(RECIPES[name]), out, windows=(), device=CPU, dtype=torch.float32)
             measure(name, out)
     rows = [
         (
@@ -129,6 +132,3 @@ def main() -> None:
         "Slipstream and transformers", ("checkpoint", "products", "KL", "largest difference", "same likeliest"), rows
     )
 
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,20 @@
-"""Prompts of latent attention, over latents and with keys and values of their own (DeepSeek-V2-Lite's layer): microseconds of
-both and of their parts, and of the attention's tiles; how far the two are apart. On a GPU, in under a minute:
+"""Prompts of latent attention (DeepSeek-V2-Lite's layer), over latents and with keys and values of their own.
 
-    python benchmarks/gpu_latent_prompts.py OUT.json
+    python benchmarks/kernels.py --device cuda --op mla        # under a minute
 
-All are replayed from graphs, so the host's time is not in it, in turn; each time is the median of ROUNDS. FLOPs are those of
-the keys that a query sees.
+Printed: microseconds of both ways and of their parts, of the attention's tiles, and how far the two results are apart. All
+are replayed from graphs, so the host's time is not in it. They take turns; each time is the median of ROUNDS. FLOPs are those
+of the keys that a query sees.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,11 +137,13 @@ def in_turn(timed: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
     return {name: statistics.median(us) for name, us in found.items()}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    out_path, device = parser.parse_args().out, torch.device("cuda")
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
+    device = torch.device("cuda")
     rows: list[dict[str, Any]] = []
 
     def tell(case: str, what: str, us: float, count: int | None = None, **more: Any) -> None:
@@ -153,8 +152,7 @@ def main() -> None:
         rows.append({"case": case, "what": what, "us": us if us < 1e9 else None, "tflops": tflops, **more})
         shown = "" if tflops is None else f"{tflops:7.1f} TFLOP/s"
         print(f"{case:20} {what:34} {us:9.1f} us {shown}", flush=True)
-        record = {"command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        out_path.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+        save(rows=rows)
 
     for case, lengths in CASES.items():
         x = layer(lengths, 16, device)
@@ -173,19 +171,16 @@ def main() -> None:
             num_tokens, new = len(x.q), partial(torch.randn, device=device, dtype=torch.bfloat16)
             k, v = new(num_tokens, num_heads, PLAIN), new(num_heads, num_tokens, VALUE)
             out = new(num_tokens, num_heads * VALUE)
-            run = of_prompts(x, k, new(num_tokens, ROTATED), v, out)
-            run(None)
+            call = of_prompts(x, k, new(num_tokens, ROTATED), v, out)
+            call(None)
             expected = out.clone()
-            for tile, us in in_turn({tile: partial(run, tile) for tile in (None, *tiles)}).items():
+            for tile, us in in_turn({tile: partial(call, tile) for tile in (None, *tiles)}).items():
                 error = None
                 if us < 1e9:
-                    run(tile)
+                    call(tile)
                     error = apart(out, expected)
                     assert error < NEAR, f"{case}, {tile}: {error}"
                 count = flops(CASES[case], num_heads)
                 tell(case, f"{num_heads} heads, {tile}", us, count, tile=tile, heads=num_heads, apart=error)
             del x, k, v, out, expected
 
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,18 @@
-"""Tiles of decode attention over 16-bit caches: heads with a kv head each (GPT-J's 256 numbers, MPT's 128), shared ones (Qwen
-3's), and latents (DeepSeek-V2-Lite's; its prompts too). Microseconds, and how far an answer is from the first's. On a GPU:
-    python benchmarks/gpu_decode_tiles.py OUT.json
+"""Tiles of decode attention over 16-bit caches: microseconds of each, and how far its answer is from the default tile's.
 
-1,000 sequences (of latents 1,024) of 192 tokens, their blocks in random order; prompts are 128 of 128 tokens.
+    python benchmarks/kernels.py --device cuda --op attention-tiles
+
+Heads with a kv head each (GPT-J's 256 numbers, MPT's 128), shared kv heads (Qwen 3's), and latents (DeepSeek-V2-Lite's, its
+prompts too). 1,000 sequences of 192 tokens (of latents 1,024), their blocks in random order; prompts are 128 of 128 tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,8 +55,12 @@ def sweep(case: str, run: Callable[..., Tensor], tiles: Sequence[tuple[int, ...]
         print(json.dumps(rows[-1]), flush=True)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
 @torch.inference_mode()
-def main() -> None:
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     rows: list[dict[str, Any]] = []
     meta = scattered(1000, 1, LENGTH)
     num_blocks = meta.block_table.numel() + 1
@@ -75,9 +79,5 @@ def main() -> None:
 
         mla_attention = partial(mla_paged_attention, q, kv, step, scale=0.05)
         sweep(case, lambda tile, run=mla_attention: run(tile=tile), tiles, rows)
-    record = {"command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
+    save(rows=rows)
 
-
-if __name__ == "__main__":
-    main()

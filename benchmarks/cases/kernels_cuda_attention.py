@@ -1,19 +1,17 @@
 """Prefill attention over the paged cache: microseconds and TFLOP/s of the kernel for every chip, of Hopper's, and of cuDNN.
 
-    python benchmarks/gpu_attention.py OUT.json
+    python benchmarks/kernels.py --device cuda --op attention
 
-Each is replayed from a graph, so the host's time is not in it. FLOPs are those of the keys that a query sees; cuDNN gets
-contiguous keys and values without a cache. Blocks of 16 lie anywhere in the cache.
+Each is replayed from a graph, so the host's time is not in it. FLOPs are those of the keys that a query sees. cuDNN gets
+contiguous keys and values without a cache. The cache's blocks of 16 tokens lie anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -59,11 +57,12 @@ def step(lengths: list[int], context: int, kv_heads: int, dim: int, kind: str) -
     return kv, meta
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
+
+
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args()
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     rows = []
 
     def measure(case: str, kernel: str, flops: int, call: partial[torch.Tensor]) -> None:
@@ -72,9 +71,10 @@ def main() -> None:
         taken = microseconds([call] * max(2, min(50, int(2e13 / flops))))
         rows.append({"case": case, "kernel": kernel, "us": taken, "tflops": flops / taken / 1e6})
         print(f"{case:22} {kernel:18} {taken:9.1f} us {flops / taken / 1e6:7.1f} TFLOP/s", flush=True)
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "command": sys.argv, "rows": rows}, indent=1))
+        save(rows=rows)
 
-    for case, (lengths, context, (heads, kv_heads, dim)) in CASES.items():
+    for case in args.cases:
+        lengths, context, (heads, kv_heads, dim) = CASES[case]
         flops = sum(4 * dim * heads * (n * context + n * (n + 1) // 2) for n in lengths)
         q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16)
         for kind in ("bf16", "fp8"):
@@ -90,6 +90,3 @@ def main() -> None:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 measure(case, "bf16 cuDNN", flops, cudnn)
 
-
-if __name__ == "__main__":
-    main()

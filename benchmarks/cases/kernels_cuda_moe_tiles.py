@@ -1,11 +1,11 @@
 """Tiles of the experts' products: microseconds and TFLOP/s of each, beside what is taken.
 
-    python benchmarks/gpu_experts.py OUT.json [--once] [--after FILE]
+    python benchmarks/kernels.py --device cuda --op moe-tiles [--once] [--after FILE]
 
-Both products of one layer with a gated activation between, a prefill step of 16,384 tokens and a decode step of 1,024, even
-random routing: of rows in the experts' order by the copy engine ("sorted"), of rows that are gathered ("gathered"), by torch's
-grouped product (CUTLASS; "torch"), and what stands around them. `--once` runs each tile once, which compiles it; with
-`--after` the measurement waits for a file.
+Both products of one layer with a gated activation between, for a prefill step of 16,384 tokens and a decode step of 1,024.
+Routing is even and random. "sorted" products read rows in the experts' order through the copy engine; "gathered" ones gather
+their rows; "torch" is torch's grouped product (CUTLASS). What stands around the products is timed too. `--once` runs each
+tile once, which compiles it; with `--after` the measurement waits for a file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import triton
 
@@ -35,7 +35,6 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES
 
-CONFIGS = Path(__file__).parent / "configs"
 MODELS = (("qwen3-30b-a3b", None), ("mixtral-8x7b", "fp8"), ("deepseek-v2-lite", None))
 TOKENS = (16384, 1024)
 GATHERED = {64: ((128, 256, 8, 3),), 128: ((128, 128, 8, 3), (256, 128, 8, 3))}
@@ -51,13 +50,13 @@ def tiles(which: str, block: int) -> list[tuple[int, int, int, bool]]:
     return [(*tile, halved) for halved in (False, True)[: block // 64] for tile in TILES[which][block]]
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--after", type=Path)
-    args = parser.parse_args()
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     while args.after is not None and not args.after.exists():
         time.sleep(0.1)
     ops, rows = TritonOps(), []
@@ -70,7 +69,7 @@ def main() -> None:
         return 0.0
 
     for name, scheme in MODELS:
-        whole = read_spec(CONFIGS / name).spec
+        whole = read_spec(common.CONFIGS / name).spec
         spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
         up, down = (
             ops.quantize_experts(
@@ -104,34 +103,34 @@ def main() -> None:
                 groups = group(chosen, spec.num_experts, block=block)
                 ordered = sort_rows(given, groups, spec.num_experts_per_token)
                 for tile in tiles("up", block):
-                    run = partial(product, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
-                    note("sorted up", timed(run), block, tile, 2 / 3)
+                    call = partial(product, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
+                    note("sorted up", timed(call), block, tile, 2 / 3)
                 inner = product(ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert)
                 second = rounded(inner, down)
                 for tile in tiles("down", block):
-                    run = partial(product, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
-                    note("sorted down", timed(run), block, tile, 1 / 3)
+                    call = partial(product, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
+                    note("sorted down", timed(call), block, tile, 1 / 3)
                 for tile in GATHERED[block]:
                     bytes_of = tile[0], tile[1] // up.weight.element_size(), *tile[2:]
                     options = {"gather": True, "tile": bytes_of}
-                    run = partial(experts, given, up, groups, spec, spec.expert.up_rows, x.dtype, **options)
-                    note("gathered up", timed(run), block, tile, 2 / 3)
-                    run = partial(experts, second, down, groups, spec, whole.hidden_size, x.dtype, gather=False, tile=bytes_of)
-                    note("gathered down", timed(run), block, tile, 1 / 3)
+                    call = partial(experts, given, up, groups, spec, spec.expert.up_rows, x.dtype, **options)
+                    note("gathered up", timed(call), block, tile, 2 / 3)
+                    call = partial(experts, second, down, groups, spec, whole.hidden_size, x.dtype, gather=False, tile=bytes_of)
+                    note("gathered down", timed(call), block, tile, 1 / 3)
             ends = groups.starts[1:].contiguous()
             for which, a, w in (("up", ordered, up), ("down", second, down)):
                 stacked = w.weight.view(spec.num_experts, -1, w.weight.shape[1]).transpose(1, 2)
                 if isinstance(w, ScaledLinear) and isinstance(a, Quantized):
                     scales = a.scales.flatten(), w.scales.view(spec.num_experts, -1)
-                    run = partial(
+                    call = partial(
                         torch._scaled_grouped_mm, a.values, stacked, *scales, offs=ends, out_dtype=x.dtype, use_fast_accum=True
                     )
                 else:
-                    run = partial(torch._grouped_mm, a, stacked, offs=ends)
-                note(f"torch {which}", timed(run), share=2 / 3 if which == "up" else 1 / 3)
+                    call = partial(torch._grouped_mm, a, stacked, offs=ends)
+                note(f"torch {which}", timed(call), share=2 / 3 if which == "up" else 1 / 3)
             y = product(second, down, groups, whole.hidden_size, spec.num_experts, x.dtype)
             both = torch.empty(entries, spec.expert.up_rows, device="cuda", dtype=x.dtype)
-            for kind, run in {
+            for kind, call in {
                 "route": partial(moe.route, logits, spec),
                 "group": partial(group, chosen, spec.num_experts),
                 "sort rows": partial(sort_rows, given, groups, spec.num_experts_per_token),
@@ -141,11 +140,7 @@ def main() -> None:
                 "all": partial(ops.moe, x, logits, Experts(up, down, spec)),
             }.items():
                 if kind != "quantize between" or down.inputs:
-                    note(kind, timed(run), share=1.0 if kind == "all" else 0.0)
+                    note(kind, timed(call), share=1.0 if kind == "all" else 0.0)
         del up, down, ordered, inner, second, y, both
-    record = {"command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(rows=rows)
 
-
-if __name__ == "__main__":
-    main()

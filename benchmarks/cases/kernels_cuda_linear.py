@@ -1,18 +1,17 @@
-"""The products of an 8B Llama by scheme and number of tokens: microseconds, and the share of the floor that is reached.
+"""The products of an 8B Llama by scheme and number of tokens: microseconds, and the share of the floor.
 
-    python benchmarks/gpu_linear.py OUT.json [--tokens 1,16,64,256,1024,8192]
+    python benchmarks/kernels.py --device cuda --op linear [--tokens 1,16,64,256,1024,8192] [--shapes 24576x1536,…]
 
-The floor is the larger of weight bytes / 4.45 TB/s and FLOPs / 780 (dense, int4) or 1,450 TFLOP/s (fp8, int8), as measured
-on an H200. Each product is replayed from a graph over enough copies of the weight that none stays in the L2 cache.
+The floor is the longer of two times: weight bytes / 4.45 TB/s, and FLOPs / 780 (dense, int4) or 1,450 TFLOP/s (8-bit
+inputs). These rates were measured on an H200. Each product is replayed from a graph over so many copies of the weight that
+none stays in the L2 cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -26,17 +25,19 @@ SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down":
 BANDWIDTH, DENSE_RATE, EIGHT_BIT_RATE = 4.45e12, 780e12, 1450e12
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--schemes", default="dense,fp8,int8,int4")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of those of an 8B Llama, or outputs x inputs")
     parser.add_argument("--tile-table", default="auto")
-    args = parser.parse_args()
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     tiles = load_tiles(args.tile_table, torch.cuda.get_device_name(), tiles_folder())
     ops, rows = TritonOps(tiles), []
-    for name, (outer, inner) in SHAPES.items():
+    for name in args.shapes.split(","):
+        outer, inner = SHAPES[name] if name in SHAPES else map(int, name.split("x"))
         for scheme in args.schemes.split(","):
             kind = SCHEMES.get(scheme)
             weight_bytes = kind.weight_bytes(outer, inner) if kind else outer * inner * 2
@@ -57,15 +58,5 @@ def main() -> None:
                     flush=True,
                 )
             del copies
-    record = {
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "tile_table": tiles.describe(),
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(tile_table=tiles.describe(), rows=rows)
 
-
-if __name__ == "__main__":
-    main()

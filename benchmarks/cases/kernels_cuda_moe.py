@@ -1,44 +1,43 @@
 """The mixture of experts of real models by scheme and number of tokens: microseconds, and the share of the floor.
 
-    python benchmarks/gpu_moe.py OUT.json [--models mixtral-8x7b,qwen3-30b-a3b] [--tokens 1,4,16,64,256,1024,8192]
+    python benchmarks/kernels.py --device cuda --op moe [--models mixtral-8x7b,qwen3-30b-a3b] [--tokens 1,4,16,64,256,1024]
 
-The floor is the larger of the bytes of the experts that the tokens reach, / 4.45 TB/s, and FLOPs / 780 (dense, int4) or 1,450
-TFLOP/s (fp8, int8), as measured on an H200. Routing is even and random, as it is with random weights; each call reads another
-layer's weights, so that none stays in the L2 cache.
+The floor is the longer of two times: bytes of the experts that the tokens reach / 4.45 TB/s, and FLOPs / 780 (dense, int4)
+or 1,450 TFLOP/s (8-bit inputs), as measured on an H200. Routing is even and random. Each call reads another layer's weights,
+so that none stays in the L2 cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+import common
 import torch
 
+from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES
 
-CONFIGS = Path(__file__).parent / "configs"
 BANDWIDTH, DENSE_RATE, EIGHT_BIT_RATE = 4.45e12, 780e12, 1450e12
 LAYERS = 2
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="mixtral-8x7b,qwen3-30b-a3b,qwen1.5-moe-a2.7b")
     parser.add_argument("--tokens", default="1,4,16,64,256,1024,8192")
     parser.add_argument("--schemes", default="dense,fp8,int8,int4")
-    args = parser.parse_args()
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     ops, rows = TritonOps(), []
     for name in args.models.split(","):
-        whole = read_spec(CONFIGS / name).spec
+        whole = read_spec(common.CONFIGS / name).spec
         spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
         products = [p for p in spec.products(whole.hidden_size) if p.copies > 1]
         for scheme in args.schemes.split(","):
@@ -61,7 +60,7 @@ def main() -> None:
             for num_tokens in map(int, args.tokens.split(",")):
                 x = torch.randn(num_tokens, whole.hidden_size, device="cuda", dtype=torch.bfloat16)
                 logits = torch.randn(LAYERS, num_tokens, spec.num_experts, device="cuda", dtype=torch.bfloat16)
-                calls = [partial(ops.moe, x, logits[i % LAYERS], *layers[i % LAYERS], spec) for i in range(16)]
+                calls = [partial(ops.moe, x, logits[i % LAYERS], Experts(*layers[i % LAYERS], spec)) for i in range(16)]
                 taken = microseconds(calls)
                 reached = [
                     len(row.float().topk(spec.num_experts_per_token).indices.unique()) for row in logits
@@ -73,9 +72,5 @@ def main() -> None:
                 rows.append({"model": name, "scheme": scheme, "tokens": num_tokens, "us": taken, "floor_us": floor})
                 print(f"{name:18} {scheme:6} {num_tokens:6} {taken:9.1f} us  {floor / taken:6.1%} of the floor", flush=True)
             del layers
-    record = {"command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(rows=rows)
 
-
-if __name__ == "__main__":
-    main()
