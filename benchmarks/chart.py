@@ -57,7 +57,8 @@ def draw(record: dict) -> str:
     axis += [f'<text class="small" x="{at(t):.1f}" y="{y + 16}" text-anchor="middle">{t:g} ×</text>' for t in TICKS]
     axis.append('<text class="small" x="8" y="18">Slipstream over the fastest peer; longer to the right is better</text>')
     axis.append(f'<text class="small" x="{WIDTH - 8}" y="18" text-anchor="end">Slipstream to the fastest peer</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 26}" role="img" aria-label="Slipstream over its peers">'
+    size = f'viewBox="0 0 {WIDTH} {y + 26}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Slipstream over its peers">'
     return "\n".join((head, f"<style>{STYLE}</style>", *axis, *parts, "</svg>", ""))
 
 

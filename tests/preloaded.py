@@ -1,8 +1,8 @@
-"""A process that has imported torch and Slipstream, and forks for each command: what an example costs is then what it does.
+"""A process that has imported torch and Slipstream, and forks for each command. So a command does not wait for imports.
 
-`Preloaded(folder)` starts it. In `folder` it leaves a `slipstream` for the PATH, a small client: the command runs in a fork, with
-the client's arguments, folder, environment and standard streams, and the client ends with its exit code. `python FILE` of the
-same folder runs a file in such a fork. Nothing is shared between forks but what was imported.
+`Preloaded(folder)` starts it, and leaves a `slipstream` and a `python` for the PATH in `folder`. These are small clients. The
+command runs in a fork, with the client's arguments, folder, environment and standard streams. The client ends with its exit
+code. Forks share nothing but what was imported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def serve(address: str) -> None:
     print("ready", flush=True)
     while True:
         connection, _ = listening.accept()
-        if os.fork() == 0:  # the one who waits for the command
+        if os.fork() == 0:  # this one waits for the command
             listening.close()
             answer(connection)
             os._exit(0)
@@ -115,7 +115,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def run(kind: str, words: list[str]) -> int:
-    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
     if kind == "python":
         import runpy
 

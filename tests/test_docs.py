@@ -1,8 +1,8 @@
 """Every example of README.md and docs/, run as it stands, with tiny models in the place of `smollm2` and `minilm`.
 
-Shell examples run in a shell whose `slipstream` is this checkout's. Each command and each Python example is a fork of one process
-that has imported torch (tests/preloaded.py). The README's run once more with the real model in fresh processes (marker
-`model`). docs/server.md is tested in tests/server, against a running server.
+Shell examples run in a shell whose `slipstream` is this checkout's. Each command and each Python example is a fork of one
+process that has imported torch (tests/preloaded.py). The README's run once more with the real model in fresh processes
+(marker `model`). docs/server.md is tested in tests/server, against a running server.
 """
 
 from __future__ import annotations
