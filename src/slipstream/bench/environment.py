@@ -1,4 +1,4 @@
-"""What a result needs to be understood later: versions, machine, commit. Nothing is imported for it."""
+"""Versions, machine and commit, for a result that is read later. Nothing heavy is imported for it."""
 
 from __future__ import annotations
 
