@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineArgs
-from slipstream.engine.engine_core import load_runner
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
+from slipstream.worker.executor import load_runner
+from slipstream.worker.forward import Forwards
 
 STEP_TOKENS = 2048
 """The most tokens of a sequence that go through the model at once."""
@@ -36,7 +36,7 @@ class Scorer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        forwards: Forwards,
         kv: Sequence[LayerKV],
         tokenizer: Tokenizer,
         *,
@@ -45,7 +45,8 @@ class Scorer:
         settings: Mapping[str, Any] | None = None,
         weights_bytes: int = 0,
     ) -> None:
-        self.decoder = decoder
+        self.forwards = forwards
+        self.decoder = forwards.decoder
         self.kv = kv
         self.tokenizer = tokenizer
         self.name = name
@@ -70,7 +71,7 @@ class Scorer:
         if tokenizer is None:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
         return cls(
-            runner.model.decoder,
+            runner.forwards,
             runner.make_cache(config.max_blocks_per_seq + 1),
             tokenizer,
             name=args.model,
@@ -97,7 +98,7 @@ class Scorer:
             )
         return torch.cat(
             [
-                self.decoder.forward(self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num))
+                self.forwards.hidden(self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num))
                 for i in range(0, len(token_ids), STEP_TOKENS)
                 for num in [min(STEP_TOKENS, len(token_ids) - i)]
             ]
@@ -105,7 +106,7 @@ class Scorer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] → float32 [N, V]. EngineError if they are no numbers: then nothing that follows from them is."""
-        logits = self.decoder.logits(hidden).float()
+        logits = self.forwards.logits(hidden).float()
         if not torch.isfinite(logits.logsumexp(-1)).all():
             raise EngineError(f"{self.name} computes something that is no number (NaN or infinity): it can't be measured")
         return logits
@@ -131,7 +132,7 @@ class Scorer:
 
     def canary(self, token_ids: Sequence[int], **more: Any) -> Canary:
         """What a later start of this checkpoint has to give again on the first of `token_ids`."""
-        return make_canary(self.decoder, self.kv, token_ids, made_with=self.settings, **more)
+        return make_canary(self.forwards, self.kv, token_ids, made_with=self.settings, **more)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int32, device=self.decoder.device)
