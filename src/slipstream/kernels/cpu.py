@@ -48,7 +48,7 @@ SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
 SPARSE_FROM_ELSEWHERE = 0.8
 """The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
 the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
-the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
+the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (`benchmarks/kernels.py`)."""
 
 
 class NativeOps(CpuOps):

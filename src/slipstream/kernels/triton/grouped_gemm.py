@@ -264,7 +264,7 @@ def product(
 
 
 def _tile(groups: Groups, *, gated: bool, eight_bits: bool) -> tuple[int, int, int, bool]:
-    """(BLOCK_N, warps, stages, halved), measured on an H200 (`benchmarks/gpu_experts.py`)."""
+    """(BLOCK_N, warps, stages, halved), measured on an H200 (`benchmarks/kernels.py --op moe-tiles`)."""
     if groups.block == 64:
         return 128, 4, 4, False
     few_tiles = groups.order.numel() <= 256 * groups.tile_ends.numel()  # of each expert; a step is bound by its weights

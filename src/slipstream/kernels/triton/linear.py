@@ -9,7 +9,7 @@
 | int4 (`grouped.py`) | `_grouped_gemv_kernel` | `_grouped_kernel` | the library, on the dense copy or on numbers made for it |
 | others, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
 
-With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
+With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (`benchmarks/kernels.py`).
 All sums have a fixed order. Tiles come from `spec.autotune_table`; a shape that it lacks takes the heuristics here.
 """
 

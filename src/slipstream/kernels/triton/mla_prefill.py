@@ -187,7 +187,7 @@ def _prompts_kernel(
 
 
 def prompt_tile(dtype: torch.dtype, width: int, longest: int, shared: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/gpu_latent_prompts.py`). `width`: numbers of a key
+    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/kernels.py --op mla`). `width`: numbers of a key
     and a value together; `shared`: bytes of memory that a program may take."""
     if dtype == torch.float32:
         return 32, 16, 4, 2

@@ -5,7 +5,7 @@
 // with a meeting at each bar. Every program chooses the experts for itself, from the router's numbers of all programs; whoever
 // asks for weights waits for those numbers too, and until then asks for the shared expert's. Memory is idle in between; having
 // it bring into the cache what is read later (the next layer's q, k, v; experts that the residual before attention would
-// choose, after Eliseev and Mazur, 2023) was slower than nothing on an H200 (benchmarks/results/gpu_experts_ahead.json).
+// choose, after Eliseev and Mazur, 2023) was slower than nothing on an H200 (benchmarks/results/kernels_cuda_one_token_ahead.json).
 //
 // Rounded to the model's type, as kernels of their own leave them: the router's numbers and what stands between two products.
 // All experts of a token are summed in float32, with their weights, as in `moe_small_batch`; a shared one goes into the residual
