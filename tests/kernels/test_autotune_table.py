@@ -104,7 +104,7 @@ def entry(**change):
         ("", "Expecting value"),
         ('{"format": 1', "Expecting"),
         ("[]", "must be an object of format, device"),
-        ({"format": 2}, "its format is 2"),
+        ({"format": 1}, "its format is 1"),
         ({"surprise": 1}, "must be an object of"),
         ({"device": 3}, "must be text"),
         ({"device": "NVIDIA A10"}, "is for 'NVIDIA A10'"),
@@ -139,7 +139,7 @@ def entry(**change):
 )
 def test_a_file_that_is_not_right_is_refused_by_name(tmp_path, change, why):
     path = tmp_path / "table.json"
-    whole = {"format": 1, "device": DEVICE, "made_by": "", "entries": [entry()]}
+    whole = {"format": 2, "device": DEVICE, "made_by": "", "entries": [entry()]}
     path.write_text(json.dumps(whole))
     assert read_tiles(path, DEVICE).entries
     path.write_text(change if isinstance(change, str) else json.dumps({**whole, **change}))

@@ -468,8 +468,13 @@ def test_rounding_keeps_to_its_error(name):
     assert torch.equal(dequantize(w)[3], torch.zeros(256))
 
 
-def spied(patch, name):
-    """The tiles that a function of `linear` is called with, and then runs with."""
+FUNCTIONS = {"fp8_block": "fp8_tile_linear", "int4_groupwise": "int4_linear"}
+"""Of `linear`, for the ops whose names are others."""
+
+
+def spied(patch, op):
+    """The tiles that an op's function is called with, and then runs with."""
+    name = FUNCTIONS.get(op, op)
     seen, real = [], getattr(linear, name)
     patch.setattr(linear, name, lambda *a, tile=None, **k: seen.append(tile) or real(*a, tile=tile, **k))
     return seen

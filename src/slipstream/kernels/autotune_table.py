@@ -28,7 +28,7 @@ Tile: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Op, kind, shape class."""
 
-FORMAT = 1
+FORMAT = 2
 """2: ops are named after their kernels (int4_groupwise, fp8_block, sparse24, skinny_gemm, gemm)."""
 SHIPPED = Path(__file__).parent / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")

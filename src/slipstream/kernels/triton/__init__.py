@@ -72,12 +72,12 @@ class TritonOps(OpSet):
         if device not in self._scratch:
             self._scratch[device] = split_k.Scratch(device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
-            return dataclasses.replace(w, dense=int4_groupwise.expand(w, w.scales.dtype))
+            return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
     def _sparse(self, w: Linear) -> Linear:
         """`w` with a 2:4 copy if that is faster. It sums in another order, so `deterministic` has none."""
-        return w if self.deterministic else sparse24.with_copy(w, self.tiles)
+        return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
 
     def _linear(self, x: Activations, w: Linear) -> Tensor:
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
@@ -97,7 +97,7 @@ class TritonOps(OpSet):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
         if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
-            return sparse24.product(x, w)
+            return sparse24.sparse24_linear(x, w)
         return self._linear(x, w)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
@@ -155,7 +155,7 @@ class TritonOps(OpSet):
         return bidirectional.mean_of_texts(hidden, starts)
 
     def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, **options: Any) -> Tensor:
-        attend = mla_prefill.mla_attention if mla_prefill.takes(meta) else super().mla_attention
+        attend = mla_prefill.mla_attention if mla_prefill.covers(meta) else super().mla_attention
         return attend(q, row, kv, meta, **options)
 
     def mla_queries(
@@ -204,7 +204,7 @@ class TritonOps(OpSet):
         shared: tuple[Linear, Linear],
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        if moe.takes_shared(x.shape[0], experts, shared):
+        if moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
         return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
 

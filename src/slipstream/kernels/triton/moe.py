@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton import grouped_gemm
-from slipstream.kernels.triton.expert_gemm import expert_gemm
+from slipstream.kernels.triton.experts import expert_gemm
 from slipstream.kernels.triton.moe_permute import sort_pairs, unsorted_pairs
 from slipstream.kernels.triton.moe_small_batch import moe_small_batch
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
