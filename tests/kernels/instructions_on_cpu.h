@@ -2,6 +2,7 @@
 // a fiber that runs until it has to wait for others. Memory is sequentially consistent: races are not seen. Without a
 // seed, warps run in turn and copies arrive at once. With a seed, some warps sleep, their order changes each round, and
 // copies arrive late.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -56,19 +57,29 @@ struct Block {
     u8* base() { return (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128); }
 };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it starts; from then on `saved`: swapcontext would make a system call each time
+    jmp_buf saved;
     std::unique_ptr<char[]> stack;
     Block* block;
     int index, program;
-    bool done = false;
+    bool started = false, done = false;
 };
-static Fiber* now;
-static ucontext_t scheduler;
+static Fiber* volatile now;
+static jmp_buf scheduler;
 static int block_size;
 static std::function<void()> body;
 static bool copies_are_late;
 static std::vector<std::function<void()>> late;
-inline void yield() { swapcontext(&now->context, &scheduler); }
+__attribute__((noinline)) static void yield() {
+    if (!_setjmp(now->saved)) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) static void resume(Fiber& fiber) {
+    now = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (now->started) _longjmp(now->saved, 1);
+    now->started = true;
+    setcontext(&now->context);
+}
 inline void pass(Gate& gate, int threads) {
     const u32 mine = gate.generation;
     if (++gate.arrived == threads) gate.arrived = 0, gate.generation++;
@@ -112,8 +123,7 @@ static int on_cpu(int programs, int threads, unsigned seed, std::function<void()
                 Fiber& fiber = fibers[warp * 32 + lane];
                 if (fiber.done) continue;
                 any = true;
-                now = &fiber;
-                if (!asleep) swapcontext(&scheduler, &fiber.context);
+                if (!asleep) resume(fiber);
             }
         }
         for (auto& copy : late)
@@ -183,12 +193,9 @@ inline float of_e4m3(u8 code) {
 }
 inline u8 to_e4m3(float x) {  // to nearest, ties to even
     const float y = std::min(fabsf(x), 448.0f);
-    int best = 0;
-    for (int code = 1; code < 127; code++) {
-        const float nearer = fabsf(of_e4m3(code) - y) - fabsf(of_e4m3(best) - y);
-        if (nearer < 0 || (nearer == 0 && code % 2 == 0)) best = code;
-    }
-    return best | (x < 0 ? 128 : 0);
+    const u32 bits = bits_of(y) + 0x7ffff + (bits_of(y) >> 20 & 1);
+    const u8 code = y < 0.015625f ? (u8)nearbyintf(y * 512.0f) : (u8)((bits >> 20) - (120 << 3));
+    return code | (x < 0 ? 128 : 0);
 }
 inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
 inline u32 low_half2(u32 codes) { return to_half(of_e4m3(codes & 255)) | (u32)to_half(of_e4m3(codes >> 8 & 255)) << 16; }

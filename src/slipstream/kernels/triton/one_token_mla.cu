@@ -31,7 +31,7 @@ DEVICE void produce_attention(const SplitPlan& plan, Pointer pointer, const int*
     const Split split_of(plan, producer.cta);
     const int mine = producer.which * (16 / PRODUCER_WARPS) + producer.lane % (16 / PRODUCER_WARPS);
     auto block_of = [&](int key) { return table[min(key, split_of.cached_end - 1) / BLOCK_SIZE]; };
-    auto produce = [&](const u8* from, u64 policy) { producer.step(from, RANK * 2, nullptr, 0, policy, RING_DEPTH); };
+    auto produce = [&](const u8* from, u64 policy) { producer.copy_stage(from, RANK * 2, nullptr, 0, policy, RING_DEPTH); };
     auto weights = [&](const u8* from, int rows) {
         from += ((long long)split_of.head * rows + mine) * RANK * 2;
 #pragma unroll 1

@@ -149,7 +149,7 @@ struct Producer {
     DEVICE int row() const { return which * (16 / PRODUCER_WARPS) + lane; }
 
     // Copy 16 rows of a stage, `bytes` each from this lane's `from`, then `more` bytes (the last producer).
-    DEVICE void k_step(const u8* from, int bytes, const u8* from_more, int more, u64 policy, u32 depth = DEPTH) {
+    DEVICE void copy_stage(const u8* from, int bytes, const u8* from_more, int more, u64 policy, u32 depth = DEPTH) {
         const u32 full = smem + BARRIERS_AT + ring.stage * 16, to = smem + RING_AT + ring.stage * STAGE_BYTES;
         barrier_wait(full + 8, ring.parity ^ 1);
         for (; in_flight >= depth; in_flight--) {
@@ -181,7 +181,7 @@ struct Producer {
             for (int i = 0; i < K_STEPS; i++) {
                 const int bytes = BYTES_OF_ROW % STEP_BYTES && i == K_STEPS - 1 ? BYTES_OF_ROW % STEP_BYTES : STEP_BYTES;
                 const int more = FORM == 2 && which == PRODUCER_WARPS - 1 ? bytes * 2 / GROUP * 32 : 0;
-                k_step(from + i * STEP_BYTES, bytes, from_scales + i * SCALE_BYTES, more, evict_first);
+                copy_stage(from + i * STEP_BYTES, bytes, from_scales + i * SCALE_BYTES, more, evict_first);
             }
         }
     }

@@ -60,6 +60,8 @@ SPLIT_INPUTS = 128
 """A split of K has at least so many inputs."""
 L2_BYTES = 3e8
 """Copies of a weight take at least this together: several L2 caches."""
+PREFILL_TOKENS = 4096
+"""Tokens of a measured prefill step, in prompts of one length."""
 CONTEXT = 1024
 CONTEXT_TOKENS = 1 << 18
 """Cached tokens of a measured decode: CONTEXT per sequence, at most CONTEXT_TOKENS in all."""
@@ -296,7 +298,7 @@ class _Bench:
             num_seqs, num_queries = size, 1
             length = max(1, min(CONTEXT, max_model_len, CONTEXT_TOKENS // size))
         else:
-            num_seqs, num_queries, length = max(1, 4096 // size), size, size
+            num_seqs, num_queries, length = max(1, PREFILL_TOKENS // size), size, size
         per_seq = -(-length // block_size)
         shape = (num_seqs * per_seq + 1, a.num_kv_heads, block_size, a.head_dim)
         k, v = self._cache(shape, cache), self._cache(shape, cache)
