@@ -136,7 +136,7 @@ def expert_gemm(
         GROUP_SIZE=w.group_size if isinstance(w, GroupedLinear) else 1,
         CHUNK=w.chunk if isinstance(w, GroupedLinear) else 0, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
         PRECISION="ieee" if dtype == torch.float32 else "tf32", BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_X=triton.next_power_of_2(spec.num_experts), UNSORTED=tiles.places is None, num_warps=warps, num_stages=stages,
+        BLOCK_X=triton.next_power_of_2(spec.num_experts), UNSORTED=tiles.inverse is None, num_warps=warps, num_stages=stages,
         **pdl_options(values),
     )  # fmt: skip
     return y

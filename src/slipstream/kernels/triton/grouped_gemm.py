@@ -49,16 +49,16 @@ def _permute_kernel(
 
 def permute_rows(x: Activations, tiles: ExpertTiles, top_k: int) -> Activations:
     """x [T, K] → [T · k, K], one row a pair, in the experts' order."""
-    assert tiles.places is not None
+    assert tiles.inverse is not None
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
-    (num_tokens, inner), count = values.shape, tiles.places.numel()
+    (num_tokens, inner), count = values.shape, tiles.inverse.numel()
     out = torch.empty(count, inner, dtype=values.dtype, device=values.device)
     out_scales = torch.empty(count, 1, dtype=torch.float32, device=values.device) if isinstance(x, Quantized) else out
     # as integers: bits are copied
     bits = {1: torch.int8, 2: torch.int16}[values.element_size()]
     block = min(2048, triton.next_power_of_2(inner))
     _permute_kernel[(num_tokens, triton.cdiv(inner, block))](
-        values.view(bits), scales, tiles.places, out.view(bits), out_scales, inner,
+        values.view(bits), scales, tiles.inverse, out.view(bits), out_scales, inner,
         TOP_K=top_k, SCALED=isinstance(x, Quantized), BLOCK=block, num_warps=min(4, max(1, block // 256)),
         **pdl_options(values),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def covers(x: Activations, up: Linear, down: Linear, tiles: ExpertTiles) -> bool
     rows = all(w.weight.shape[1] * w.weight.element_size() % 16 == 0 for w in (up, down))
     small = values.element_size() <= 2 and up.inputs == down.inputs
     engine = platform_of(device).arch.tma
-    return tiles.places is not None and tiles.block >= 64 and forms and rows and small and engine
+    return tiles.inverse is not None and tiles.tile_m >= 64 and forms and rows and small and engine
 
 
 def grouped_mlp(
@@ -170,16 +170,16 @@ def grouped_gemm(
     y = torch.empty(values.shape[0], outer, dtype=dtype, device=values.device)
     block_n, warps, stages, skip_half = tile or _default_tile(tiles, gated=gated, eight_bits=values.element_size() == 1)
     block_k = BLOCK_K_BYTES // values.element_size()
-    half = tiles.block // 2 if skip_half else 0
+    half = tiles.tile_m // 2 if skip_half else 0
     _grouped_gemm_kernel[(tiles.max_tiles * triton.cdiv(outer, block_n),)](
-        TensorDescriptor(values, list(values.shape), list(values.stride()), [tiles.block, block_k]),
-        TensorDescriptor(values, list(values.shape), list(values.stride()), [half or tiles.block, block_k]),
+        TensorDescriptor(values, list(values.shape), list(values.stride()), [tiles.tile_m, block_k]),
+        TensorDescriptor(values, list(values.shape), list(values.stride()), [half or tiles.tile_m, block_k]),
         TensorDescriptor(w.weight, list(w.weight.shape), list(w.weight.stride()), [block_n, block_k]), scales,
         w.scales if isinstance(w, ScaledLinear) else values, y if w.bias is None else w.bias, y, tiles.starts,
         tiles.tile_ends, outer, values.shape[1], num_experts, tiles.max_tiles,
         **activation_arguments("silu" if expert is None else expert.activation), ACTIVATE=expert is not None, GATED=gated,
         SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
-        GROUP_M=GROUP_M, HALF_M=half, BLOCK_M=tiles.block, BLOCK_N=block_n, BLOCK_K=block_k,
+        GROUP_M=GROUP_M, HALF_M=half, BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,
         BLOCK_X=triton.next_power_of_2(num_experts), num_warps=warps, num_stages=stages, **pdl_options(values),
     )  # fmt: skip
     return y
@@ -187,7 +187,7 @@ def grouped_gemm(
 
 def _default_tile(tiles: ExpertTiles, *, gated: bool, eight_bits: bool) -> tuple[int, int, int, bool]:
     """(BLOCK_N, warps, stages, skip_half), measured on an H200 (benchmarks/gpu_experts.py)."""
-    if tiles.block == 64:
+    if tiles.tile_m == 64:
         return 128, 4, 4, False
     few_tiles = tiles.order.numel() <= 256 * tiles.tile_ends.numel()  # per expert: then the step is bound by the weights' bytes
     if eight_bits:

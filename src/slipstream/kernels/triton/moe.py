@@ -52,7 +52,7 @@ def moe(
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, spec.num_experts)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if grouped_gemm.covers(inputs, up, down, tiles):
-        y = grouped_gemm.grouped_gemm(inputs, up, down, tiles, spec, x.dtype)
+        y = grouped_gemm.grouped_mlp(inputs, up, down, tiles, spec, x.dtype)
     else:
         h = expert_gemm(inputs, up, tiles, spec, spec.expert.up_rows, x.dtype, gather=True)
         inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
