@@ -78,7 +78,7 @@ def _sort_kernel(
     for first in tl.range(0, CHUNK, 32, loop_unroll_factor=UNROLLED):
         others = first + tl.arange(0, 32)
         other_experts = tl.load(chosen_ptr + chunk * CHUNK + others, mask=chunk * CHUNK + others < N, other=-1)
-        # others along rows, a thread's own pairs along columns: no two threads share a sum
+        # others along rows, own pairs along columns: no two threads share a sum
         ahead += tl.sum(((other_experts[:, None] == expert[None, :]) & (others[:, None] < at[None, :])).to(tl.int32), 0)
     position = tl.gather(ends - totals + before, expert, 0) + ahead
     tl.store(order_ptr + position, pair, mask=mask)

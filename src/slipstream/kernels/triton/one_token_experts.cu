@@ -120,7 +120,7 @@ struct RouterRows {
     }
 };
 
-// Inputs of the chosen experts' downs, each row with its own scale. Returns in lane j the factor of part j's sums.
+// Inputs of the chosen experts' downs, each row with its own scale. Returns in lane j the factor of expert j's sums.
 template <int K>
 DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
     if (FORM == 0) {
@@ -140,13 +140,13 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float* scratch = (float*)(memory + SCRATCH_AT);
     for (int first = 0; first < TOP; first += WARPS / WARPS_PER_ROW) {
-        const int part = first + warp / WARPS_PER_ROW, start = warp % WARPS_PER_ROW * 32 + lane;
+        const int nth = first + warp / WARPS_PER_ROW, start = warp % WARPS_PER_ROW * 32 + lane;
         uint4 held[TIMES];
         float top = 0.0f, y[8];
 #pragma unroll
         for (int i = 0; i < TIMES; i++) {
             const int v = i * WARPS_PER_ROW * 32 + start;
-            held[i] = part < TOP && v < K / 8 ? load_cg16((const uint4*)mid + part * (K / 8) + v) : make_uint4(0, 0, 0, 0);
+            held[i] = nth < TOP && v < K / 8 ? load_cg16((const uint4*)mid + nth * (K / 8) + v) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < TIMES; i++) {
@@ -165,9 +165,9 @@ DEVICE float load_expert_inputs(const u16* mid, float weight, u8* memory) {
         for (int i = 0; i < TIMES; i++) {
             const int v = i * WARPS_PER_ROW * 32 + start;
             unpack8(held[i], y);
-            if (part < TOP && v < K / 8) store_input(y, 1.0f / scale, v, memory + INPUT_AT + part * input_bytes(K));
+            if (nth < TOP && v < K / 8) store_input(y, 1.0f / scale, v, memory + INPUT_AT + nth * input_bytes(K));
         }
-        if (part < TOP && start == 0) scratch[WARPS + part] = scale;
+        if (nth < TOP && start == 0) scratch[WARPS + nth] = scale;
         sync_consumers();
     }
     return lane < TOP ? weight * scratch[WARPS + lane] : 0.0f;

@@ -169,12 +169,12 @@ struct Producer {
     template <int N, int K, bool GATES, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0>
     DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}) {
         constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
-        constexpr int NUM_PARTS = OF == SUMMED ? TOP : 1;
+        constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
         constexpr int BYTES_OF_ROW = row_bytes(K), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
         const int end = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta + 1);
-        for (int step = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta) * NUM_PARTS; step < end * NUM_PARTS; step++) {
-            const int tile = step / NUM_PARTS;
-            const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : step % NUM_PARTS);
+        for (int step = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta) * NUM_EXPERTS; step < end * NUM_EXPERTS; step++) {
+            const int tile = step / NUM_EXPERTS;
+            const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : step % NUM_EXPERTS);
             const u8* from = weight + (long long)weight_row<N, GATES>(expert, tile % MATRIX_TILES, row()) * BYTES_OF_ROW;
             const u8* from_scales = scales + (long long)tile * (K / GROUP * 32);
 #pragma unroll 1
@@ -204,7 +204,7 @@ template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int
 struct Product {
     static constexpr bool GATES = END == ACTIVATE && GATED, SCALED = FORM == 1 || FORM == 3;
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
-    static constexpr int NUM_PARTS = OF == SUMMED ? TOP : 1;
+    static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
     static constexpr int BYTES_OF_ROW = row_bytes(K), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
     static constexpr int TURNS = STEP_BYTES / 64 / WARPS, SUMS_OF = FORM == 2 ? 1 : TURNS;
 
@@ -212,20 +212,20 @@ struct Product {
     static DEVICE Epilogue load_epilogue(int tile, int end_tile, const u64* row, int scales, const u16* residual,
                                          TopExperts experts) {
         Epilogue end;
-        const int t = threadIdx.x % 16, part = threadIdx.x / 16;
-        const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : part);
-        if (part < NUM_PARTS && tile < end_tile) {
+        const int t = threadIdx.x % 16, nth = threadIdx.x / 16;
+        const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : nth);
+        if (nth < NUM_EXPERTS && tile < end_tile) {
             const int n = weight_row<N, GATES>(expert, tile % MATRIX_TILES, t);
             if (SCALED) end.scale = ((const float*)row[scales])[n];
             if (BIASED) end.bias = to_float(((const u16*)row[scales + 1])[n]);
-            if (END == ADD && part == 0) end.residual = to_float(load_cg2(residual + tile * 16 + t));
+            if (END == ADD && nth == 0) end.residual = to_float(load_cg2(residual + tile * 16 + t));
         }
         return end;
     }
     static DEVICE Epilogue first(int cta, const u64* row, int scales, const u16* residual, TopExperts experts = {}) {
         return load_epilogue(begin(cta), begin(cta + 1), row, scales, residual, experts);
     }
-    // `ahead` is `first`'s result. x_scale is the scale of the input's codes, or in lane j the factor of part j's sums.
+    // `ahead` is `first`'s result. x_scale is the scale of the input's codes, or in lane j the factor of expert j's sums.
     // `input`: where the input is.
     static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring, u8* memory,
                                int cta, TopExperts experts = {}, int input = INPUT_AT) {
@@ -238,17 +238,17 @@ struct Product {
             ahead = load_epilogue(tile + 1, end, row, scales, out, experts);
             if (OF == SUMMED) {
                 const float factor = now.scale * __shfl_sync(~0u, x_scale, thread / 16);
-                if (thread < NUM_PARTS * 16) factors[thread] = factor;
+                if (thread < NUM_EXPERTS * 16) factors[thread] = factor;
                 sync_consumers();
             }
             float low = 0.0f, high = 0.0f;
 #pragma unroll 1
-            for (int part = 0; part < NUM_PARTS; part++) {
+            for (int nth = 0; nth < NUM_EXPERTS; nth++) {
                 Total sum[SUMS_OF][4] = {};
 #pragma unroll 1
                 for (int k_step = 0; k_step < K_STEPS; k_step++) {
                     const u32 full = smem + BARRIERS_AT + ring.stage * 16, stage = smem + RING_AT + ring.stage * STAGE_BYTES;
-                    const u32 from = smem + input + part * input_bytes(K);
+                    const u32 from = smem + input + nth * input_bytes(K);
                     constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
@@ -265,8 +265,8 @@ struct Product {
                 Total own[2] = {};
 #pragma unroll
                 for (int i = 0; i < SUMS_OF; i++) own[0] += sum[i][0], own[1] += sum[i][2];
-                low += (float)own[0] * (OF == SUMMED ? factors[part * 16 + lane / 4] : 1.0f);
-                high += (float)own[1] * (OF == SUMMED ? factors[part * 16 + lane / 4 + 8] : 1.0f);
+                low += (float)own[0] * (OF == SUMMED ? factors[nth * 16 + lane / 4] : 1.0f);
+                high += (float)own[1] * (OF == SUMMED ? factors[nth * 16 + lane / 4 + 8] : 1.0f);
             }
             float* tiles = (float*)(memory + TILE_SUMS_AT) + ring.buffer * WARPS * 16;
             ring.buffer ^= 1;

@@ -242,13 +242,13 @@ def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
 
 @triton.jit
 def _store_values(
-    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, piece, head, T,
+    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, token_tile, head, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The values of one head of BLOCK_T tokens. By dimension the tile is turned first: tokens that follow one another in
-    a block are then written side by side."""
-    tokens, ds = piece * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    """The values of one head of BLOCK_T tokens. BY_DIM: the tile is transposed, so that consecutive tokens of
+    a KV block are written contiguously."""
+    tokens, ds = token_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
     source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
     scale = 1.0
@@ -264,9 +264,9 @@ def _store_values(
 
 
 HEADS_PER_PROGRAM = 16
-"""Heads of one token that a program turns."""
+"""Heads of one token that a thread block rotates."""
 TOKENS_PER_PROGRAM = 16
-"""Tokens whose values a program brings into the cache."""
+"""Tokens whose values a thread block caches."""
 
 
 def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: QKVLayout) -> Tensor:
