@@ -75,7 +75,7 @@ def write_checkpoint(config: Path, path: Path) -> None:
 def load_child(path: Path, scheme: str, folder: Path | None) -> None:
     import torch
 
-    from slipstream.kernels.ops import select_ops
+    from slipstream.kernels.select import select_ops
     from slipstream.model.loader import load_model
     from slipstream.spec.scheme import SCHEMES
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.mla import latent_rows, mla_paged_attention, mla_queries
-from slipstream.kernels.triton.mla_prefill import prompt_attention
+from slipstream.kernels.triton.mla import cache_latents, mla_paged_attention, mla_queries
+from slipstream.kernels.triton.mla_prefill import prefill_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 PLAIN, ROTATED, LATENT, VALUE, BLOCK, SCALE = 128, 64, 512, 128, 16, 192**-0.5
@@ -96,7 +96,7 @@ def calls(x: Layer) -> dict[str, Callable[[], Any]]:
     """What is timed, by name."""
     ops, (num_tokens, num_heads) = TritonOps(), x.q.shape[:2]
     whole = partial(ops.mla_attention, x.q, x.row, x.kv, keys=x.keys, values=x.values, scale=SCALE, **x.options)
-    latents, turned = latent_rows(x.row, x.kv, x.meta, first=0, **x.options)
+    latents, turned = cache_latents(x.row, x.kv, x.meta, first=0, **x.options)
     weight = x.keys.view(-1, LATENT)
     k = F.linear(latents, weight).view(num_tokens, num_heads, PLAIN)
     v = torch.bmm(latents.expand(num_heads, -1, -1), x.values)
@@ -107,7 +107,7 @@ def calls(x: Layer) -> dict[str, Callable[[], Any]]:
         "  queries": partial(mla_queries, x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options),
         "  attention": partial(mla_paged_attention, queries, x.kv, x.meta, scale=SCALE),
         "with keys and values": partial(whole, x.meta),
-        "  rows": partial(latent_rows, x.row, x.kv, x.meta, first=0, **x.options),
+        "  rows": partial(cache_latents, x.row, x.kv, x.meta, first=0, **x.options),
         "  keys": partial(F.linear, latents, weight),
         "  values": partial(torch.bmm, latents.expand(num_heads, -1, -1), x.values),
         "  prompts' attention": partial(of_prompts(x, k, turned, v, out), None),
@@ -116,7 +116,7 @@ def calls(x: Layer) -> dict[str, Callable[[], Any]]:
 
 def of_prompts(x: Layer, k: Tensor, turned: Tensor, v: Tensor, out: Tensor) -> Callable[..., None]:
     o, given = x.options, (x.q, k, turned, v, x.meta)
-    attend = partial(prompt_attention, *given, cos_sin=o["cos_sin"], interleaved=True, scale=SCALE, out=out)
+    attend = partial(prefill_attention, *given, cos_sin=o["cos_sin"], interleaved=True, scale=SCALE, out=out)
     return lambda tile: attend(tile=tile)
 
 

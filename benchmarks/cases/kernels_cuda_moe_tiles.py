@@ -25,9 +25,9 @@ import triton
 
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton import TritonOps, moe
-from slipstream.kernels.triton.experts import experts
-from slipstream.kernels.triton.grouped_gemm import product, sort_rows
-from slipstream.kernels.triton.moe_permute import entries_of_a_tile, group
+from slipstream.kernels.triton.experts import expert_gemm
+from slipstream.kernels.triton.grouped_gemm import grouped_gemm, permute_rows
+from slipstream.kernels.triton.moe_permute import pairs_per_tile, sort_pairs
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             logits = torch.randn(num_tokens, spec.num_experts, device="cuda")
             weights, chosen = moe.route(logits, spec)
             entries, size = chosen.numel(), spec.expert.intermediate_size
-            usual = entries_of_a_tile(entries, spec.num_experts)
+            usual = pairs_per_tile(entries, spec.num_experts)
 
             def note(kind: str, us: float, block: int = 0, tile: Sequence[int] = (), share: float = 0.0) -> None:
                 """`share` of both products' multiplications."""
@@ -100,22 +100,24 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
             given = rounded(x, up)
             for block in sorted({usual, 64, 128}):
-                groups = group(chosen, spec.num_experts, block=block)
-                ordered = sort_rows(given, groups, spec.num_experts_per_token)
+                groups = sort_pairs(chosen, spec.num_experts, tile_m=block)
+                ordered = permute_rows(given, groups, spec.num_experts_per_token)
                 for tile in tiles("up", block):
-                    call = partial(product, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
+                    call = partial(grouped_gemm, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
                     note("sorted up", timed(call), block, tile, 2 / 3)
-                inner = product(ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert)
+                inner = grouped_gemm(ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert)
                 second = rounded(inner, down)
                 for tile in tiles("down", block):
-                    call = partial(product, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
+                    call = partial(grouped_gemm, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
                     note("sorted down", timed(call), block, tile, 1 / 3)
                 for tile in GATHERED[block]:
                     bytes_of = tile[0], tile[1] // up.weight.element_size(), *tile[2:]
                     options = {"gather": True, "tile": bytes_of}
-                    call = partial(experts, given, up, groups, spec, spec.expert.up_rows, x.dtype, **options)
+                    call = partial(expert_gemm, given, up, groups, spec, spec.expert.up_rows, x.dtype, **options)
                     note("gathered up", timed(call), block, tile, 2 / 3)
-                    call = partial(experts, second, down, groups, spec, whole.hidden_size, x.dtype, gather=False, tile=bytes_of)
+                    call = partial(
+                        expert_gemm, second, down, groups, spec, whole.hidden_size, x.dtype, gather=False, tile=bytes_of
+                    )
                     note("gathered down", timed(call), block, tile, 1 / 3)
             ends = groups.starts[1:].contiguous()
             for which, a, w in (("up", ordered, up), ("down", second, down)):
@@ -128,15 +130,15 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 else:
                     call = partial(torch._grouped_mm, a, stacked, offs=ends)
                 note(f"torch {which}", timed(call), share=2 / 3 if which == "up" else 1 / 3)
-            y = product(second, down, groups, whole.hidden_size, spec.num_experts, x.dtype)
+            y = grouped_gemm(second, down, groups, whole.hidden_size, spec.num_experts, x.dtype)
             both = torch.empty(entries, spec.expert.up_rows, device="cuda", dtype=x.dtype)
             for kind, call in {
                 "route": partial(moe.route, logits, spec),
-                "group": partial(group, chosen, spec.num_experts),
-                "sort rows": partial(sort_rows, given, groups, spec.num_experts_per_token),
+                "group": partial(sort_pairs, chosen, spec.num_experts),
+                "sort rows": partial(permute_rows, given, groups, spec.num_experts_per_token),
                 "activation alone": partial(activation, both, spec.expert.activation, spec.expert.gated, down.inputs),
                 "quantize between": partial(rounded, inner, down),
-                "combine": partial(moe.combine, y, weights, groups.places),
+                "combine": partial(moe.combine, y, weights, groups.inverse),
                 "all": partial(ops.moe, x, logits, Experts(up, down, spec)),
             }.items():
                 if kind != "quantize between" or down.inputs:

@@ -83,10 +83,10 @@ def step_of(lengths, num_tokens):
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
-    lengths=st.lists(st.sampled_from([1, 1, 2, 15, 16, 31, 32, 33, 65]), min_size=1, max_size=6),
-    shape=st.sampled_from([(1, 1, 16), (4, 2, 16), (3, 3, 24), (6, 1, 32)]),
+    lengths=st.lists(st.sampled_from([1, 1, 2, 15, 16, 31, 32, 33, 65]), min_size=1, max_size=4),
+    shape=st.sampled_from([(1, 1, 16), (4, 2, 16), (3, 3, 24), (4, 1, 32)]),
     turned=st.sampled_from([None, False, True]),
-    more=st.sampled_from([0, 1, 40]),
+    more=st.sampled_from([0, 1, 33]),
 )
 def test_whole_attention(data, lengths, shape, turned, more):
     num_heads, num_kv_heads, head_dim = shape

@@ -1,13 +1,12 @@
-"""Tiles of the GPU's kernels that were measured: which one is taken for which op, shape and device. Data and files, no torch.
+"""Tables of measured tiles: which tile a GPU kernel takes for an op, number format and class of shapes. Data and files,
+no torch.
 
-A table belongs to one kind of device. It holds, for an op, the kind of numbers it reads and a class of shapes, the tile that
-`slipstream tune` found to be the fastest; what it does not hold takes the heuristic beside the kernel. Nothing is measured
-when an engine starts: the same table gives the same tiles, and so the same sums in the same order. `identity` names the
-choices a table makes, whatever file they came from.
+A table belongs to one kind of device and is written by `slipstream tune`. What it lacks takes the heuristic beside the
+kernel. Nothing is measured when an engine starts: the same table gives the same tiles, and so the same sums in the same
+order. `identity` names the choices of a table, whatever file they came from.
 
-Tables come with Slipstream (`kernels/triton/tiles/`, one a device) and from the user's cache folder, whose tiles go first. A
-file that is not exactly what this version writes is refused with its name and a remedy. It is never half read.
-"""
+Tables come with Slipstream (`kernels/triton/tiles/`, one per device) and from the user's cache folder, which goes first. A file
+of another format, or with anything unexpected, is refused with its name and what to do."""
 
 from __future__ import annotations
 
@@ -29,19 +28,20 @@ Tile: TypeAlias = tuple[int, ...]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Op, kind, shape class."""
 
-FORMAT = 1
+FORMAT = 2
+"""2: ops are named after their kernels (int4_groupwise, fp8_block, sparse24, skinny_gemm, gemm)."""
 SHIPPED = Path(__file__).parents[1] / "kernels" / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")
 NEVER = 1 << 30
-"""`from_tokens` of 2:4 weights whose sparse product is never the faster (`triton.halves`)."""
+"""`from_tokens` of 2:4 weights whose sparse product is never faster (`triton.sparse24`)."""
 NUM_COUNTERS = 4096
-"""Rows of tiles whose parts can be counted when a product is split (`triton.parts`)."""
+"""The most tiles of rows that a split product can count (`triton.split_k`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledOp:
-    """What names an op's shapes and tiles. The last number of a shape is rounded up to one of `classes` (beyond the last: the
-    last), if there are any."""
+    """Names of an op's shape and tile numbers. The last number of a shape is rounded up to one of `classes` (beyond the
+    last: to the last), if there are any."""
 
     shape: tuple[str, ...]
     tile: tuple[str, ...]
@@ -52,11 +52,11 @@ _PRODUCT = ("outer", "inner", "tokens")
 _ATTENTION = ("heads", "kv_heads", "head_dim", "block_size")
 OPS: Mapping[str, TiledOp] = {
     "gemv": TiledOp(("outer", "inner"), ("block_n", "block_k", "warps")),
-    "skinny": TiledOp(_PRODUCT, ("block_n", "block_k", "splits", "stages"), (16, 32, 64)),
-    "tiled": TiledOp(_PRODUCT, ("block_m", "block_n", "block_k", "warps", "stages"), (256, 1024, 8192)),
-    "grouped": TiledOp(_PRODUCT, ("block_n", "splits", "stages"), (16, 32, 64)),
-    "blocks": TiledOp(_PRODUCT, ("block_n", "splits", "warps", "stages"), (16, 32, 64)),
-    "halves": TiledOp(("outer", "inner"), ("from_tokens",)),
+    "skinny_gemm": TiledOp(_PRODUCT, ("block_n", "block_k", "splits", "stages"), (16, 32, 64)),
+    "gemm": TiledOp(_PRODUCT, ("block_m", "block_n", "block_k", "warps", "stages"), (256, 1024, 8192)),
+    "int4_groupwise": TiledOp(_PRODUCT, ("block_n", "splits", "stages"), (16, 32, 64)),
+    "fp8_block": TiledOp(_PRODUCT, ("block_n", "splits", "warps", "stages"), (16, 32, 64)),
+    "sparse24": TiledOp(("outer", "inner"), ("from_tokens",)),
     "decode": TiledOp((*_ATTENTION, "seqs"), ("block_n", "warps", "stages"), (1, 4, 16, 64, 256, 1024)),
     "prefill": TiledOp((*_ATTENTION, "queries"), ("block_m", "block_n", "warps", "stages"), (32, 512, 4096)),
 }
@@ -64,7 +64,7 @@ OPS: Mapping[str, TiledOp] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A tile, and the microseconds of it and of what was used before, when it was chosen; None: chosen by hand."""
+    """A tile, its microseconds and those of the previous choice when it was measured; None: chosen by hand."""
 
     tile: Tile
     us: float | None = None
@@ -73,14 +73,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileTable:
-    """`made_by` says how the tiles were found."""
+    """`made_by`: how the tiles were found."""
 
     device: str
     entries: Mapping[Key, Measured] = field(default_factory=dict)
     made_by: str = ""
 
     def find(self, op: str, kind: str, *shape: int) -> Any:
-        """The tile (of `OPS[op].tile`'s numbers) for a shape, or None: then the op's heuristic decides."""
+        """The tile (numbers named in `OPS[op].tile`) for a shape, or None: the op's heuristic decides."""
         if not self.entries:
             return None
         found = self.entries.get((op, kind, classed(op, shape)))
@@ -88,7 +88,7 @@ class TileTable:
 
     @property
     def identity(self) -> str:
-        """Twelve hexadecimal digits that stand for all choices; "none" if there is none."""
+        """Twelve hexadecimal digits for all choices; "none" if there are none."""
         if not self.entries:
             return "none"
         choices = sorted((op, kind, shape, m.tile) for (op, kind, shape), m in self.entries.items())
@@ -98,11 +98,11 @@ class TileTable:
         return f"{self.identity} ({len(self.entries)} tiles)" if self.entries else "none: heuristics"
 
     def over(self, other: TileTable) -> TileTable:
-        """These tiles, and `other`'s for what they don't cover."""
+        """These tiles, and `other`'s where these have none."""
         return dataclasses.replace(self, entries={**other.entries, **self.entries})
 
     def tuned(self, keys: Iterable[Key], found: Mapping[Key, Measured], made_by: str) -> TileTable:
-        """After `keys` were measured: `found` are the winners; a key without one goes back to its heuristic."""
+        """The table after measuring `keys`: `found` are the winners; a key without one goes back to its heuristic."""
         kept = {key: m for key, m in self.entries.items() if key not in set(keys)}
         return TileTable(device=self.device, entries={**kept, **found}, made_by=made_by)
 
@@ -123,8 +123,8 @@ def file_name(device: str) -> str:
 
 
 def load_tiles(choice: str, device: str, folder: Path) -> TileTable:
-    """The table for `device`. `choice`: "none"; "shipped", what Slipstream brings; "auto", the same under what
-    `slipstream tune` left in `folder`; or the path of a file. ConfigError names a file that can't be used."""
+    """The table for `device`. `choice`: "none"; "shipped" with Slipstream; "auto", the shipped one under the user's from
+    `folder`; or a file's path. ConfigError names a file that can't be used."""
     empty = TileTable(device=device)
     if choice == "none":
         return empty
@@ -141,7 +141,7 @@ def load_tiles(choice: str, device: str, folder: Path) -> TileTable:
 
 
 def read_tiles(path: Path, device: str) -> TileTable:
-    """A file's table, if it is whole, of this version's format, and for this device."""
+    """A file's table. ConfigError if it is damaged, of another format, or for another device."""
     remedy = "delete it, and run `slipstream tune` for a new one"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -158,7 +158,7 @@ def read_tiles(path: Path, device: str) -> TileTable:
 
 
 def write_tiles(table: TileTable, path: Path) -> None:
-    """All of it or nothing: readers see the file before or after, also if this process dies in between."""
+    """Atomic: readers see the old file or the new one, also if this process dies."""
     entries = [
         {
             "op": op,
@@ -188,7 +188,7 @@ def write_tiles(table: TileTable, path: Path) -> None:
 
 
 def _table(value: Any) -> TileTable:
-    """ValueError, KeyError or TypeError if `value` is not what `write_tiles` writes."""
+    """Raises ValueError, KeyError or TypeError if `value` is not what `write_tiles` writes."""
     found = _object(value, "the file", ("format", "device", "made_by", "entries"))
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, and this version reads {FORMAT}")
@@ -221,7 +221,7 @@ def _entry(value: Any, where: str) -> tuple[Key, Measured]:
 
 
 def check_tile(op: str, shape: tuple[int, ...], tile: Tile, where: str = "tile") -> None:
-    """ValueError if no kernel could run with it."""
+    """Raises ValueError if no kernel could run with the tile."""
     named = dict(zip(OPS[op].tile, tile, strict=True))
     for name, number in named.items():
         most = {"warps": 32, "stages": 8, "splits": 64, "from_tokens": NEVER}.get(name, 4096)

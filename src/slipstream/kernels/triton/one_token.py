@@ -31,26 +31,26 @@ PARTS = (
     *("one_token_experts.cu", "one_token.cu"),
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
-"""In this order one text."""
+"""Compiled as one text, in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
-"""That multiply."""
+"""Consumer warps: they multiply."""
 ASKERS = 2
-"""Warps that ask for weights."""
+"""Producer warps: they copy weights (`PRODUCER_WARPS` in CUDA)."""
 PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
-"""For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
+"""Per format of weights: bytes of a row in a stage of the ring (`STEP_BYTES`), and the most stages of 16 rows in flight.
 Measured on an H200."""
 MOST_SPLITS = 16
 APART = 4096
-"""Up to such a length a program attends over latents for one head; beyond, it reads a row for TOGETHER of them, if the heads
-are a multiple of that."""
+"""Longest sequence for which a thread block attends over latents for one head (`ONE_HEAD_KEYS` in CUDA)."""
 TOGETHER = 4
+"""Heads per thread block for longer sequences, if the heads are a multiple of it (`HEADS_PER_BLOCK` in CUDA)."""
 MOST_LATENT_SPLITS = 32
 LATENT_DEPTH = 6
-"""Pieces under way where a program attends over latents: others read the same ones, from the cache that all share."""
+"""Stages in flight during latent attention: several thread blocks read the same rows from L2."""
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
@@ -59,8 +59,8 @@ POINTERS = (
     *("shared_weight", "expert_counts", "logits"),
     *("latent", "latent_scales", "keys", "values"),
 )
-"""What a layer's row of the kernel's table points at, in this order; 0 where there is nothing. With latent attention `qkv`
-makes queries alone, `k_norm` is the latent's, and `v` a part of `k`."""
+"""What a layer's row of the kernel's table points at, in this order; 0 for none. With latent attention `qkv` makes queries
+only, `k_norm` is the latent's, and `v` is a part of `k`."""
 
 
 def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | None:
@@ -254,7 +254,7 @@ class OneTokenStep:
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
             "FORM": form,
-            "PIECE": PIECES[form][0],
+            "STEP_BYTES": PIECES[form][0],
             "DEPTH": PIECES[form][1],
             "GROUP": size,
             **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
@@ -271,23 +271,23 @@ class OneTokenStep:
             "INTERLEAVED": s.interleaved,
             "EPS": float(s.norm_eps),
             "MLP_EPS": float(s.mlp_norm_eps),
-            "OFFSET_OF_NORM": float(s.norm_offset),
+            "NORM_OFFSET": float(s.norm_offset),
             "QK_EPS": float(s.qk_eps),
             "QK_OFFSET": float(s.qk_offset),
             "SCALE": float(s.scale),
             "LATENT": s.latent is not None,
-            "PLAIN": own.nope_dim,
+            "NOPE": own.nope_dim,
             "RANK": own.rank,
             "LATENT_EPS": float(own.eps),
-            "APART": APART,
+            "ONE_HEAD_KEYS": APART,
             "LATENT_DEPTH": LATENT_DEPTH,
-            "TOGETHER": together(s),
+            "HEADS_PER_BLOCK": together(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,
-            "PROGRAMS": self.programs,
+            "CTAS": self.programs,
             "SHARED": self.shared_bytes,
             "WARPS": WARPS,
-            "ASKERS": ASKERS,
+            "PRODUCER_WARPS": ASKERS,
         }
 
     def _mixture(self) -> dict[str, int | float]:
