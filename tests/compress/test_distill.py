@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from slipstream import LLM
 from slipstream.compress import objective
 from slipstream.compress.dense import load_dense
-from slipstream.compress.distill import Files, Training, distill, distill_files
+from slipstream.compress.distill import DistillFiles, Training, distill, distill_files
 from slipstream.compress.objective import TappedOps, TopK, attention_weights, divergence, layer_pairs, token_losses
 from slipstream.compress.prune import prune
 from slipstream.compress.steps import DistillSettings, PruneSettings
@@ -268,7 +268,7 @@ def files(teacher, student, tmp_path):
     student.write(tmp_path / "student")
     write_examples(tmp_path / "train.jsonl", EXAMPLES)
     write_examples(tmp_path / "held.jsonl", HELD_OUT)
-    return Files(
+    return DistillFiles(
         teacher=teacher.source.path,
         student=tmp_path / "student",
         examples=tmp_path / "train.jsonl",

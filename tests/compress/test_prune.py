@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.compress.dense import load_dense
 from slipstream.compress.prune import importances, measure, next_token_loss, prune
 from slipstream.compress.steps import PruneSettings
-from slipstream.compress.structure import Kept, Units, axes, cut_parameters, num_units, pieces
+from slipstream.compress.structure import Kept, Units, axes, cut_parameters, num_units, split_experts
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import read_spec
@@ -53,7 +53,7 @@ def test_a_pruned_checkpoint_loads_in_transformers(name, part, tmp_path):
     refused = {"heads": HEADS_REFUSED, "channels": CHANNELS_REFUSED, "hidden": WIDTH_REFUSED, "layers": set()}[part]
     model, settings = loaded(tmp_path / "model"), PruneSettings(**{part: 0.5}, multiple=4)
     if name in refused:
-        with pytest.raises(UnsupportedModelError, match=r"config has no words|ALiBi"):
+        with pytest.raises(UnsupportedModelError, match=r"config can't express|ALiBi"):
             prune(model, settings, BATCHES)
         return
     small = prune(model, settings, BATCHES).model
@@ -82,7 +82,7 @@ def model(request, tmp_path_factory):
 
 def silence(spec, values, kind, keep):
     """Make all units of a kind but `keep` of each layer have no effect; the units that keep theirs."""
-    parts = pieces(spec, values)
+    parts = split_experts(spec, values)
     left = {}
     for key, count in num_units(spec).items():
         if key.kind == kind:
@@ -190,7 +190,7 @@ def test_measured_energies_and_gradients_are_what_they_say(tmp_path):
     [
         ({}, "nothing to prune"),
         ({"heads": 1.0}, "share from 0 to below 1"),
-        ({"heads": 0.5, "importance": "random"}, "not one of"),
+        ({"heads": 0.5, "importance": "random"}, "must be one of"),
         ({"heads": 0.1}, "takes out none of 2, in steps of 1"),
         ({"channels": 0.1}, "takes out none of 64, in steps of 32"),
         ({"layers": 0.1}, "takes out none of 2"),

@@ -26,17 +26,17 @@ CPU = torch.device("cpu")
 def test_training_begins_at_what_was_written(symmetric):
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     made = nearest(weight, WeightFormat(bits=3, group_size=32, symmetric=symmetric), torch.bfloat16, clip=True)
-    own = Trained.of(made.numbers(), made.grid)
-    torch.testing.assert_close(own.numbers(), made.numbers())
+    own = Trained.of(made.dequantized(), made.grid)
+    torch.testing.assert_close(own.dequantized(), made.dequantized())
     assert torch.equal(own.rounded().codes, made.codes)
-    own.numbers().square().sum().backward()
+    own.dequantized().square().sum().backward()
     assert own.weight.grad.abs().sum() > 0
     assert own.step.grad.abs().sum() == 0  # on the grid, nothing cut off: a step too long is as wrong as one too short
     with torch.no_grad():
         own.weight += 0.3
         own.step += 0.2
-    torch.testing.assert_close(own.numbers(), own.rounded().numbers())
-    own.numbers().square().sum().backward()
+    torch.testing.assert_close(own.dequantized(), own.rounded().dequantized())
+    own.dequantized().square().sum().backward()
     assert own.step.grad.abs().sum() > 0
 
 
@@ -93,7 +93,7 @@ def begun(tmp_path):
     made = {
         n: nearest(v, WeightFormat(bits=3, group_size=32), torch.float32, clip=True) for n, v in values.items() if ".mlp." in n
     }
-    return source, {n: r.grid for n, r in made.items()}, {**values, **{n: r.numbers() for n, r in made.items()}}
+    return source, {n: r.grid for n, r in made.items()}, {**values, **{n: r.dequantized() for n, r in made.items()}}
 
 
 def test_logits_a_few_rows_at_a_time_give_the_same(begun, monkeypatch):
@@ -103,7 +103,8 @@ def test_logits_a_few_rows_at_a_time_give_the_same(begun, monkeypatch):
     monkeypatch.setattr(qat_module, "LOGITS_BYTES", 4 * source.spec.vocab_size * 5)
     parts = _trained(source, grids, values, settings)
     for n in whole:  # but for single scales whose gradient is next to nothing, which Adam makes as long as the others
-        assert float((whole[n].numbers() - parts[n].numbers()).abs().mean() / whole[n].numbers().abs().mean()) < 2e-4
+        a, b = whole[n].dequantized(), parts[n].dequantized()
+        assert float((a - b).abs().mean() / a.abs().mean()) < 2e-4
 
 
 @pytest.mark.parametrize(("room", "times"), [(2**30, 1), (1, 3)])

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from slipstream.cli.main import main
 from slipstream.compress import run as run_module
-from slipstream.compress.calibrate import ObservingOps, Stream, load_ends
+from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, load_ends
 from slipstream.compress.checkpoint import Attempts, Names, WorkFolder
 from slipstream.compress.planning import plan
-from slipstream.compress.recipe import PRESETS, parse, preset
+from slipstream.compress.recipe import PRESETS, Quantize, parse, preset
 from slipstream.compress.run import compress
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.spec.description import read_spec
@@ -66,8 +66,8 @@ def fake_logits(source, folder, formats, recipe_plan, tokens):
         prefix = f"layers.{i}."
         values = {n.removeprefix(prefix): v for n, v in whole.items() if n.startswith(prefix)}
         fakes = {
-            p.name.removeprefix(prefix): run_module.FakeInputs(p.fmt.inputs, columns=columns.get(f"{p.name}.weight", ()))
-            for p in recipe_plan.products
+            p.name.removeprefix(prefix): FakeInputs(p.fmt.inputs, columns=columns.get(f"{p.name}.weight", ()))
+            for p in recipe_plan.weights
             if p.name.startswith(prefix) and p.fmt is not None and p.fmt.inputs is not None
         }
         stream.states = stream.run(i, values, ObservingOps(inputs=fakes))
@@ -159,15 +159,15 @@ def test_an_interrupted_run_goes_on(tmp_path, model, monkeypatch):
     steps = [{"quantize": {"group_size": 32, "rounding": "gptq"}}]
     written(model, tmp_path / "whole", steps)
     done = []
-    real = run_module._Job.round_layer
+    real = run_module.compress_layer
 
-    def stop_at_one(self, index, values):
+    def stop_at_one(run, index, text):
         done.append(index)
         if index == 1 and done.count(1) == 1:
             raise KeyboardInterrupt
-        return real(self, index, values)
+        return real(run, index, text)
 
-    monkeypatch.setattr(run_module._Job, "round_layer", stop_at_one)
+    monkeypatch.setattr(run_module, "compress_layer", stop_at_one)
     with pytest.raises(KeyboardInterrupt):
         written(model, tmp_path / "out", steps)
     assert [f.name for f in tmp_path.iterdir() if f.name.lstrip(".").startswith("out")] == [".out.partial"]
@@ -292,17 +292,17 @@ def test_backing_off_goes_on_after_an_interruption(tmp_path, model, capsys, monk
     (tmp_path / "r.yaml").write_text("- quantize: {bits: 6, group_size: 32}\n")
     command = ["compress", str(model.path), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out"), "--json"]
     command += ["--text", str(tmp_path / "text.txt"), "--back-off", "--eval-windows"]
-    done, real = [], run_module._Job.round_layer
+    done, real = [], run_module.compress_layer
 
-    def stop_in_the_second(self, index, values):
-        bits = self.quantize.bits
+    def stop_in_the_second(run, index, text):
+        bits = run.recipe.one(Quantize).bits
         if (bits, index) == (7, 1) and (7, 1) not in done:
             done.append((bits, index))
             raise KeyboardInterrupt
         done.append((bits, index))
-        return real(self, index, values)
+        return real(run, index, text)
 
-    monkeypatch.setattr(run_module._Job, "round_layer", stop_in_the_second)
+    monkeypatch.setattr(run_module, "compress_layer", stop_in_the_second)
     assert main([*command, "2", "--max-kl", "1e-9"]) == 130
     assert done == [(6, 0), (6, 1), (7, 0), (7, 1)]
     done[:] = [(7, 1)]
