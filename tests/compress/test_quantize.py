@@ -161,11 +161,11 @@ def test_an_interrupted_run_goes_on(tmp_path, model, monkeypatch):
     done = []
     real = run_module.compress_layer
 
-    def stop_at_one(run, index, text):
+    def stop_at_one(run, index, *more):
         done.append(index)
         if index == 1 and done.count(1) == 1:
             raise KeyboardInterrupt
-        return real(run, index, text)
+        return real(run, index, *more)
 
     monkeypatch.setattr(run_module, "compress_layer", stop_at_one)
     with pytest.raises(KeyboardInterrupt):
@@ -294,13 +294,13 @@ def test_backing_off_goes_on_after_an_interruption(tmp_path, model, capsys, monk
     command += ["--text", str(tmp_path / "text.txt"), "--back-off", "--eval-windows"]
     done, real = [], run_module.compress_layer
 
-    def stop_in_the_second(run, index, text):
+    def stop_in_the_second(run, index, *more):
         bits = run.recipe.one(Quantize).bits
         if (bits, index) == (7, 1) and (7, 1) not in done:
             done.append((bits, index))
             raise KeyboardInterrupt
         done.append((bits, index))
-        return real(run, index, text)
+        return real(run, index, *more)
 
     monkeypatch.setattr(run_module, "compress_layer", stop_in_the_second)
     assert main([*command, "2", "--max-kl", "1e-9"]) == 130

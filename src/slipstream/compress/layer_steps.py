@@ -64,9 +64,7 @@ LayerStep: TypeAlias = Callable[[LayerState], None]
 
 def layer_steps(recipe: Recipe, written: torch.dtype) -> list[LayerStep]:
     """The steps of `recipe`; `written` is the type in which the checkpoint holds scales and dense weights."""
-    quantize: Quantize | None = recipe.one(Quantize)
-    sparsify: Sparsify | None = recipe.one(Sparsify)
-    cache: KVCache | None = recipe.one(KVCache)
+    quantize, sparsify, cache = recipe.one(Quantize), recipe.one(Sparsify), recipe.one(KVCache)
     steps: list[LayerStep] = []
     if quantize is not None and quantize.scaling is not None:
         steps.append(MoveScales(quantize, written))

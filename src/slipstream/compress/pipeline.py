@@ -56,8 +56,8 @@ def reshaped_spec(source: ModelDescription, recipe: Recipe) -> ModelSpec:
     check_writable(source)
     layer_recipe(recipe)
     settings = recipe.one(PruneSettings)
-    spec: ModelSpec = pruned_spec(source.family, huggingface_config(source), source.spec, settings)
-    return spec
+    assert settings is not None, "`layer_recipe` refuses others"
+    return pruned_spec(source.family, huggingface_config(source), source.spec, settings)
 
 
 def reshape(
@@ -79,7 +79,7 @@ def reshape(
     if not student.is_dir():
         say("pruning")
         _prune(source, recipe, student, device, download_dir)
-    distill: Distill | None = recipe.one(Distill)
+    distill = recipe.one(Distill)
     if distill is None:
         return read_spec(student)
     done = work / "distilled"
@@ -119,7 +119,8 @@ def batches(windows: list[tuple[int, ...]], device: torch.device) -> list[Sequen
 
 
 def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torch.device, download_dir: str | None) -> None:
-    settings: PruneSettings = recipe.one(PruneSettings)
+    settings = recipe.one(PruneSettings)
+    assert settings is not None
     model = load_dense(source.path, dtype=torch.float32, device=device)
     text = calibration(recipe)
     windows: list[tuple[int, ...]] = []

@@ -76,8 +76,7 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     """Apply the recipe; `bits` are those that a budget allocated, by product. ConfigError or UnsupportedModelError if the
     recipe can't be carried out on the model."""
     check_writable(source)
-    quantize: Quantize | None = recipe.one(Quantize)
-    sparsify: Sparsify | None = recipe.one(Sparsify)
+    quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)
     if recipe.one(Rotate) is not None:
         rotate.check(source.spec)
@@ -130,8 +129,7 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
 
 def calibration(recipe: Recipe) -> Calibrate:
     """The recipe's calibration text, or the default."""
-    found: Calibrate | None = recipe.one(Calibrate)
-    return found or Calibrate()
+    return recipe.one(Calibrate) or Calibrate()
 
 
 def _product_shapes(source: ModelDescription) -> dict[str, tuple[int, int]]:

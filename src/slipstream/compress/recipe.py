@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from slipstream.compress.steps import (
     Distill,
@@ -234,6 +234,7 @@ class KVCache:
         require(self, lambda value: 1 <= value <= 4, "between 1 and 4", "margin")
 
 
+S = TypeVar("S")
 Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache
 
 STEPS: dict[str, type[Step]] = {
@@ -279,16 +280,21 @@ class Recipe:
     steps: tuple[Step, ...]
     name: str = "custom"
 
-    def one(self, kind: type[Any]) -> Any:
+    def one(self, kind: type[S]) -> S | None:
         """The step of this kind, or None."""
         return next((s for s in self.steps if isinstance(s, kind)), None)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of bits, if `quantize` has one."""
+        quantize = self.one(Quantize)
+        return quantize.bits if quantize is not None and isinstance(quantize.bits, Budget) else None
 
     @property
     def num_windows(self) -> int:
         """The number of windows that calibration and training read."""
         calibrate, qat = self.one(Calibrate) or Calibrate(), self.one(QAT)
-        more = 0 if qat is None or qat.num_windows is None else qat.num_windows
-        return max(int(calibrate.num_windows), more)
+        return max(calibrate.num_windows, 0 if qat is None else qat.num_windows or 0)
 
     @property
     def reshapes(self) -> bool:
@@ -333,7 +339,7 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
 
 def more_bits(recipe: Recipe) -> list[Recipe]:
     """The recipe with one bit more, two bits more … up to 8; a budget by half bits up to its largest choice."""
-    quantize: Quantize | None = recipe.one(Quantize)
+    quantize = recipe.one(Quantize)
     if quantize is None:
         return []
 
@@ -383,7 +389,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
         if sum(isinstance(s, kind) for s in found) > 1:
             raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
     recipe = Recipe(steps=tuple(found), name=name)
-    quantize: Quantize | None = recipe.one(Quantize)
+    quantize = recipe.one(Quantize)
     if (qat := recipe.one(QAT)) is not None:
         if quantize is None or quantize.static_inputs or quantize.group_size == "tensor":
             raise ConfigError(

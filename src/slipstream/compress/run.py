@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +75,25 @@ def compress(
     text_hash = hashlib.sha256(json.dumps([list(w) for w in windows]).encode()).hexdigest() if planned.needs_text else ""
     identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text_hash, "dtype": str(dtype)}
     work = WorkFolder(out, identity, restart=restart)
-    qat: QAT | None = recipe.one(QAT)
-    training = windows
+    run = Run(source, recipe, planned, work, device, dtype)
+    qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:
         windows, training = windows[: calibration(recipe).num_windows], windows[: qat.num_windows]
 
-    num_layers, budget = source.spec.num_layers, _budget(recipe)
-    done = 0 if budget is None else num_layers
+    num_layers = source.spec.num_layers
+    done = 0 if recipe.budget is None else num_layers
     total = done + 1 + num_layers + (0 if qat is None else qat.num_steps)
-    if budget is not None:
-        bits = allocate_bits(source, planned, budget, work, windows, device, dtype, lambda n, _: progress(n, total))
-        planned = plan(source, recipe, bits)
-    run = Run.of(source, recipe, planned, work, device, dtype, layer_sparsity(source, recipe, work, windows, device, dtype))
+    if recipe.budget is not None:
+        bits = allocate_bits(run, recipe.budget, windows, lambda n, _: progress(n, total))
+        run = replace(run, plan=plan(source, recipe, bits))
+    sparsity = layer_sparsity(run, windows)
     text = run.stream(windows) if planned.needs_text else None
     parts = [write_ends(run)]
     progress(done := done + 1, total)
     for index in range(num_layers):
         parts.append(part := f"layer-{index:05d}")
         if work.note(part) is None:
-            layer = compress_layer(run, index, text)
+            layer = compress_layer(run, index, text, sparsity[index])
             work.finish(part, run.tensors(layer), layer.note)
         if text is not None:
             text.advance(index, run.read(part), run.input_rounding(index), partial(run.load_layer, index))
@@ -101,44 +101,42 @@ def compress(
     if qat is not None:
         parts[1:] = train_layers(run, parts[1:], qat, training, lambda n, _: progress(done + n, total))
     publish(run, parts, finish)
-    return planned
+    return run.plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
-    """What does not change during a run. `source` is `original`, with an output head of its own if the recipe rotates."""
+    """What the stages share. Nothing in it changes during a run."""
 
     original: ModelDescription
-    source: ModelDescription
     recipe: Recipe
     plan: CompressionPlan
     work: WorkFolder
     device: torch.device
     dtype: torch.dtype
-    sparsity: Sequence[float]  # by layer
-    rotation: Tensor | None
-    names: Names
-    stored: StoredFormats
-    written: torch.dtype  # of scales and dense weights in the checkpoint
 
-    @classmethod
-    def of(
-        cls,
-        original: ModelDescription,
-        recipe: Recipe,
-        planned: CompressionPlan,
-        work: WorkFolder,
-        device: torch.device,
-        dtype: torch.dtype,
-        sparsity: Sequence[float],
-    ) -> Run:
-        rotation: Rotate | None = recipe.one(Rotate)
-        q = None if rotation is None else rotate.rotation(original.spec.hidden_size, rotation.seed, device)
-        source = original if q is None else rotate.untied(original)
-        names = Names(source)
-        stored = stored_formats(names, planned.formats) if planned.formats else StoredFormats(())
-        written = TORCH_DTYPES.get(source.dtype, torch.bfloat16)
-        return cls(original, source, recipe, planned, work, device, dtype, sparsity, q, names, stored, written)
+    @cached_property
+    def rotation(self) -> Tensor | None:
+        step = self.recipe.one(Rotate)
+        return None if step is None else rotate.rotation(self.original.spec.hidden_size, step.seed, self.device)
+
+    @cached_property
+    def source(self) -> ModelDescription:
+        """The original, with an output head of its own if the recipe rotates."""
+        return self.original if self.rotation is None else rotate.untied(self.original)
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.source)
+
+    @cached_property
+    def stored(self) -> StoredFormats:
+        return stored_formats(self.names, self.plan.formats) if self.plan.formats else StoredFormats(())
+
+    @property
+    def written(self) -> torch.dtype:
+        """The type of scales and dense weights in the checkpoint."""
+        return TORCH_DTYPES.get(self.original.dtype, torch.bfloat16)
 
     def stream(self, windows: Windows) -> Stream:
         """The calibration text as the first layer reads it."""
@@ -189,63 +187,46 @@ class Run:
 # --- The stages -------------------------------------------------------------------------------------------------------
 
 
-def _budget(recipe: Recipe) -> Budget | None:
-    quantize: Quantize | None = recipe.one(Quantize)
-    return quantize.bits if quantize is not None and isinstance(quantize.bits, Budget) else None
-
-
-def allocate_bits(
-    source: ModelDescription,
-    planned: CompressionPlan,
-    budget: Budget,
-    work: WorkFolder,
-    windows: Windows,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress,
-) -> dict[str, int]:
+def allocate_bits(run: Run, budget: Budget, windows: Windows, progress: Progress) -> dict[str, int]:
     """The bits of each product within the budget."""
-    if (note := work.note("bits")) is None:
-        products = {w.name: (w.rows, w.inner, w.settings) for w in planned.weights if w.settings is not None}
+    if (note := run.work.note("bits")) is None:
+        products = {w.name: (w.rows, w.inner, w.settings) for w in run.plan.weights if w.settings is not None}
         wanted = {name: settings for name, (_, _, settings) in products.items() if isinstance(settings.bits, Budget)}
         if "head" in wanted:
             raise ConfigError("a budget does not cover the head; override it with a number of bits", field="head")
         costs = measure(
-            source,
+            run.original,
             wanted,
             budget,
             [w[: budget.context] for w in windows[: budget.num_windows]],
-            device=device,
-            dtype=dtype,
-            written=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
+            device=run.device,
+            dtype=run.dtype,
+            written=run.written,
             progress=progress,
         )
-        note = {"bits": choose_bits(products, budget, costs, planned.scale_bytes), "costs": costs}
-        work.finish("bits", [], note)
+        note = {"bits": choose_bits(products, budget, costs, run.plan.scale_bytes), "costs": costs}
+        run.work.finish("bits", [], note)
     found: dict[str, int] = note["bits"]
     return found
 
 
 @torch.no_grad()
-def layer_sparsity(
-    source: ModelDescription, recipe: Recipe, work: WorkFolder, windows: Windows, device: torch.device, dtype: torch.dtype
-) -> list[float]:
+def layer_sparsity(run: Run, windows: Windows) -> list[float]:
     """The share of zeros of each layer. With ratios="outliers" it is measured on the dense model."""
-    settings: Sparsify | None = recipe.one(Sparsify)
-    layers = range(source.spec.num_layers)
+    settings, layers = run.recipe.one(Sparsify), range(run.original.spec.num_layers)
     if settings is None or settings.ratios == "uniform":
         return [0.0 if settings is None else settings.ratio for _ in layers]
-    if (note := work.note("ratios")) is None:
-        stream, shares = Stream(source, windows, device=device, dtype=dtype), []
+    if (note := run.work.note("ratios")) is None:
+        stream, shares = Stream(run.original, windows, device=run.device, dtype=run.dtype), []
         for index in layers:
-            values = load_layer(source, index, device)
+            values = load_layer(run.original, index, run.device)
             wanted = [n for n in ORDER if settings.takes(f"layers.{index}.{n}")]
             stats = stream.observe(index, values, wanted, inputs={})
             weights = {n: values[f"{n}.weight"] for n in stats if "@" not in n}
             shares.append(outlier_share(weights, stats, settings.outlier))
             stream.states = stream.run(index, values, ObservingOps())
         note = {"ratios": layer_ratios(shares, settings.ratio, settings.spread)}
-        work.finish("ratios", (), note)
+        run.work.finish("ratios", (), note)
     found: list[float] = note["ratios"]
     return found
 
@@ -264,7 +245,7 @@ def write_ends(run: Run) -> str:
     return "ends"
 
 
-def compress_layer(run: Run, index: int, text: Stream | None) -> LayerState:
+def compress_layer(run: Run, index: int, text: Stream | None, sparsity: float) -> LayerState:
     """Take one layer through the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
@@ -272,7 +253,7 @@ def compress_layer(run: Run, index: int, text: Stream | None) -> LayerState:
         for w in run.plan.weights
         if w.name.startswith(prefix) and (w.fmt is not None or w.sparse)
     }
-    layer = LayerState(index, run.source.spec.layers[index], run.load_layer(index), planned, text, run.sparsity[index])
+    layer = LayerState(index, run.source.spec.layers[index], run.load_layer(index), planned, text, sparsity)
     for step in layer_steps(run.recipe, run.written):
         step(layer)
     return layer
@@ -315,7 +296,7 @@ def _cache_tensors(file: Path) -> list[tuple[str, Tensor]]:
 
 def publish(run: Run, parts: Sequence[str], finish: Callable[[Path], None]) -> None:
     """Make the result of the parts."""
-    cache: KVCache | None = run.recipe.one(KVCache)
+    cache = run.recipe.one(KVCache)
     kv = None if cache is None else cache_config(cache.form, cache.per)
     config: dict[str, Any] = {} if run.rotation is None else {"tie_word_embeddings": False}
     if run.plan.formats:

@@ -23,6 +23,14 @@ def require(settings: Any, is_allowed: Callable[[Any], bool], what: str, *fields
             raise ConfigError(f"{name}={value!r} must be {what}", field=name)
 
 
+def warmup_cosine(step: int, num_steps: int, num_rising: int, final: float = 0.0) -> float:
+    """A learning rate's share of its maximum: it rises linearly over `num_rising` steps and falls along a cosine to `final`."""
+    if step < num_rising:
+        return (step + 1) / num_rising
+    done = (step - num_rising) / max(1, num_steps - num_rising)
+    return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+
+
 def require_at_least(settings: Any, least: int, *fields: str) -> None:
     require(settings, lambda value: value >= least, f"at least {least}", *fields)
 
@@ -146,11 +154,8 @@ class DistillSettings:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        rising = round(self.warmup * self.num_steps)
-        if step < rising:
-            return self.learning_rate * (step + 1) / rising
-        done = (step - rising) / max(1, self.num_steps - rising)
-        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * done)) / 2)
+        share = warmup_cosine(step, self.num_steps, round(self.warmup * self.num_steps), self.final_rate)
+        return self.learning_rate * share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

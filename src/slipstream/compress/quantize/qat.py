@@ -21,6 +21,7 @@ from slipstream.compress.calibrate import HELD_BYTES, FakeInputs, ObservingOps, 
 from slipstream.compress.objective import LOGITS_BYTES
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, straight_through
 from slipstream.compress.recipe import QAT
+from slipstream.compress.steps import warmup_cosine
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import PositionTables, build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
@@ -164,7 +165,4 @@ def _check(number: int, loss: Tensor) -> None:
 
 def rate(number: int, settings: QAT) -> float:
     """The learning rate of a step, as a share of its maximum."""
-    rising = max(1, round(settings.warmup * settings.num_steps))
-    if number < rising:
-        return (number + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (number - rising) / max(1, settings.num_steps - rising)))
+    return warmup_cosine(number, settings.num_steps, max(1, round(settings.warmup * settings.num_steps)))
