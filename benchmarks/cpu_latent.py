@@ -63,7 +63,7 @@ def floor_of(
     a: LatentAttentionSpec, hidden: int, num_seqs: int, num_new: int, length: int, rates: dict[str, float]
 ) -> dict[str, float]:
     """What a layer reads and multiplies at least."""
-    products = sum(p.rows * p.inner for p in a.products(hidden)) + a.num_heads * a.kv_rank * (a.nope_dim + a.value_dim)
+    products = sum(p.rows * p.inner for p in a.weight_shapes(hidden)) + a.num_heads * a.kv_rank * (a.nope_dim + a.value_dim)
     seen = num_seqs * sum(range(length - num_new + 1, length + 1))
     num_bytes = 2 * (products + num_seqs * length * a.head_dim)
     operations = 2 * (num_seqs * num_new * products + seen * a.num_heads * (a.head_dim + a.kv_rank))

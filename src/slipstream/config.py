@@ -499,7 +499,7 @@ def _choose_dense_copies(
         sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
         parameters = sum(sizes[n] for n, fmt in held.items() if fmt.product == "int4" and ".experts." not in n)
     elif scheme is not None and scheme.inputs is None and not scheme.experts_only:
-        products = [p for layer in spec.all_layers for p in layer.products(spec.hidden_size) if p.copies == 1]
+        products = [p for layer in spec.all_layers for p in layer.weight_shapes(spec.hidden_size) if p.copies == 1]
         parameters = sum(p.rows * p.inner for p in products)
     if not parameters or not _has_tiles(args, device):
         if args.dense_copies:

@@ -175,12 +175,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        description: ModelDescription,
-        windows: Sequence[Sequence[int]],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, description: ModelDescription, windows: Sequence[Sequence[int]], *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.spec, self.device, self.dtype = description.spec, device, dtype
         longest = max(len(w) for w in windows)

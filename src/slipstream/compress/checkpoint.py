@@ -33,8 +33,6 @@ from slipstream.spec.parameters import Placement, Transpose, parameters
 from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
-FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}
-
 
 class Names:
     """The checkpoint's names for a model's parameters, with the prefix that transformers writes."""
@@ -44,8 +42,7 @@ class Names:
         prefix = family.prefixes[-1]  # the first are for files whose writers leave it out
         self.tied = description.spec.tied_embeddings
         self.places: dict[str, Placement] = {
-            ("" if at.target.startswith("head.") else prefix) + name: at
-            for name, at in family.names(description.spec).items()
+            ("" if at.target.startswith("head.") else prefix) + name: at for name, at in family.names(description.spec).items()
         }
         self.shapes = parameters(description.spec)
 
@@ -166,8 +163,8 @@ def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredF
 
 
 def quantization_config(formats: StoredFormats, kv_cache: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The quantization_config of config.json."""
-    kinds = [_format_name(fmt) for _, fmt in formats.groups]
+    """The quantization_config of config.json. Without formats, only the cache is quantised."""
+    kinds = [_format_name(fmt) for _, fmt in formats.groups] or ["dense"]
     return {
         "quant_method": "compressed-tensors",
         "format": kinds[0] if len(set(kinds)) == 1 else "mixed-precision",
@@ -193,20 +190,8 @@ def cache_config(form: RowFormat, per: str) -> dict[str, Any]:
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
 
 
-def cache_only_config(kv_cache: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization_config of a checkpoint whose weights are not quantised."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "quantization_status": "compressed",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": dict(kv_cache),
-    }
-
-
 def _format_name(fmt: WeightFormat) -> str:
-    return "float-quantized" if fmt.kind == "float" else FORMAT_NAMES[fmt.packed]
+    return "float-quantized" if fmt.kind == "float" else "pack-quantized" if fmt.packed else "int-quantized"
 
 
 def _weights(fmt: WeightFormat) -> dict[str, Any]:
@@ -330,14 +315,14 @@ class WorkFolder:
         """Make the result of the finished parts, with `config` over the source's, call `finish` on it, and remove this
         folder."""
         with new_folder(self.out) as folder:
-            write_tensors(folder, self._tensors(parts))
+            write_tensors(folder, self.tensors(parts))
             write_config(folder, {**huggingface_config(source), **config})
             write_tokenizer(folder, source)
             (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
             finish(folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         from safetensors import safe_open
 
         for part in parts:
@@ -349,9 +334,7 @@ class WorkFolder:
 def fingerprint(source: ModelDescription) -> str:
     """A hash of the names, sizes and times of a checkpoint's files."""
     files = (
-        [source.path]
-        if source.path.is_file()
-        else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
+        [source.path] if source.path.is_file() else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
     )
     info = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps(info).encode()).hexdigest()

@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream.compress.curves import curves
 from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.objective import LayerOutputs, Matching, TappedOps, TopK, layer_pairs, token_losses
-from slipstream.compress.steps import DistillSettings
+from slipstream.compress.steps import DistillSettings, Divergence
 from slipstream.compress.teacher import Example, LogitCache, check_examples, fingerprint, read_examples
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder
@@ -62,24 +62,21 @@ def distill(
     examples: Sequence[Example],
     settings: DistillSettings,
     *,
-    device: torch.device,
-    held_out: Sequence[Example] = (),
-    kept_layers: Sequence[int] | None = None,
-    work: Path | None = None,
     progress: Callable[[StepRecord], None] = lambda record: None,
+    **more: Any,
 ) -> Distilled:
-    """Train the student for `settings.num_steps` steps. `held_out` examples are for evaluation. `kept_layers` are the teacher's
-    layers that the student's came from. With a folder `work` the run saves its state there, and continues from it."""
-    training = Training(
-        student, teacher, examples, settings, device=device, held_out=held_out, kept_layers=kept_layers, work=work
-    )
+    """Train the student for `settings.num_steps` steps. `more` are arguments of `Training`."""
+    training = Training(student, teacher, examples, settings, **more)
     for record in training.run():
         progress(record)
     return Distilled(model=training.result(), history=tuple(training.history))
 
 
 class Training:
-    """One run. Every process of a group makes one with the same arguments."""
+    """One run. Every process of a group makes one with the same arguments.
+
+    `held_out` examples are for evaluation. `kept_layers` are the teacher's layers that the student's came from. With a folder
+    `work` the run saves its state there, and continues from it."""
 
     def __init__(
         self,
@@ -229,24 +226,27 @@ class Training:
             theirs, teacher = self._teacher(indices, batch, [b for _, b in pairs], attention=with_attention)
 
             def read(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-                found = token_losses(
-                    self.model.logits,
-                    hidden,
-                    teacher,
-                    targets,
-                    weights,
-                    vocab_size=self.model.spec.vocab_size,
-                    kind=s.divergence,
-                    temperature=s.temperature,
-                )
-                zero = found.nll.new_zeros(())
+                div, nll = self._token_losses(hidden, teacher, targets, weights, s.divergence, s.temperature)
+                zero = nll.new_zeros(())
                 self.ops.tap = None  # the recomputation in the backward pass is not to be recorded
                 with torch.autocast(self.device.type, enabled=False):
                     states, attention = (zero, zero) if matching is None else matching(ours, theirs)
-                return found.divergence, found.nll, states, attention
+                return div, nll, states, attention
 
             result: tuple[Tensor, Tensor, Tensor, Tensor] = self.model(batch, read, each)
         return result
+
+    def _token_losses(
+        self,
+        hidden: Tensor,
+        teacher: Callable[[slice], Tensor] | TopK,
+        targets: Tensor,
+        weights: Tensor,
+        kind: Divergence = "forward",
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        head, vocab_size = self.model.logits, self.model.spec.vocab_size
+        return token_losses(head, hidden, teacher, targets, weights, vocab_size=vocab_size, kind=kind, temperature=temperature)
 
     def _teacher(
         self, indices: Sequence[int], batch: SequenceBatch, layers: Sequence[int], *, attention: bool
@@ -268,20 +268,13 @@ class Training:
         for begin in range(0, len(self.held_out), self.settings.micro_batch):  # every process runs all, since FSDP gathers
             batch, weights, targets = _batch(self.held_out[begin : begin + self.settings.micro_batch], self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-                hidden = None if self.teacher is None else self.teacher.hidden(batch)
+                theirs = None if self.teacher is None else self.teacher.hidden(batch)
 
-                def theirs(rows: slice, hidden: Tensor | None = hidden) -> Tensor:
-                    assert self.teacher is not None
-                    assert hidden is not None
-                    return self.teacher.logits(hidden[rows])
-
-                def read(h: Tensor, targets: Tensor = targets, weights: Tensor = weights) -> tuple[Tensor, Tensor]:
-                    other = theirs if self.teacher is not None else (lambda rows: self.model.logits(h[rows]))
-                    size = self.model.spec.vocab_size
-                    found = token_losses(
-                        self.model.logits, h, other, targets, weights, vocab_size=size, kind="forward", temperature=1.0
-                    )
-                    return found.divergence, found.nll
+                def read(
+                    ours: Tensor, theirs: Any = theirs, targets: Tensor = targets, weights: Tensor = weights
+                ) -> tuple[Tensor, Tensor]:
+                    model, h = (self.model, ours) if self.teacher is None else (self.teacher, theirs)
+                    return self._token_losses(ours, lambda rows: model.logits(h[rows]), targets, weights)
 
                 kl, nll = self.model(batch, read)
             sums += torch.stack((kl, nll, weights.sum()))
@@ -413,18 +406,8 @@ def _worker(
             teacher = LogitCache(files.logits, examples)
         else:
             teacher = load_dense(files.teacher, dtype=getattr(torch, settings.dtype), device=cpu)
-        kept, work = files.kept_layers, files.work
-        found = distill(
-            student,
-            teacher,
-            examples,
-            settings,
-            device=place,
-            held_out=held_out,
-            kept_layers=kept,
-            work=work,
-            progress=progress,
-        )
+        more: dict[str, Any] = {"device": place, "held_out": held_out, "kept_layers": files.kept_layers, "work": files.work}
+        found = distill(student, teacher, examples, settings, progress=progress, **more)
         if rank == 0:
             write(files.out, found, settings, dtype=getattr(torch, files.dtype))
         if meeting is not None:
@@ -442,16 +425,11 @@ def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torc
         found.model.write_into(folder, dtype=dtype)
         record = {"settings": asdict(settings), "history": [asdict(r) for r in found.history]}
         (folder / "distill.json").write_text(json.dumps(record, indent=1))
-        (folder / "distill.svg").write_text(loss_curves(found.history))
-
-
-def loss_curves(history: Sequence[StepRecord]) -> str:
-    named = {"loss": "loss", "held-out KL": "held_out_kl", "held-out NLL": "held_out_nll"}
-    series = {
-        name: [(r.step + 1, float(getattr(r, key))) for r in history if getattr(r, key) is not None]
-        for name, key in named.items()
-    }
-    return curves(series, title="Distillation: loss of each step, and on held-out text")
+        named = {"loss": "loss", "held-out KL": "held_out_kl", "held-out NLL": "held_out_nll"}
+        values = {name: [(r.step + 1, getattr(r, key)) for r in found.history] for name, key in named.items()}
+        series = {name: [(step, value) for step, value in points if value is not None] for name, points in values.items()}
+        title = "Distillation: loss of each step, and on held-out text"
+        (folder / "distill.svg").write_text(curves(series, title=title))
 
 
 def _batch(examples: Sequence[Example], device: torch.device) -> tuple[SequenceBatch, Tensor, Tensor]:

@@ -153,9 +153,7 @@ class RoundWeights:
         )
         return Offsets.of(compensated, made.grid)
 
-    def _new_weight(
-        self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]
-    ) -> Rounded | Tensor:
+    def _new_weight(self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]) -> Rounded | Tensor:
         """Experts are compressed one by one; those that no token reached have no statistics."""
         planned, mlp = layer.planned[name], layer.spec.mlp
         if not (name.startswith("experts.") and isinstance(mlp, MoESpec)):
@@ -166,9 +164,7 @@ class RoundWeights:
         rounded = [expert for expert in experts if isinstance(expert, Rounded)]
         return Rounded.cat(rounded) if rounded else torch.cat([expert for expert in experts if isinstance(expert, Tensor)])
 
-    def _matrix(
-        self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerState
-    ) -> Rounded | Tensor:
+    def _matrix(self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerState) -> Rounded | Tensor:
         settings, fmt, sparse = planned.settings, planned.fmt, self.sparsify if planned.sparse else None
         if stats is not None and (chosen := settings or sparse) is not None:
             share = layer.text.catch_up if layer.text is not None else 0.0

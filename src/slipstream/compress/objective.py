@@ -65,15 +65,6 @@ class TopK:
         return torch.cat((self.logprobs, rest), -1), torch.cat((student.gather(-1, self.ids), others), -1)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLosses:
-    """Weighted sums over tokens: the divergence, the negative log-likelihood of the next token, and the weights."""
-
-    divergence: Tensor
-    nll: Tensor
-    weight: Tensor
-
-
 def token_losses(
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
@@ -84,8 +75,10 @@ def token_losses(
     vocab_size: int,
     kind: Divergence,
     temperature: float,
-) -> TokenLosses:
-    """`head` computes logits [n, V] from the student's final hidden states [N, E]. `teacher` computes its logits for a slice of
+) -> tuple[Tensor, Tensor]:
+    """(the divergence, the negative log-likelihood of the next token), weighted sums over tokens.
+
+    `head` computes logits [n, V] from the student's final hidden states [N, E]. `teacher` computes its logits for a slice of
     rows, or is cached. `targets` [N] are the next tokens."""
     at_once = max(1, LOGITS_BYTES // (4 * vocab_size))
     sums = [torch.zeros((), device=hidden.device) for _ in range(2)]
@@ -110,7 +103,7 @@ def token_losses(
         recompute = torch.is_grad_enabled()
         parts = checkpoint(losses_of, part, rows, use_reentrant=False) if recompute else losses_of(part, rows)
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
-    return TokenLosses(sums[0], sums[1], weights.sum())
+    return sums[0], sums[1]
 
 
 # --- Hidden states and attention --------------------------------------------------------------------------------------

@@ -25,10 +25,7 @@ def render(document: Mapping[str, Any]) -> str:
     environment.filters |= {"size": size, "percent": percent, "number": number}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     a, b = document["original"], document["compressed"]
-    sizes = [
-        ("on disk", a["file_bytes"], b["file_bytes"]),
-        ("in memory", a["weights_bytes"], b["weights_bytes"]),
-    ]
+    sizes = [("on disk", a["file_bytes"], b["file_bytes"]), ("in memory", a["weights_bytes"], b["weights_bytes"])]
     speeds = [
         (f"{batch} at once", value, b["tokens_per_s"][batch])
         for batch, value in a["tokens_per_s"].items()

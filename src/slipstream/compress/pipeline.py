@@ -22,10 +22,17 @@ from slipstream.compress.planning import calibration
 from slipstream.compress.prune import prune, pruned_spec
 from slipstream.compress.recipe import RECIPE_NAME, Recipe
 from slipstream.compress.steps import Distill, PruneSettings
-from slipstream.compress.teacher import Example, cache_logits, teacher_examples, text_examples, write_examples
+from slipstream.compress.teacher import (
+    Example,
+    cache_logits,
+    read_examples,
+    teacher_examples,
+    text_examples,
+    write_examples,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
-from slipstream.evals.text import TextSettings, calibration_windows, read_documents, read_windows
+from slipstream.evals.text import Part, TextSettings, calibration_windows, read_documents, read_windows
 from slipstream.model.save import check_writable, new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
@@ -155,28 +162,24 @@ def _prepare(
     tokenizer = Tokenizer.from_pretrained(source.path)
     context = min(settings.context, source.spec.max_position)
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
+
+    def windows(part: Part, count: int) -> list[Example]:
+        """Also windows of short documents, since examples may differ in length."""
+        asked = TextSettings(source=settings.text, part=part, context=context, stride=context, num_windows=count)
+        return text_examples(w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir))
+
     if not train.is_file():
-        examples: list[Example] = []
-        if settings.num_windows:
-            # Includes windows of short documents, since examples may differ in length.
-            asked = TextSettings(
-                source=settings.text, part="calibration", context=context, stride=context, num_windows=settings.num_windows
+        examples = windows("calibration", settings.num_windows) if settings.num_windows else []
+        if len(examples) < settings.num_windows:
+            raise ConfigError(
+                f"the calibration part of {settings.text} gives {len(examples)} windows, not {settings.num_windows}; ask for "
+                "fewer or shorter ones, or give more text",
+                field="num_windows",
             )
-            windows = [w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir)]
-            if len(windows) < settings.num_windows:
-                raise ConfigError(
-                    f"the calibration part of {settings.text} gives {len(windows)} windows, not {settings.num_windows}; ask "
-                    "for fewer or shorter ones, or give more text",
-                    field="num_windows",
-                )
-            examples += text_examples(windows)
         if settings.num_answers:
             examples += _answers(source, settings, device, context, download_dir)
         if settings.held_out:
-            where = TextSettings(
-                source=settings.text, context=context, stride=context, num_windows=settings.held_out
-            )
-            write_examples(held, text_examples(w.token_ids for w in read_windows(where, tokenizer, download_dir=download_dir)))
+            write_examples(held, windows("evaluation", settings.held_out))
         write_examples(train, examples)
     about = json.loads((work / "student" / "slipstream-pruned.json").read_text())
     logits = None
@@ -228,14 +231,10 @@ def _answers(
 
 
 def _keep_logits(source: ModelDescription, settings: Distill, train: Path, folder: Path, device: torch.device) -> None:
-    from slipstream.compress.teacher import read_examples
-
     assert settings.top_k is not None
     examples = read_examples(train)
     dtype = getattr(torch, settings.dtype)
     teacher: DenseModel = load_dense(source.path, dtype=dtype, device=device)
     longest = max(len(e.token_ids) for e in examples)
     model = WholeModel(teacher.spec, teacher.parameters, max_len=longest).requires_grad_(False)
-    cache_logits(
-        model, examples, folder, k=settings.top_k, temperature=settings.temperature, device=device, dtype=dtype
-    )
+    cache_logits(model, examples, folder, k=settings.top_k, temperature=settings.temperature, device=device, dtype=dtype)

@@ -102,9 +102,7 @@ def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, sett
     written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
-        raise ConfigError(
-            f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers"
-        )
+        raise ConfigError(f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers")
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if not layers:
         raise ConfigError("drop_layers names every layer; at least one must stay", field="drop_layers")
@@ -301,5 +299,3 @@ def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tens
         weight.copy_((weight.float() + norm.weight_offset) / ratio - norm.weight_offset)
         if norm.bias:
             values["final_norm.bias"].div_(ratio)
-
-

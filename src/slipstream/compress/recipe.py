@@ -128,8 +128,7 @@ class Quantize:
             raise ConfigError("smoothquant is for rounded inputs: set inputs: int8 or fp8, or use awq", field="scaling")
         if self.outliers is not None and (self.inputs != "int8" or self.static_inputs or self.outliers <= 0):
             raise ConfigError(
-                f"outliers={self.outliers} must be above 0, and needs inputs: int8 without static_inputs",
-                field="outliers",
+                f"outliers={self.outliers} must be above 0, and needs inputs: int8 without static_inputs", field="outliers"
             )
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
@@ -140,10 +139,10 @@ class Quantize:
             unknown = given.keys() - OVERRIDABLE
             if unknown:
                 raise ConfigError(
-                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can",
-                    field=f"overrides.{pattern}",
+                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can", field=f"overrides.{pattern}"
                 )
-            own = build(Quantize, {**_formats_of(self), **given}, f"overrides.{pattern}")
+            base = {name: value for name, value in _shallow(self).items() if name in OVERRIDABLE}
+            own = build(Quantize, {**base, **given}, f"overrides.{pattern}")
             if isinstance(own.bits, Budget):
                 raise ConfigError("bits must be a number here", field=f"overrides.{pattern}.bits")
 
@@ -254,9 +253,7 @@ LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
     "fp8-gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
-    "fp8-static": [
-        {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
-    ],
+    "fp8-static": [{"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}}],
     "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
     "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
@@ -393,8 +390,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     if (qat := recipe.one(QAT)) is not None:
         if quantize is None or quantize.static_inputs or quantize.group_size == "tensor":
             raise ConfigError(
-                "qat needs a quantize step before it, with scales by row or group and without static_inputs",
-                field="qat",
+                "qat needs a quantize step before it, with scales by row or group and without static_inputs", field="qat"
             )
         calibrate = recipe.one(Calibrate) or Calibrate()
         if qat.num_windows is not None and qat.num_windows < calibrate.num_windows:
@@ -512,10 +508,6 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
 
 def _shallow(q: Quantize) -> dict[str, Any]:
     return {f.name: getattr(q, f.name) for f in dataclasses.fields(q)}
-
-
-def _formats_of(q: Quantize) -> dict[str, Any]:
-    return {name: value for name, value in _shallow(q).items() if name in OVERRIDABLE}
 
 
 def _plain(step: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from slipstream.compress.checkpoint import (
     Names,
     WorkFolder,
     cache_config,
-    cache_only_config,
     fingerprint,
     quantization_config,
     stored_formats,
@@ -278,20 +277,12 @@ def train_layers(run: Run, parts: Sequence[str], qat: QAT, windows: Windows, pro
         progress=progress,
     )
     trained = []
-    for i, file in enumerate(files):
+    for i in range(len(files)):
         own = {name: rounded for name, rounded in made.items() if name.startswith(f"layers.{i}.")}
+        cache = [(n, t) for n, t in run.work.tensors([parts[i]]) if n.endswith((".k_scale", ".v_scale"))]
         trained.append(part := f"trained-{i:05d}")
-        run.work.finish(part, [*run.names.tensors(values[i], own, {}, run.written), *_cache_tensors(file)], {})
+        run.work.finish(part, [*run.names.tensors(values[i], own, {}, run.written), *cache], {})
     return trained
-
-
-def _cache_tensors(file: Path) -> list[tuple[str, Tensor]]:
-    """The KV cache scales in a part."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        names = [name for name in opened.keys() if name.endswith((".k_scale", ".v_scale"))]  # noqa: SIM118 (no dict)
-        return [(name, opened.get_tensor(name)) for name in names]
 
 
 def publish(run: Run, parts: Sequence[str], finish: Callable[[Path], None]) -> None:
@@ -299,10 +290,8 @@ def publish(run: Run, parts: Sequence[str], finish: Callable[[Path], None]) -> N
     cache = run.recipe.one(KVCache)
     kv = None if cache is None else cache_config(cache.form, cache.per)
     config: dict[str, Any] = {} if run.rotation is None else {"tie_word_embeddings": False}
-    if run.plan.formats:
+    if run.plan.formats or kv is not None:
         config["quantization_config"] = quantization_config(run.stored, kv)
-    elif kv is not None:
-        config["quantization_config"] = cache_only_config(kv)
     notes = [run.work.note(f"layer-{i:05d}") or {} for i in range(run.source.spec.num_layers)]
 
     def finished(folder: Path) -> None:

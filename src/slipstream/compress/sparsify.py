@@ -71,13 +71,7 @@ def check_inner(inner: int, pattern: Pattern) -> None:
 
 
 def sparsegpt(
-    weight: Tensor,
-    stats: InputStats,
-    ratio: float,
-    pattern: Pattern | None,
-    *,
-    damping: float = 0.01,
-    grid: Grid | None = None,
+    weight: Tensor, stats: InputStats, ratio: float, pattern: Pattern | None, *, damping: float = 0.01, grid: Grid | None = None
 ) -> Tensor:
     """The weight with its zeros and the compensated rest, rounded to `grid` if there is one; 0 is on every symmetric grid.
     Columns keep their order, since a pattern is of neighbours."""
@@ -135,4 +129,3 @@ def layer_ratios(shares: Sequence[float], ratio: float, spread: float) -> list[f
     scaled = [2 * spread * (s - low) / (high - low) if high > low else 0.0 for s in shares]
     mean = sum(scaled) / len(scaled)
     return [ratio + mean - s for s in scaled]
-

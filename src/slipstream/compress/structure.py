@@ -234,18 +234,11 @@ def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: Kept
                 continue
             target = f"layers.{number[int(index)]}.{rest}"
         for dim, axis in enumerate(axes(spec, name)):
-            if axis is not None and axis[0] in kept.units:
-                value = value.index_select(dim, rows_of(axis, kept).to(value.device))
+            if axis is not None and (units := kept.units.get(axis[0])) is not None:
+                rows = ((axis[1] < 0) | torch.isin(axis[1], units)).nonzero()[:, 0]
+                value = value.index_select(dim, rows.to(value.device))
         found[target] = value.clone()
     return join_experts(found)
-
-
-def rows_of(axis: Axis, kept: Kept) -> Tensor:
-    """The rows that stay of an axis whose units lose some."""
-    assert axis is not None
-    units, unit_of = axis
-    stays = (unit_of < 0) | torch.isin(unit_of, kept.units[units])
-    return stays.nonzero()[:, 0]
 
 
 # --- The config -------------------------------------------------------------------------------------------------------

@@ -30,27 +30,18 @@ LOGITS_BYTES = 64 * 2**20
 """The size of the float32 logits in memory at a time."""
 
 
+@dataclasses.dataclass
 class Scorer:
     """`kv` holds `context` tokens from block 1 on. `settings` describe the run for reports. Not thread-safe."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: Sequence[LayerKV],
-        tokenizer: Tokenizer,
-        *,
-        name: str,
-        context: int,
-        settings: Mapping[str, Any] | None = None,
-        weights_bytes: int = 0,
-    ) -> None:
-        self.decoder = decoder
-        self.kv = kv
-        self.tokenizer = tokenizer
-        self.name = name
-        self.context = context
-        self.settings = dict(settings or {})
-        self.weights_bytes = weights_bytes
+    decoder: Decoder
+    kv: Sequence[LayerKV]
+    tokenizer: Tokenizer
+    _: dataclasses.KW_ONLY
+    name: str
+    context: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weights_bytes: int = 0
 
     @classmethod
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
@@ -61,8 +52,7 @@ class Scorer:
         )
         if description.spec.kind != "a decoder":
             raise UnsupportedModelError(
-                f"{description.name} is {description.spec.kind}; only decoders can be measured on text",
-                field="model_type",
+                f"{description.name} is {description.spec.kind}; only decoders can be measured on text", field="model_type"
             )
         config = runner.config
         tokenizer = load_tokenizer(args, description)

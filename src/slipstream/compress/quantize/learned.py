@@ -146,23 +146,15 @@ def learn(
             loss.backward()
             for own in learned.values():
                 own.step((1 - step / num_steps) / num_steps)
+
+    def error(made: Mapping[str, Rounded]) -> float:
+        weights = {f"{name}.weight": rounded.dequantized() for name, rounded in made.items()}
+        outputs = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps(inputs=inputs)))
+        return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(outputs, targets, strict=True))
+
     found = {name: own.rounded() for name, own in learned.items()}
-    before, after = (_error(stream, index, values, made, inputs, targets) for made in (start, found))
+    before, after = error(start), error(found)
     return (found, after / before) if after < before else (start, 1.0)
-
-
-def _error(
-    stream: Stream,
-    index: int,
-    values: Mapping[str, Tensor],
-    made: Mapping[str, Rounded],
-    inputs: Mapping[str, FakeInputs],
-    targets: list[Tensor],
-) -> float:
-    """The squared error of the layer's output over the whole text."""
-    weights = {f"{name}.weight": rounded.dequantized() for name, rounded in made.items()}
-    found = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps(inputs=inputs)))
-    return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(found, targets, strict=True))
 
 
 def _windows(stream: Stream, states: list[Tensor]) -> list[Tensor]:

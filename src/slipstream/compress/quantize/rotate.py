@@ -18,10 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
-READERS = {
-    "pre_attention": ("attention.qkv",),
-    "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight"),
-}
+READERS = {"pre_attention": ("attention.qkv",), "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight")}
 WRITERS = ("attention.out", "mlp.down", "experts.down", "shared.down")
 
 

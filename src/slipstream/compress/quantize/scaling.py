@@ -19,7 +19,7 @@ from slipstream.compress.quantize.rounding import Rounded, fit
 from slipstream.compress.recipe import Quantize
 from slipstream.model.sequences import attention_of
 from slipstream.spec.model import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
-from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
 LEAST = 1e-5
@@ -101,7 +101,7 @@ def search_scale(
 ) -> tuple[Tensor, float]:
     """(the best s [in / repeats], its exponent)."""
     awq = settings.scaling == "awq"
-    error = _weight_error(weight, stats, fmt, dtype) if awq else _product_error(weight, stats, fmt, dtype)
+    error = _output_error(weight, stats, fmt, dtype, awq)
     best, least, exponent = torch.ones_like(fold.shared(stats.absmax)), float("inf"), 0.0
     if settings.alpha == "search" or awq:
         least = error(fold.spread(best))
@@ -124,29 +124,24 @@ def _smooth(weight: Tensor, stats: InputStats, fold: Fold, a: float) -> Tensor:
     return (x**a / w ** (1 - a)).clamp(min=LEAST)
 
 
-def _weight_error(weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype) -> Callable[[Tensor], float]:
-    """A function from s to the squared output error over the calibration text with the weight rounded: tr(d H dᵀ)."""
+def _output_error(
+    weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype, awq: bool
+) -> Callable[[Tensor], float]:
+    """A function from s to the product's squared output error. For AWQ the weight is rounded and the error is that over the
+    calibration text, tr(d H dᵀ). For SmoothQuant the inputs are rounded too, and the error is that on the sample."""
+    exact = stats.sample @ weight.T
 
     def error(s: Tensor) -> float:
         scaled = weight * s
         grid = fit(scaled, fmt, dtype, clip=False)
-        d = Rounded(grid, grid.codes(scaled)).dequantized() / s - weight
-        return float(((d @ stats.hessian) * d).sum())
-
-    return error
-
-
-def _product_error(weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype) -> Callable[[Tensor], float]:
-    """The same on the sample of inputs, with the inputs rounded too."""
-    assert fmt.inputs is not None
-    exact, form = stats.sample @ weight.T, fmt.inputs
-
-    def error(s: Tensor) -> float:
+        rounded = Rounded(grid, grid.codes(scaled)).dequantized()
+        if awq:
+            d = rounded / s - weight
+            return float(((d @ stats.hessian) * d).sum())
+        assert fmt.inputs is not None
         x = stats.sample / s
-        fake = FakeInputs(form, float(x.abs().max()) / (448 if form == "fp8" else 127) if fmt.static_inputs else None)
-        scaled = weight * s
-        grid = fit(scaled, fmt, dtype, clip=False)
-        return float((fake(x) @ Rounded(grid, grid.codes(scaled)).dequantized().T - exact).square().sum())
+        scale = float(x.abs().max()) / FORMAT_MAX[fmt.inputs] if fmt.static_inputs else None
+        return float((FakeInputs(fmt.inputs, scale)(x) @ rounded.T - exact).square().sum())
 
     return error
 

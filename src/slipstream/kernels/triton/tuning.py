@@ -341,4 +341,4 @@ class _Bench:
 
 def products(spec: ModelSpec) -> set[tuple[int, int]]:
     """(outer, inner) of every product of the layers, those of experts apart."""
-    return {(p.rows, p.inner) for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1}
+    return {(p.rows, p.inner) for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size) if p.copies == 1}
