@@ -1,4 +1,4 @@
-"""What the tests of compression share."""
+"""What the tests of compression and evaluation share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """The models here are so small that threads only wait for each other. An engine sets their number, so it is set before
-    each test."""
+def one_thread(monkeypatch):
+    """torch computes on one thread, also where an engine sets their number. The models here are so small that threads would
+    only wait for each other, the longer the busier the machine is."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)

@@ -40,18 +40,25 @@ CHANNELS_REFUSED = {"bloom", "bloom-6-heads", "mpt", "mpt-clip"}
 WIDTH_REFUSED = HEADS_REFUSED
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """(name, checkpoint)"""
+    family, overrides = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_models.build(folder, family, **overrides)
+    return request.param, folder
+
+
 @pytest.mark.parametrize("part", ["heads", "channels", "hidden", "layers"])
-def test_a_pruned_checkpoint_loads_in_transformers(name, part, tmp_path):
-    """With the logits that Slipstream computes. Families whose configs can't say what would be left refuse."""
-    family, overrides = CASES[name]
-    tiny_models.build(tmp_path / "model", family, **overrides)
+def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
+    """With the logits that Slipstream computes. Families whose configs can't express the pruned model refuse."""
+    name, folder = case
     if any(part in name for part in NOT_YET):
         with pytest.raises(UnsupportedModelError, match="can't be compressed yet"):
-            loaded(tmp_path / "model")
+            loaded(folder)
         return
     refused = {"heads": HEADS_REFUSED, "channels": CHANNELS_REFUSED, "hidden": WIDTH_REFUSED, "layers": set()}[part]
-    model, settings = loaded(tmp_path / "model"), PruneSettings(**{part: 0.5}, multiple=4)
+    model, settings = loaded(folder), PruneSettings(**{part: 0.5}, multiple=4)
     if name in refused:
         with pytest.raises(UnsupportedModelError, match=r"config can't express|ALiBi"):
             prune(model, settings, BATCHES)
@@ -135,12 +142,12 @@ def test_layers_that_do_nothing_go_first(name, tmp_path):
     assert torch.equal(logits(named.model), logits(result.model))
 
 
-@pytest.mark.parametrize("importance", ["magnitude", "activation", "taylor", "wactigrad"])
-@pytest.mark.parametrize("kind", ["heads", "channels", "hidden"])
-def test_the_important_matter_more(kind, importance, tmp_path):
-    """A model that has learnt some of a text loses less without its least important half than without the other."""
-    tiny_models.build(tmp_path, "llama", num_attention_heads=8, num_key_value_heads=8, initializer_range=0.05)
-    model = loaded(tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model that has learnt some of a text."""
+    path = tmp_path_factory.mktemp("trained")
+    tiny_models.build(path, "llama", num_attention_heads=8, num_key_value_heads=8, initializer_range=0.05)
+    model = loaded(path)
     whole = WholeModel(model.spec, model.parameters, max_len=64)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for _ in range(12):
@@ -148,6 +155,14 @@ def test_the_important_matter_more(kind, importance, tmp_path):
         next_token_loss(whole(BATCHES[0]), BATCHES[0]).backward()
         optimizer.step()
     whole.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "activation", "taylor", "wactigrad"])
+@pytest.mark.parametrize("kind", ["heads", "channels", "hidden"])
+def test_the_important_matter_more(trained, kind, importance):
+    """The trained model loses less without its least important half than without the other."""
+    model = trained
     result = prune(model, PruneSettings(importance=importance, multiple=8, **{kind: 0.5}), BATCHES[:1])
     units = {}
     for key, kept in result.kept.units.items():
