@@ -73,7 +73,7 @@ def step_seconds(spec: ModelSpec, num_tokens: int, dtype_bytes: int, scheme: Sch
     total = 0.0
     for layer in spec.layers:
         m = layer.mlp
-        for p in layer.products(spec.hidden_size):
+        for p in layer.weight_shapes(spec.hidden_size):
             rounded = scheme is not None and not (scheme.experts_only and p.copies == 1)
             num_bytes = scheme.weight_bytes(p.rows, p.inner) if rounded and scheme else p.rows * p.inner * dtype_bytes
             eight = rounded and scheme is not None and scheme.inputs is not None

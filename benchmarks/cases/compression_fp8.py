@@ -107,7 +107,7 @@ class Study:
                     stats = None if how in ("plain", "searched without text") else self.stats[i][name]
                     make = gptq(weight, fmt, dtype, stats) if how == "gptq" and stats is not None else None
                     made = make or nearest(weight, fmt, dtype, clip=how != "plain", stats=stats)
-                    layer[f"{name}.weight"] = made.numbers()
+                    layer[f"{name}.weight"] = made.dequantized()
                 self._made[how].append(layer)
         return self._made[how]
 

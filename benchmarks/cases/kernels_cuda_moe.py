@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for name in args.models.split(","):
         whole = read_spec(common.CONFIGS / name).spec
         spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
-        products = [p for p in spec.products(whole.hidden_size) if p.copies > 1]
+        products = [p for p in spec.weight_shapes(whole.hidden_size) if p.copies > 1]
         for scheme in args.schemes.split(","):
             kind = SCHEMES.get(scheme)
             if kind is not None and any(p.inner % kind.multiple for p in products):

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 SCHEMES[scheme] if scheme else None,
                 num_experts=p.copies,
             )
-            for p in spec.products(whole.hidden_size)
+            for p in spec.weight_shapes(whole.hidden_size)
             if p.copies > 1
         )
         for num_tokens in TOKENS:

@@ -468,7 +468,7 @@ def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
     assert found.device.dense_copies
     assert not on_a_gpu(tmp_path, dense_copies=False).device.dense_copies
     spec = read_spec(tmp_path).spec
-    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.products(spec.hidden_size))
+    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.weight_shapes(spec.hidden_size))
     copies = 2 * (all_products - 64 * 192)
     assert on_a_gpu(tmp_path, memory=4 * copies).device.dense_copies
     assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies

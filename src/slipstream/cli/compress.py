@@ -19,7 +19,7 @@ from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.compress.planning import Plan
+    from slipstream.compress.planning import CompressionPlan
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
     from slipstream.evals.text import TextSettings
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.planning import calibration, plan
     from slipstream.compress.recipe import more_bits, read_recipe
-    from slipstream.compress.run import compress, place
+    from slipstream.compress.run import compress, resolve_device
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
@@ -81,10 +81,10 @@ def _compress(args: argparse.Namespace) -> int:
         raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if recipe.reshapes:
-        from slipstream.compress.pipeline import clean, publish, reshape, rest, shape_after
+        from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape, reshaped_spec
 
-        # The shapes that the layers will have are known beforehand.
-        source = dataclasses.replace(original, spec=shape_after(original, recipe))
+        # What the layers' part will find: the sizes are known beforehand.
+        source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
     planned = plan(source, recipe)
     before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
     planned = dataclasses.replace(planned, bytes_before=before)
@@ -98,7 +98,7 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
 
-    device, dtype = place(args.device, args.dtype)
+    device, dtype = resolve_device(args.device, args.dtype)
     if not args.no_report:
         _check_report(args, original)
     reports: list[Report] = []
@@ -121,7 +121,7 @@ def _compress(args: argparse.Namespace) -> int:
                 download_dir=args.download_dir,
                 say=say_phase,
             )
-        if rest(recipe) is None:
+        if layer_recipe(recipe) is None:
             try:
                 publish(source, recipe, out, measure_it)
             except BudgetError as error:
@@ -235,11 +235,11 @@ def _measure(
         )
 
 
-def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
+def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, report: Report | None) -> None:
     from slipstream.compress.recipe import Budget, Calibrate
     from slipstream.compress.steps import Distill, PruneSettings
 
-    done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
+    done, sparse = [w for w in plan.weights if w.fmt is not None], sum(w.sparse for w in plan.weights)
     if args.json:
         info: dict[str, Any] = {
             "recipe": {"name": recipe.name, "steps": recipe.as_data()},

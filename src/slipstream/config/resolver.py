@@ -317,7 +317,7 @@ def _parameters_of_4_bits(
     if scheme is None or scheme.inputs is not None or scheme.experts_only:
         return 0
     spec = model.spec
-    return sum(p.rows * p.inner for x in spec.all_layers for p in x.products(spec.hidden_size) if p.copies == 1)
+    return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
 
 
 def held_products(kernels: str, device: DeviceInfo) -> tuple[frozenset[str], frozenset[str]]:

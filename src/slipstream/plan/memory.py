@@ -36,7 +36,7 @@ def weights_bytes(
         found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.all_layers:
-        for product in layer.products(hidden):
+        for product in layer.weight_shapes(hidden):
             if scheme.experts_only and product.copies == 1:
                 continue
             round_product(product.part, product.copies * product.rows, product.inner)

@@ -100,8 +100,8 @@ class NormSpec:
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
-    """A weight [rows, inner] of a layer that schemes round; of `copies` experts, one below the other."""
+class WeightShape(NamedTuple):
+    """The shape [rows, inner] of a layer's weight that schemes quantise; experts have `copies` of it, one below the other."""
 
     part: Literal["attention", "mlp"]
     rows: int
@@ -163,9 +163,9 @@ class AttentionSpec:
         """Numbers that a token puts into the cache."""
         return 2 * self.kv_size
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        qkv = Product("attention", self.q_size + 2 * self.kv_size, hidden_size)
-        return qkv, Product("attention", hidden_size, self.q_size)
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        qkv = WeightShape("attention", self.q_size + 2 * self.kv_size, hidden_size)
+        return qkv, WeightShape("attention", hidden_size, self.q_size)
 
     def num_parameters(self, hidden_size: int) -> int:
         qkv = self.q_size + 2 * self.kv_size
@@ -219,14 +219,14 @@ class LatentAttentionSpec:
     def out_inner(self) -> int:
         return self.num_heads * self.value_dim
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
         """Those that schemes round: `expand`, of the latent, stays, since it is taken apart by heads."""
         sizes = [(self.head_dim, hidden_size), (hidden_size, self.out_inner)]
         sizes += [(self.q_size, self.q_rank or hidden_size)] + ([(self.q_rank, hidden_size)] if self.q_rank else [])
-        return tuple(Product("attention", *size) for size in sizes)
+        return tuple(WeightShape("attention", *size) for size in sizes)
 
     def num_parameters(self, hidden_size: int) -> int:
-        products = sum(p.rows * p.inner for p in self.products(hidden_size))
+        products = sum(p.rows * p.inner for p in self.weight_shapes(hidden_size))
         expand = self.num_heads * (self.nope_dim + self.value_dim) * self.kv_rank
         biases = (self.head_dim + hidden_size + (self.q_rank or 0)) * self.bias
         return products + expand + biases + self.kv_rank + (self.q_rank or 0)
@@ -261,14 +261,14 @@ class DenseSpec:
         """Numbers of a token between the products: those to be activated, and the others."""
         return 2 * self.intermediate_size
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
         return (
-            Product("mlp", self.up_rows, hidden_size),
-            Product("mlp", hidden_size, self.intermediate_size),
+            WeightShape("mlp", self.up_rows, hidden_size),
+            WeightShape("mlp", hidden_size, self.intermediate_size),
         )
 
     def num_parameters(self, hidden_size: int) -> int:
-        weights = sum(p.rows * p.inner for p in self.products(hidden_size))
+        weights = sum(p.rows * p.inner for p in self.weight_shapes(hidden_size))
         return weights + self.up_rows * self.up_bias + hidden_size * self.down_bias
 
 
@@ -316,9 +316,9 @@ class MoESpec:
     def width(self) -> int:
         return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.products(hidden_size))
-        return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.weight_shapes(hidden_size))
+        return experts + (self.shared.mlp.weight_shapes(hidden_size) if self.shared else ())
 
     def num_parameters(self, hidden_size: int) -> int:
         routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias + self.correction)
@@ -398,12 +398,12 @@ class LayerSpec:
         """The norms of the block that are there, by name."""
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        cross: tuple[Product, ...] = ()
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        cross: tuple[WeightShape, ...] = ()
         if (c := self.cross) is not None:
             sizes = (c.q_size, hidden_size), (2 * c.kv_size, hidden_size), (hidden_size, c.q_size)
-            cross = tuple(Product("attention", *size) for size in sizes)
-        return self.attention.products(hidden_size) + cross + self.mlp.products(hidden_size)
+            cross = tuple(WeightShape("attention", *size) for size in sizes)
+        return self.attention.weight_shapes(hidden_size) + cross + self.mlp.weight_shapes(hidden_size)
 
     def attention_parameters(self, hidden_size: int) -> int:
         cross = 0 if self.cross is None else self.cross.num_parameters(hidden_size)

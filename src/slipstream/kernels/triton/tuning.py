@@ -337,4 +337,4 @@ class _Bench:
 
 def product_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
     """(outer, inner) of every product of the layers, without experts."""
-    return {(p.rows, p.inner) for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1}
+    return {(p.rows, p.inner) for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size) if p.copies == 1}
