@@ -235,30 +235,27 @@ class GenerationRoute:
         body = decode(self.kind, await read_body(scope, receive, state.settings))
         body.check()
         require_model(state, body.model)
-        try:
-            answer = await self.prepare(state, body, scope["record"])
-            await self._run(answer, receive, send)
-        except RequestError as exc:
-            exc.field = body.param(exc.field)
-            raise
-
-    async def _run(self, answer: Answer, receive: Receive, send: Send) -> None:
+        record = scope["record"]
         started = False
         try:
-            async with in_flight(self.state, receive), aclosing(answer.deltas()) as deltas:
-                async for outputs in deltas:
-                    if not answer.stream:
-                        continue
-                    events = b"".join(map(answer.chunk, outputs))
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-                    if events:
-                        await send({"type": "http.response.body", "body": events, "more_body": True})
+            async with in_flight(state, receive):
+                answer = await self.prepare(state, body, record)
+                async with aclosing(answer.deltas()) as deltas:
+                    async for outputs in deltas:
+                        if not answer.stream:
+                            continue
+                        events = b"".join(map(answer.chunk, outputs))
+                        if not started:
+                            started = True
+                            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+                        if events:
+                            await send({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as exc:
+            if isinstance(exc, RequestError):
+                exc.field = body.param(exc.field)
             if not started:
                 raise
-            await _break_off(exc, answer.record, send)
+            await _break_off(exc, record, send)
             return
         # Sent after `in_flight` is left: from here on a disconnect changes nothing.
         if answer.stream:

@@ -58,7 +58,7 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         record = scope["record"] = RequestRecord()
-        started = False
+        started, unread = False, scope.get("unread_body")
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -66,6 +66,8 @@ class RequestLog:
                 started = True
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                if unread is not None and unread():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
