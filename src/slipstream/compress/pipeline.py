@@ -127,7 +127,7 @@ def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torc
         context = min(text.context, source.spec.max_position)
         windows = calibration_windows(
             text.text,
-            tokenizer=Tokenizer.from_pretrained(source.path),
+            tokenizer=Tokenizer.for_model(source),
             num_windows=text.num_windows,
             context=context,
             download_dir=download_dir,
@@ -151,7 +151,7 @@ def _prepare(
     source: ModelDescription, settings: Distill, work: Path, device: torch.device, download_dir: str | None
 ) -> Files:
     """The examples, and the teacher's logits if they are to be kept."""
-    tokenizer = Tokenizer.from_pretrained(source.path)
+    tokenizer = Tokenizer.for_model(source)
     context = min(settings.context, source.spec.max_position)
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
     if not train.is_file():

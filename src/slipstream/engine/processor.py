@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.config import EngineArgs, EngineConfig
-from slipstream.engine.gguf_tokenizer import from_gguf
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
@@ -68,9 +67,8 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     """The tokenizer that `args` asks for: the model's own, another one, or none."""
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer is not None:
-        return Tokenizer.from_pretrained(resolve_model(args.tokenizer, download_dir=args.download_dir))
-    return Tokenizer.from_pretrained(model.path) if model.gguf is None else from_gguf(model.gguf)
+    other = None if args.tokenizer is None else resolve_model(args.tokenizer, download_dir=args.download_dir)
+    return Tokenizer.for_model(model, other)
 
 
 def default_sampling(model: ModelDescription) -> SamplingParams:
@@ -111,7 +109,8 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        eos = (*description.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+        rows = description.spec.vocab_size
+        eos = (*description.eos_token_ids, *(i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < rows))
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,

@@ -266,7 +266,7 @@ def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{path} must hold a JSON object", field=path.name)
