@@ -7,6 +7,7 @@ The same goes for a GGUF file's metadata, from which such a config is made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -67,6 +68,16 @@ ROTARY_BUFFERS = (r".*rotary(_pos)?_emb\.inv_freq",)
 """Tensors of any checkpoint without meaning: frequencies, which old versions of transformers saved, are computed."""
 
 
+MAX_SIZE = 2**31 - 1
+"""Of any size in a config: what the kernels' indices can hold."""
+
+MAX_LAYERS = 4096
+LAYER_COUNTS = frozenset((
+    "block_count", "decoder_layers", "n_layer", "n_layers", "num_decoder_layers", "num_hidden_layers", "num_layers",
+))  # fmt: skip
+"""A description has an object for each layer, so their number is checked before they are made."""
+
+
 class ConfigReader:
     """Takes keys out of a config; `finish` raises if any is left that could matter. Messages put `prefix` before keys."""
 
@@ -104,10 +115,14 @@ class ConfigReader:
                 key = self._prefix + key
                 raise UnsupportedModelError(f"{self._where} lacks {key!r}", field=key)
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
             return float(value)  # type: ignore[return-value]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.unsupported(key, f"must be of type {kind.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.unsupported(key, "must be a finite number")
+        if isinstance(value, int) and abs(value) > MAX_SIZE:
+            raise self.unsupported(key, f"must be at most {MAX_SIZE}")
         return value
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
@@ -116,8 +131,9 @@ class ConfigReader:
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.take(key, int, default)
-        if value < 1:
-            raise self.unsupported(key, "must be at least 1")
+        limit = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
+        if not 1 <= value <= limit:
+            raise self.unsupported(key, f"must be from 1 to {limit}")
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
