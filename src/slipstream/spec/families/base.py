@@ -20,17 +20,27 @@ T = TypeVar("T")
 Names = dict[str, Placement]
 
 NO_EFFECT = frozenset((
-    "_from_model_config", "_name_or_path", "activation_dropout", "architectures", "attention_dropout",
-    "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bos_token_id", "classifier_dropout", "cls_token_id",
-    "dropout", "dtype", "emb_pdrop", "embd_pdrop", "embedding_dropout", "eos_token_id", "gradient_checkpointing",
-    "hidden_dropout", "hidden_dropout_prob", "id2label", "init_device", "init_std", "initializer_range",
-    "is_llama_config", "label2id", "layerdrop", "model_type", "output_attentions", "output_hidden_states",
-    "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
-    "rope_interleaved", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype",
-    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+    "_from_model_config", "_model_name_or_path", "_name_or_path", "_num_labels", "activation_dropout", "architectures",
+    "attention_dropout", "attention_dropout_prob", "attention_probs_dropout_prob", "attn_dropout", "attn_dropout_prob",
+    "attn_implementation", "attn_pdrop", "auto_map", "axolotl_config_path", "bad_words_ids", "base_model_name_or_path",
+    "begin_suppress_tokens", "bos_token_id", "classifier_dropout", "classifier_dropout_prob", "cls_token_id",
+    "dropout", "dropout_rate", "dtype", "emb_pdrop", "embd_pdrop", "embed_dropout", "embedding_dropout",
+    "eos_token_id", "exponential_decay_length_penalty", "ffn_dropout", "finetuning_task", "flash_attention",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "head_dropout", "hidden_dropout",
+    "hidden_dropout_prob", "id2label", "init_device", "init_std", "initializer_range", "is_llama_config",
+    "keys_to_ignore_at_inference", "label2id", "language", "layer_dropout", "layerdrop", "license", "mask_token_id",
+    "max_sequence_length", "model_max_length", "model_type", "neftune_noise_alpha", "output_attentions",
+    "output_hidden_states", "pad_token_id", "pipeline_tag", "prefix", "pretraining_tp", "problem_type", "resid_pdrop",
+    "residual_dropout", "return_dict", "rope_interleaved", "sep_token_id", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens", "tags",
+    "task_specific_params", "token_dropout", "tokenizer_class", "tokenizer_name", "torch_dtype", "trained_with",
+    "training_args", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed",
+    "unsloth_tied_weights", "unsloth_version", "use_cache", "use_flash_attention", "use_flash_attention_2",
+    "use_flash_attn", "vocab_file",
 ))  # fmt: skip
-"""Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
+"""Keys that change nothing about what the model computes at inference: where it comes from, how it was trained, what the
+tokenizer reads. A key that is in no list and could change an answer is refused."""
 
 
 WRITTEN_BY_ALL: dict[str, Any] = {
