@@ -98,7 +98,6 @@ class Scheduler:
         self._released: list[str] = []
         self._outputs: list[EngineOutput] = []
         self._in_flight: dict[int, list[Request]] = {}  # step -> who sampled
-        self._fresh: set[int] = set()  # blocks offered to the prefix cache by the step being planned
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._counter = 0
         self._step_id = 0
@@ -195,7 +194,6 @@ class Scheduler:
         now = self._clock()
         self._expire(now)
         self._admit_forks()
-        self._fresh.clear()
         step = Step(self.config.max_num_batched_tokens)
 
         unfinished: list[Request] = []  # prompts under way
@@ -254,7 +252,7 @@ class Scheduler:
                 return
             if count < wanted and not self.config.enable_chunked_prefill:
                 return
-            copies = int(request.needs_copy or computed < len(cached) * self.config.block_size)
+            copies = int(request.needs_copy)
             held = len(request.block_ids) or len(cached)
             need = self._blocks_for(computed + count) - held + copies + self._blocks_for(encoded)
             revived = 0 if request.block_ids else sum(self.pool.ref_counts[b] == 0 for b in cached)
@@ -269,7 +267,6 @@ class Scheduler:
                 request.block_ids = cached
                 request.num_computed_tokens = computed
                 request.num_registered = len(cached)
-            request.needs_copy = bool(copies)
             if request.num_preemptions == 0 and request.spec.fork_of is None:
                 request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
                 if self.config.enable_prefix_caching:
@@ -392,8 +389,8 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> tuple[list[int], int]:
         """Blocks of the prefix cache that begin the request, and how many tokens need not be computed.
 
-        The last token is always computed, since its logits are wanted. If it ends a cached block, that block will be
-        copied; one that this very step computes can't be (copies come first), and is left out.
+        At least two tokens are always computed. The last one's logits are wanted, and a token that is alone in its step is
+        computed as a decode, whose kernels round otherwise than a prompt's: a hit would then change the answer.
         """
         if request.block_ids:  # a fork holds its blocks already
             return [], request.num_computed_tokens
@@ -407,11 +404,9 @@ class Scheduler:
             if block is None:
                 break
             found.append(block)
-        if len(found) * size < request.num_tokens:
-            return found, len(found) * size
-        if found[-1] in self._fresh or self.pool.num_free <= self._watermark + 1:  # no room for the copy
-            return found[:-1], (len(found) - 1) * size
-        return found, request.num_tokens - 1
+        while found and request.num_tokens - len(found) * size < 2:
+            found.pop()
+        return found, len(found) * size
 
     def _register(self, request: Request) -> None:
         """Offer to the prefix cache the blocks whose tokens are all known and scheduled."""
@@ -424,7 +419,6 @@ class Scheduler:
         extend_keys(request.block_keys, request.root_key, request.token_ids[: full * size], size)
         for i in range(request.num_registered, full):
             self.pool.register(request.block_ids[i], request.block_keys[i])
-            self._fresh.add(request.block_ids[i])
         request.num_registered = full
 
     def _fork(self, parent: Request) -> None:
