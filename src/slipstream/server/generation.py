@@ -87,7 +87,9 @@ class Answer:
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
         self.stream = bool(body.stream)
-        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self.include_usage = options is not None and options.include_usage
         self.identity = {"id": self.id_prefix + record.id, "created": int(time.time()), "model": body.model}
         # The parts of a chunk that never change are encoded once.
         self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
@@ -102,7 +104,8 @@ class Answer:
         raise NotImplementedError
 
     def event(self, *choice: bytes) -> bytes:
-        return b"".join((self.head, *choice, self.tail))
+        tail = b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.continuous_usage else self.tail
+        return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:
         """What closes the stream."""

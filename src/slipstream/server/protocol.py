@@ -28,6 +28,7 @@ _Off = msgspec.field(default_factory=Raw)  # the default of fields that must be 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage so far
 
 
 class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -300,7 +301,11 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
             raise bad_request(f"logit_bias: {_shorten(key.encode())!r} is not a token id", "logit_bias")
         if not -100 <= bias <= 100:
             raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
+    found = {int(key): bias for key, bias in biases.items()}
+    if len(found) < len(biases):  # "00" and "0"
+        twice = next(key for key in biases if key != str(int(key)))
+        raise bad_request(f"logit_bias: {_shorten(twice.encode())!r} names a token that is there twice", "logit_bias")
+    return found
 
 
 T = TypeVar("T", bound=Struct)

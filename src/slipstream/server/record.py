@@ -41,6 +41,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     ttft_s: float | None = None
     error: str | None = None
+    param: str | None = None  # the field that was refused
 
 
 class RequestLog:
@@ -98,6 +99,8 @@ class RequestLog:
         fields["e2e_s"] = round(time.monotonic() - record.start, 4)
         if record.error is not None:
             fields["error"] = record.error
+        if record.param is not None:
+            fields["param"] = record.param
         logger.info("request", extra={"fields": fields})
 
 
