@@ -227,7 +227,8 @@ def _environment() -> Any:
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
             tree: nodes.Template = Meter().visit(super()._parse(source, name, filename))
-            return tree.set_environment(self)
+            tree.set_environment(self)
+            return tree
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
             if operator == "%" and isinstance(left, str):
@@ -241,7 +242,7 @@ def _environment() -> Any:
                         _budget.get().spend(_size(value, _budget.get()) * max(0, times))
             return _paid(super().call_binop(context, operator, left, right))
 
-        def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
             method = getattr(obj, "__wrapped__", obj)  # the sandbox puts a function of its own around str.format
             receiver, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             _budget.get().spend(0)

@@ -317,12 +317,15 @@ class InputProcessor:
         )
 
     def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+        given: Any = prompt
+        if isinstance(given, dict) and set(given) == {"prompt"} and isinstance(given["prompt"], str):
+            prompt = given["prompt"]  # vLLM's other way to say a text
         if isinstance(prompt, str):
             self._check_text(prompt)
             assert self.tokenizer is not None
             text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            given = prompt["prompt_token_ids"]
+        elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
+            given = given["prompt_token_ids"]
             try:
                 text, tokens = None, tuple(given)
             except TypeError:
@@ -332,7 +335,8 @@ class InputProcessor:
             self._check_ids("prompt_token_ids", tokens)
         else:
             raise RequestError(
-                'a prompt is a string or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__, field="prompt"
+                'a prompt is a string, {"prompt": "…"} or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__,
+                field="prompt",
             )
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")

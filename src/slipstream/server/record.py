@@ -16,7 +16,7 @@ from slipstream.server.metrics import Metrics
 logger = logging.getLogger("slipstream.access")
 errors = logging.getLogger("slipstream.server")
 
-_QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})  # asked for every few seconds; logged when they fail
+_QUIET = frozenset({"/ping", "/live", "/ready", "/health", "/metrics"})  # asked for every few seconds; logged when they fail
 ROUTES = _QUIET | {
     "/v1/completions",
     "/v1/chat/completions",
@@ -28,6 +28,7 @@ ROUTES = _QUIET | {
     "/tokenize",
     "/detokenize",
     "/openapi.json",
+    "/version",
 }
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
