@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias, TypedDict
@@ -32,7 +32,13 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-Prompt: TypeAlias = str | TokensPrompt
+class TextPrompt(TypedDict):
+    """A prompt that is text, as vLLM writes it."""
+
+    prompt: str
+
+
+Prompt: TypeAlias = str | TokensPrompt | TextPrompt
 
 
 class FinishReason(StrEnum):
@@ -373,6 +379,20 @@ class PositionLogprobs:
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        """By token id, as vLLM has it: `logprobs[i][token_id].logprob`. KeyError for a token that is not among them."""
+        for entry in (self.chosen, *self.top):
+            if entry.token_id == token_id:
+                return entry
+        raise KeyError(token_id)
+
+    def __contains__(self, token_id: object) -> bool:
+        return any(entry.token_id == token_id for entry in (self.chosen, *self.top))
+
+    def __iter__(self) -> Iterator[int]:
+        """The token ids, the chosen one first."""
+        return iter(dict.fromkeys(entry.token_id for entry in (self.chosen, *self.top)))
 
 
 @dataclass(slots=True)

@@ -297,27 +297,33 @@ def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budge
 def test_requests_of_one_step_share_a_prefix():
     engine = Engine(config(max_num_batched_tokens=64))
     for name in "abc":
-        engine.scheduler.add(request(name, [*range(12), ord(name)]))
+        engine.scheduler.add(request(name, [*range(12), ord(name), 1]))
     engine.step()
-    assert [s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)] == [13, 1, 1]
+    assert [s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)] == [14, 2, 2]
     engine.run()
     assert engine.scheduler.stats().prefix_hits == 24
 
 
-def test_a_copied_block_is_no_target_in_the_same_step():
-    """Copies run side by side on a GPU. Three prompts, each wholly cached in one block, that all need a copy of it."""
-    engine = Engine(config(num_blocks=7, max_num_batched_tokens=64))
-    prompts = {name: [ord(name), 1, 2, 3] for name in "xyz"}
-    for name, prompt in prompts.items():
-        engine.scheduler.add(request(name, prompt, max_tokens=1))
+@pytest.mark.parametrize(("length", "num_computed"), [(2, 2), (4, 4), (5, 5), (6, 2), (7, 3), (8, 4), (9, 5), (10, 2)])
+def test_a_hit_leaves_at_least_two_tokens(length, num_computed):
+    """A token alone in its step is a decode, whose kernels round otherwise than a prompt's."""
+    engine = Engine(config())
+    for name in "ab":
+        engine.scheduler.add(request(name, range(length)))
         engine.run()
-    engine.scheduler.add(request("other", [9], max_tokens=3))
-    engine.step()
-    for name, prompt in prompts.items():
-        engine.scheduler.add(request(name + "2", prompt, max_tokens=2))
-    engine.step()
-    assert len(engine.plans[-1].block_copies) >= 2
+    first = next(plan for plan in engine.plans if plan.scheduled[0].request_id == "b")
+    assert first.scheduled[0].num_tokens == num_computed
+    assert not first.block_copies
+
+
+def test_a_copied_block_is_no_target_in_the_same_step():
+    """Copies run side by side on a GPU. Three prompts of one block, each with another choice that needs a copy of it."""
+    engine = Engine(config(num_blocks=10, max_num_batched_tokens=64))
+    for name in "xyz":
+        engine.scheduler.add(request(name, [ord(name), 1, 2, 3], max_tokens=2))
+        engine.scheduler.add(request(name + "2", [ord(name), 1, 2, 3], max_tokens=2, fork_of=name))
     engine.run()  # the worker asserts it for every step
+    assert max(len(plan.block_copies) for plan in engine.plans) >= 2
 
 
 def test_a_full_queue_counts_requests_not_choices():
@@ -340,7 +346,7 @@ def test_salts_keep_prefixes_apart():
     assert engine.scheduler.stats().prefix_hits == 0
     engine.scheduler.add(request("c", range(12)))
     engine.run()
-    assert engine.scheduler.stats().prefix_hits == 11  # the last token is computed again, in a copy of its block
+    assert engine.scheduler.stats().prefix_hits == 8  # the last block is computed again
 
 
 def test_static_batches_do_not_refill_and_dynamic_ones_wait():

@@ -135,7 +135,7 @@ def _compress(args: argparse.Namespace) -> int:
         with phases("reading text"):
             windows = calibration_windows(
                 text.text,
-                tokenizer=Tokenizer.from_pretrained(source.path),
+                tokenizer=Tokenizer.for_model(source),
                 num_windows=recipe.num_windows,
                 context=min(text.context, source.spec.max_position),
                 download_dir=args.download_dir,

@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", metavar="FILE", help="keys, one a line: other users cannot see it, unlike --api-key"
     )
     server.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose pages may ask from a browser, such as https://chat.example; * for any; may be repeated (default: none)",
+    )
+    server.add_argument(
         "--context-model",
         metavar="MODEL",
         help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
@@ -59,7 +66,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     given = {name: value for name, value in vars(args).items() if name in names}
     keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
-    return ServerSettings(**given, api_keys=keys, served_model_names=tuple(args.served_model_name))
+    names_served, origins = tuple(args.served_model_name), tuple(args.cors_origin)
+    return ServerSettings(**given, api_keys=keys, served_model_names=names_served, cors_origins=origins)
 
 
 def kept(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

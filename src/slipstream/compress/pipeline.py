@@ -135,7 +135,7 @@ def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torc
         context = min(text.context, source.spec.max_position)
         windows = calibration_windows(
             text.text,
-            tokenizer=Tokenizer.from_pretrained(source.path),
+            tokenizer=Tokenizer.for_model(source),
             num_windows=text.num_windows,
             context=context,
             download_dir=download_dir,
@@ -159,7 +159,7 @@ def _prepare(
     source: ModelDescription, settings: Distill, work: Path, device: torch.device, download_dir: str | None
 ) -> DistillFiles:
     """Write the examples, and the teacher's logits if the recipe caches them."""
-    tokenizer = Tokenizer.from_pretrained(source.path)
+    tokenizer = Tokenizer.for_model(source)
     context = min(settings.context, source.spec.max_position)
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
 

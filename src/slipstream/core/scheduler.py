@@ -28,7 +28,7 @@ A request has a block table in each group of layers (`CacheGroup`). All groups t
 3. A block of a prompt is offered to the prefix cache when it is scheduled, so that requests of one step can share it: the
    worker writes a layer's keys and values before any attention reads them.
 4. A request writes only to a block that it holds alone and that is not offered; otherwise the block is copied first. Copies
-   run before the step, so none is made from a block that the same step computes.
+   run before the step. Only choices that share a prompt need one, and they join after the step that computed it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ class Scheduler:
         self._released: list[str] = []
         self._outputs: list[EngineOutput] = []
         self._in_flight: dict[int, tuple[list[Request], dict[Request, int]]] = {}  # step -> who sampled; checked guesses
-        self._fresh: set[int] = set()  # blocks offered to the prefix cache by the step being planned
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._counter = 0
         self._step_id = 0
@@ -210,7 +209,6 @@ class Scheduler:
         now, scheduling = self._clock(), self.scheduling
         self._expire(now)
         self._admit_forks()
-        self._fresh.clear()
         step = StepBuilder(scheduling.max_num_batched_tokens)
         unfinished: list[Request] = []  # prompts under way
         plain = 0  # decodes that need nothing: no block, copy or check
@@ -289,7 +287,7 @@ class Scheduler:
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
             num_held = len(request.blocks[0] if holds else cached[0] if cached else ())
-            copies = request.needs_copy or computed < num_held * self._block_size
+            copies = request.needs_copy
             need = (self._blocks_for(computed + count) - num_held + copies) * num_own + self._blocks_for(encoded)
             revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
             spare = self._watermark if self._running else 0
@@ -302,7 +300,6 @@ class Scheduler:
                 self._adopt(request, cached)
                 request.num_registered = num_held
             request.num_computed_tokens = computed
-            request.needs_copy = bool(copies)
             if request.num_preemptions == 0 and request.spec.fork_of is None:
                 request.num_cached_tokens = min(computed, request.num_prompt_tokens)
                 if self.cache.enable_prefix_caching:
@@ -453,9 +450,8 @@ class Scheduler:
         computed so.
 
         A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at; the longest such
-        hit is taken. The last token is always computed, since its logits are wanted. If it ends a cached block, that block
-        will be copied in every group. There must be room for the copies, and none may be of a block that this very step
-        computes; else a block less is taken.
+        hit is taken. At least two tokens are always computed. The last one's logits are wanted, and a token that is alone in
+        its step is computed as a decode, whose kernels round otherwise than a prompt's: a hit would then change the answer.
         """
         if not self.cache.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
             return [], 0
@@ -468,19 +464,14 @@ class Scheduler:
                 longest = min(longest, found[g].index(None))
         # runs[n]: how many of the n first blocks, counted from the last, are cached without a gap
         runs = {g: _runs(found[g][:longest]) for g in windows}
-        for n in range(longest, 0, -1):
-            computed = min(n * size, total - 1)
+        for n in range(min(longest, (total - 2) // size), 0, -1):
+            computed = n * size
             begins = {g: windows[g].first_block(computed, size) if g in windows else 0 for g in self._own}
             if any(runs[g][n] < n - begins[g] for g in windows):
                 continue
             tables: list[list[int]] = [[] for _ in request.blocks]
             for g, begin in begins.items():
                 tables[g] = [NULL_BLOCK] * begin + [b for b in found[g][begin:n] if b is not None]
-            if n * size == total:
-                revived = sum(pool.ref_counts[b] == 0 for table in tables for b in table)
-                fresh = any(tables[g][-1] in self._fresh for g in self._own)
-                if fresh or revived + len(self._own) + self._watermark > pool.num_free:
-                    continue
             return tables, computed
         return [], 0
 
@@ -502,7 +493,6 @@ class Scheduler:
         for g in self._own:
             for i in range(max(request.num_registered, request.num_passed[g]), full):
                 self.pool.register(request.blocks[g][i], group_key(request.block_keys[i], g))
-                self._fresh.add(request.blocks[g][i])
         request.num_registered = full
 
     def _fork(self, parent: Request) -> None:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -472,19 +474,20 @@ class _Child:
         import zmq
         import zmq.asyncio
 
-        folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
+        folder = f"{tempfile.gettempdir()}/slipstream-{secrets.token_hex(8)}"
+        address = f"ipc://{folder}/engine"
+        # The process comes before the folder: if we are killed, it is there to remove it.
+        process = subprocess.Popen([sys.executable, "-m", "slipstream.engine.core_process", address], stdin=subprocess.PIPE)
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         try:
+            os.mkdir(folder, 0o700)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 0)
-            address = f"ipc://{folder}/engine"
             socket.bind(address)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.engine.core_process", address],
-                stdin=subprocess.PIPE,
-            )
         except BaseException:
+            process.kill()
+            process.wait()
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -494,6 +497,7 @@ class _Child:
         """Send the first message as soon as the process has connected. If it ended instead, `receive` says so."""
         while not self.send(Start(args)) and self.process.poll() is None:
             await asyncio.sleep(0.005)
+        shutil.rmtree(self._folder, ignore_errors=True)  # both ends are open: nobody looks for the socket's name again
 
     def send(self, message: ToChild) -> bool:
         """Queue a message without waiting; the queue has no bound. False if the process is not connected: not yet, or no more,

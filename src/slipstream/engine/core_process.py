@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -230,10 +231,12 @@ def _reported() -> type[Exception]:
     return SlipstreamError
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent's end of our standard input closes."""
-    while os.read(0, 1):  # not a buffered reader, which would hold its lock while the interpreter ends
+def _end_with_parent(address: str) -> None:
+    """Exit when the parent's end of our standard input closes. A parent that was killed left the socket's folder, if it had
+    not yet heard of us."""
+    while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
         pass
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
     os._exit(0)
 
 
@@ -242,7 +245,7 @@ def main() -> int:
     # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(sys.argv[1],), daemon=True).start()
     return CoreProcess(sys.argv[1]).run()
 
 

@@ -148,18 +148,30 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts. Give one SamplingParams for all, or one for each.
 
         If a prompt or its parameters can't work, a RequestError names it before anything runs. `progress` shows a bar on a
         terminal.
+
+        vLLM's names do the same: `use_tqdm` for the bar, `prompt_token_ids` in place of prompts.
         """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("give either prompts or prompt_token_ids", field="prompts")
+        if prompt_token_ids is not None:
+            lists: list[Any] = list(prompt_token_ids)
+            lists = [lists] if lists and isinstance(lists[0], int) else lists
+            prompts = [{"prompt_token_ids": ids} for ids in lists]
+        assert prompts is not None
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        return self._run(prompts, sampling_params, progress=progress, add_special_tokens=True)
+        shown = progress if use_tqdm is None else use_tqdm
+        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True)
 
     def chat(
         self,

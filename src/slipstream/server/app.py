@@ -9,6 +9,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -39,6 +40,16 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     async def describe(request: Request) -> Response:
         return Response(description, media_type="application/json")
 
+    async def version(request: Request) -> Response:
+        return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
     app = Starlette(
         routes=[
             Route("/v1/completions", GenerationRoute(state, CompletionRequest, completions.prepare), methods=["POST"]),
@@ -49,6 +60,8 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/version", version),
+            Route("/ping", probes.health, methods=["GET", "POST"]),
             Route("/live", probes.live),
             Route("/ready", probes.ready),
             Route("/health", probes.health),
@@ -57,6 +70,7 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
         ],
         middleware=[
             Middleware(RequestLog, metrics=state.metrics),
+            *([cors] if settings.cors_origins else []),  # outside the keys: a browser asks first, without one
             Middleware(ApiKeys, keys=settings.api_keys),
         ],
         exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),

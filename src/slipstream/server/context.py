@@ -1,7 +1,7 @@
 """Shortening a conversation before it is answered (`compress_prompt` of a chat request).
 
 System messages stay as they are, and so does the last paragraph of the last message, which is the question; the rest is free to
-go. A small model says what could have been guessed: that of `--context-model`. Its work is not ended by a client that leaves.
+go. A small model says what could have been guessed: that of `--context-model`.
 """
 
 from __future__ import annotations

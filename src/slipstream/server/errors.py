@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -107,6 +108,9 @@ def as_api_error(exc: Exception) -> ApiError:
             )
 
 
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+"""A field's name comes from the client: nothing of it may look like a part of the log."""
+
 _CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
@@ -117,5 +121,7 @@ async def answer_error(request: Request, exc: Exception) -> Response:
     error = as_api_error(exc)
     if error.status == 500 and isinstance(exc, SlipstreamError):
         logger.error("request failed: %s", exc)
-    request.scope["record"].error = error.code or error.kind
+    record = request.scope["record"]
+    record.error = error.code or error.kind
+    record.param = error.param and _NOT_PLAIN.sub("?", error.param)[:60]
     return error.response()

@@ -33,7 +33,17 @@ class Tokenizer(Protocol):
     def strips_space_after(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> bool: ...
     def token_bytes(self, token_id: int, /) -> bytes: ...
     def id_to_token(self, token_id: int, /) -> str | None: ...
-    def apply_chat_template(self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str: ...
 
 
 class Health(Protocol):
@@ -106,6 +116,7 @@ class ServerSettings:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
+    cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": any
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"

@@ -92,6 +92,10 @@ class NormSpec:
     bias: bool = False
     weight_offset: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps <= 1:  # NaN is neither
+            raise UnsupportedModelError(f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps")
+
     @property
     def num_parameters(self) -> int:
         return self.size * (2 if self.bias else 1)
@@ -443,6 +447,12 @@ class ClassifierSpec:
         return hidden_size * (hidden_size + self.bias) + (hidden_size + 1) * self.num_labels + norm
 
 
+MAX_EXPERTS = 2**18
+"""Of all layers together; each has a line in the table of names."""
+
+MAX_PARAMETERS = 2**45
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
     """Layers that share a block table. A block of the group holds `block_size` tokens of each of these `layers`.
@@ -517,6 +527,18 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise UnsupportedModelError("num_hidden_layers must be at least 1", field="num_hidden_layers")
+        num_experts = sum(layer.mlp.num_experts for layer in self.all_layers if isinstance(layer.mlp, MoESpec))
+        if num_experts > MAX_EXPERTS:
+            raise UnsupportedModelError(f"the layers have {num_experts} experts, more than {MAX_EXPERTS}", field="num_experts")
+        if self.num_parameters > MAX_PARAMETERS:
+            raise UnsupportedModelError(
+                f"the config's sizes make {self.num_parameters:.3g} parameters: no model has so many", field="hidden_size"
+            )
+        if self.encoder is not None and not 0 <= self.encoder.start_token_id < self.vocab_size:
+            raise UnsupportedModelError(
+                f"decoder_start_token_id ({self.encoder.start_token_id}) is no token of {self.vocab_size}",
+                field="decoder_start_token_id",
+            )
         for layer in self.all_layers:
             a = layer.attention
             if a.num_heads % a.num_kv_heads:
