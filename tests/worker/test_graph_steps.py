@@ -228,9 +228,10 @@ def test_prompt_logprobs_of_a_mixed_step(tmp_path):
     for replayed in (False, True):
         with LLM(str(tmp_path), **SETTINGS) as llm:
             graphs = replay(llm.core.executor.runner) if replayed else None
-            (output,) = llm.generate({"prompt_token_ids": list(range(5, 40))}, prompt)
-            found.append([p.chosen.logprob for p in output.prompt_logprobs[1:]])
-    assert "mixed" in kinds(graphs)
+            given = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (1, 35, 9)]  # the first is a decode to a step
+            outputs = llm.generate(given, prompt)
+            found.append([p.chosen.logprob for output in outputs for p in output.prompt_logprobs[1:]])
+    assert (8, 64) in graphs.used
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 

@@ -248,7 +248,8 @@ class StepGraphs(Graphs, Forward):
         captured.graph.replay()
         parts, n = MixedInputs(captured.inputs, size), len(sequences)
         sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
-        return Output(self, captured.output, sampled, parts.sample_index[:n])
+        index, padding = parts.sample_index[:n], size[0] - num_decodes
+        return Output(self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding)
 
     def _mixed_graph(self, size: Size) -> Captured:
         idle, _ = mixed_inputs(self.rows, (), size)

@@ -314,7 +314,7 @@ class ModelRunner:
             return self._run_ahead(plan, sampled, output)
         assert output.hidden is not None
         prompt = self._prompt_logprobs(plan, output)
-        pooled = self._pool(plan, output.hidden)
+        pooled = self._pool(plan, output)
         if not sampled.requests:
             return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), None, prompt, pooled)
         index = output.sample_index
@@ -382,10 +382,11 @@ class ModelRunner:
         best = best_logprobs(kept, tokens[index], max(counts))
         return tokens, (which, tuple(self.platform.to_host(t) for t in best), counts)
 
-    def _pool(self, plan: StepPlan, hidden: Tensor) -> tuple[tuple[str, ...], Tensor] | None:
+    def _pool(self, plan: StepPlan, output: Output) -> tuple[tuple[str, ...], Tensor] | None:
         """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step: its state stands for the
         whole."""
         assert self.rows is not None
+        assert output.hidden is not None
         if not self.rows.pooled:
             return None
         rows, wanted, end = self.rows.rows, self.rows.pooled, 0
@@ -394,11 +395,11 @@ class ModelRunner:
             end += s.num_tokens
             whole = s.num_computed_tokens + s.num_tokens
             if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
-                ends.append(end - 1)
+                ends.append(output.row(end - 1))
                 ids.append(s.request_id)
         if not ids:
             return None
-        last = hidden[self.platform.upload(np.array(ends, np.int64))]
+        last = output.hidden[self.platform.upload(np.array(ends, np.int64))]
         starts = torch.arange(len(ids) + 1, device=self.device)
         vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
         return tuple(ids), self.platform.to_host(vectors)
@@ -414,10 +415,10 @@ class ModelRunner:
             count = row.sampling.prompt_logprobs
             if count is not None and (num := prompt_positions(row, s)):
                 entries: list[TokenLogprobs] = []
-                first = s.num_computed_tokens + 1
+                first, at = s.num_computed_tokens + 1, output.row(start)
                 for i in range(0, num, PROMPT_LOGPROB_ROWS):
                     n = min(PROMPT_LOGPROB_ROWS, num - i)
-                    logits = output.forward.logits(output.hidden[start + i : start + i + n])
+                    logits = output.forward.logits(output.hidden[at + i : at + i + n])
                     tokens = self.rows.tokens[row.index, first + i : first + i + n]
                     entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
                 found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
