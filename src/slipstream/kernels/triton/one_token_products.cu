@@ -227,8 +227,8 @@ struct Product {
     }
     // `ahead` is `first`'s result. x_scale is the scale of the input's codes, or in lane j the factor of expert j's sums.
     // `input`: where the input is.
-    static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring, u8* memory,
-                               int cta, TopExperts experts = {}, int input = INPUT_AT) {
+    static __device__ void run(Epilogue ahead, const u64* row, int scales, u16* out, float x_scale, RingPosition& ring,
+                               u8* memory, int cta, TopExperts experts = {}, int input = INPUT_AT) {
         const u32 smem = smem_address(memory);
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, end = begin(cta + 1);
         const u32 mine = (lane / 4) * ROW_STRIDE + lane % 4 * 16;
