@@ -709,6 +709,16 @@ def test_released_blocks_are_told_as_null_blocks():
     assert updates[2][1, 0] == (NULL_BLOCK,)
 
 
+def test_a_block_released_before_its_tokens_are_known_is_not_cached():
+    engine = Engine(config(num_blocks=40, groups=(FULL, window(1))), depth=4)
+    engine.scheduler.add(request("a", range(3), max_tokens=20))
+    while engine.scheduler.has_requests:
+        engine.step()
+        engine.scheduler.pool.check()
+        check_holders(engine.scheduler)
+    assert len(engine.tokens["a"]) == 20
+
+
 def test_what_a_window_released_is_still_cached():
     """A later request takes the whole prefix back: in the full group all blocks, in the window's the last ones."""
     engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=16))
