@@ -370,6 +370,16 @@ def test_priority_and_preemption_order():
     assert engine.scheduler.stats().num_preemptions >= 1
 
 
+def test_a_prompt_waits_for_blocks_of_those_before_it():
+    """It is the last in order and keeps what it has, rather than give it up for nobody."""
+    engine = Engine(config(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=9, enable_prefix_caching=False))
+    engine.scheduler.add(request("first", range(8), max_tokens=4))
+    engine.scheduler.add(request("second", range(20, 41), max_tokens=1))
+    engine.run()
+    assert {"first": 1} in [scheduled(plan) for plan in engine.plans]  # the second has had its turns, and waits
+    assert engine.scheduler.stats().num_preemptions == 0
+
+
 def test_deadline():
     engine = Engine(config())
     engine.scheduler.add(request("a", [1], max_tokens=50, deadline=5.0))
