@@ -376,6 +376,16 @@ def test_priority_and_preemption_order():
     assert engine.scheduler.stats().num_preemptions >= 1
 
 
+def test_a_prompt_waits_for_blocks_of_those_before_it():
+    """It is the last in order and keeps what it has, rather than give it up for nobody."""
+    engine = Engine(config(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=9, enable_prefix_caching=False))
+    engine.scheduler.add(request("first", range(8), max_tokens=4))
+    engine.scheduler.add(request("second", range(20, 41), max_tokens=1))
+    engine.run()
+    assert {"first": 1} in [scheduled(plan) for plan in engine.plans]  # the second has had its turns, and waits
+    assert engine.scheduler.stats().num_preemptions == 0
+
+
 def test_deadline():
     engine = Engine(config())
     engine.scheduler.add(request("a", [1], max_tokens=50, deadline=5.0))
@@ -713,6 +723,16 @@ def test_released_blocks_are_told_as_null_blocks():
     updates = [{(u.group, u.index): u.block_ids for u in p.scheduled[0].table_updates} for p in engine.plans]
     assert [set(u) for u in updates] == [{(0, 0), (1, 0)}, {(0, 1), (1, 1)}, {(0, 2), (1, 2), (1, 0)}]
     assert updates[2][1, 0] == (NULL_BLOCK,)
+
+
+def test_a_block_released_before_its_tokens_are_known_is_not_cached():
+    engine = Engine(config(num_blocks=40, groups=(FULL, window(1))), depth=4)
+    engine.scheduler.add(request("a", range(3), max_tokens=20))
+    while engine.scheduler.has_requests:
+        engine.step()
+        engine.scheduler.pool.check()
+        check_holders(engine.scheduler)
+    assert len(engine.tokens["a"]) == 20
 
 
 def test_what_a_window_released_is_still_cached():
