@@ -130,7 +130,7 @@ class Bench:
 
     def busy(self) -> None:
         """Share of a 128/128 run that the GPU computed, from events around each launch."""
-        torch, runner = self.torch, self.llm.core.runner
+        torch, runner = self.torch, self.llm.core.executor.runner
         launch, marks = runner.launch, []
 
         def timed(plan: Any) -> Any:

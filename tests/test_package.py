@@ -128,7 +128,7 @@ def answer_of(python: Path, path: str, cache: Path, *arguments: str) -> subproce
 RUN = f"""
 from slipstream import LLM, SamplingParams
 with LLM({str(TINY)!r}, load_format="dummy", skip_tokenizer_init=True, device="cpu", max_model_len=64) as llm:
-    print(llm.core.runner.ops.name, llm.generate(
+    print(llm.core.executor.runner.ops.name, llm.generate(
         {{"prompt_token_ids": [1, 2, 3]}}, SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids)
 """
 

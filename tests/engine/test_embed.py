@@ -127,14 +127,14 @@ def test_tokens_in_other_sequences_than_lists(llm):
 
 def test_only_one_thread_reads_texts_at_a_time(llm, monkeypatch):
     """The engine's answers go to whoever steps it: to another thread they would be lost."""
-    inside, go_on, launch, found = threading.Event(), threading.Event(), llm.core.runner.launch, []
+    inside, go_on, launch, found = threading.Event(), threading.Event(), llm.core.executor.runner.launch, []
 
     def wait(plan):
         inside.set()
         assert go_on.wait(20)
         return launch(plan)
 
-    monkeypatch.setattr(llm.core.runner, "launch", wait)
+    monkeypatch.setattr(llm.core.executor.runner, "launch", wait)
     first = threading.Thread(target=lambda: found.extend(llm.embed(TEXTS)))
     first.start()
     assert inside.wait(20)
@@ -150,8 +150,8 @@ def test_only_one_thread_reads_texts_at_a_time(llm, monkeypatch):
 
 
 def test_answers_are_made_while_the_rest_is_computed(llm, monkeypatch):
-    events, launch, make = [], llm.core.runner.launch, pooled.as_embeddings
-    monkeypatch.setattr(llm.core.runner, "launch", lambda plan: events.append("launch") or launch(plan))
+    events, launch, make = [], llm.core.executor.runner.launch, pooled.as_embeddings
+    monkeypatch.setattr(llm.core.executor.runner, "launch", lambda plan: events.append("launch") or launch(plan))
     monkeypatch.setattr("slipstream.engine.llm.as_embeddings", lambda *given: events.append("make") or make(*given))
     assert len(llm.embed(TEXTS * 2)) == 12
     assert events == ["launch", "make"] * (len(events) // 2)
@@ -160,7 +160,7 @@ def test_answers_are_made_while_the_rest_is_computed(llm, monkeypatch):
 
 def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(llm, monkeypatch):
     """On a GPU; here the order of events alone is seen."""
-    events, launch = [], llm.core.runner.launch
+    events, launch = [], llm.core.executor.runner.launch
 
     def seen(plan):
         step = launch(plan)
@@ -168,8 +168,8 @@ def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(l
         done = SimpleNamespace(synchronize=lambda: events.append(("wait", plan.step_id)))
         return dataclasses.replace(step, done=done)
 
-    monkeypatch.setattr(llm.core.runner, "launch", seen)
-    monkeypatch.setattr(llm.core.runner, "is_long_in_launch", lambda plan: False)
+    monkeypatch.setattr(llm.core.executor.runner, "launch", seen)
+    monkeypatch.setattr(llm.core.executor.runner, "max_in_flight", lambda plan: 2)
     assert [o.embedding for o in llm.embed(TEXTS * 2)] == [o.embedding for o in llm.embed(TEXTS * 2)]
     first = events[0][1]
     assert events[:5] == [("launch", first), ("launch", first + 1), ("wait", first), ("launch", first + 2), ("wait", first + 1)]
@@ -180,7 +180,7 @@ def test_a_failed_step_ends_the_call_and_no_other(llm, monkeypatch):
         raise RuntimeError("so it is")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.runner, "launch", fail)
+        patch.setattr(llm.core.executor.runner, "launch", fail)
         with pytest.raises(RuntimeError, match="so it is"):
             llm.embed(TEXTS)
     assert not llm.core.has_work

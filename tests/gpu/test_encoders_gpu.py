@@ -15,7 +15,7 @@ from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import TextsPlan
-from slipstream.worker.texts import lay_out, text_inputs
+from slipstream.worker.texts import TextGraphs, lay_out, text_inputs
 from tests import tiny_models
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_graphs_of_texts(tmp_path, family):
     exact = vectors(tmp_path, dtype="float32", deterministic=True)
     assert cosines(exact, eager).min() > 1 - 1e-7
     with LLM(str(tmp_path), **settings) as llm:
-        assert llm.core.runner.text_graphs is not None
+        assert llm.core.executor.isinstance(llm.core.executor.runner.texts, TextGraphs)
         assert llm.ledger.graph_bytes > 0
         for texts in (TEXTS, TEXTS[::-1], TEXTS * 40):
             found = torch.tensor([output.embedding for output in llm.embed(texts)], dtype=torch.float64)

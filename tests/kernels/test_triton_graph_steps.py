@@ -9,7 +9,7 @@ from slipstream import SamplingParams
 from slipstream.kernels.triton import TritonOps, mla_prefill
 from slipstream.worker import model_runner
 from tests import tiny_models
-from tests.worker.test_graph_steps import answers
+from tests.worker.test_graph_steps import answers, kinds
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours[0] == theirs[0]
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-3)
-    assert {kind for kind, _ in graphs.used} == {"decodes", "short"}
+    assert kinds(graphs) == {"decodes", "mixed"}
 
 
 @pytest.mark.slow

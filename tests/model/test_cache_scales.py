@@ -89,7 +89,7 @@ def test_the_checkpoint_decides_what_auto_is(tmp_path, scheme, kind):
             assert llm.core.config.cache.dtype == kind
             assert llm.core.config.origins["kv_cache_dtype"].source == "model"
             assert "calibrate" not in llm.core.phases
-            assert all(layer.k_scale is not None for layer in llm.core.runner.kv)
+            assert all(layer.k_scale is not None for layer in llm.core.executor.runner.kv)
         found[size] = log_probabilities(tmp_path)
     exact = log_probabilities(tmp_path, kv_cache_dtype="float32")
     error = {size: max(abs(a - b) for a, b in zip(found[size], exact, strict=True)) for size in found}

@@ -239,7 +239,7 @@ def test_an_engine_keeps_and_reads(tmp_path, rounded, caplog):
         rounded.num = 0
         with LLM(str(tmp_path / "m"), weights_cache=cache, **asked) as llm:
             texts.append(llm.generate("hello", SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].token_ids)
-            if (writer := llm.core.runner.model.writer) is not None:
+            if (writer := llm.core.executor.runner.model.writer) is not None:
                 writer.join()
         assert len([*(tmp_path / "cache").glob("weights/*")]) == expected
     assert rounded.num == 0

@@ -56,7 +56,7 @@ def test_the_same_model_gives_the_same(made):
     canary = read_canary(made, tiny_models.VOCAB)
     assert canary.token_ids == tuple(TOKENS[:48])
     scorer = load(made)
-    found = run_canary(scorer.decoder, scorer.kv, canary, context=64)
+    found = run_canary(scorer.forwards, scorer.kv, canary, context=64)
     assert found.ok
     assert abs(found.kl_mean) < 1e-5
     assert found.top1_agreement == 1.0
@@ -74,14 +74,14 @@ def test_stored_values_are_the_models(made):
 @pytest.mark.parametrize("settings", [{"kernels": "reference"}, {"kernels": "torch"}, {"kv_cache_dtype": "int8"}])
 def test_kernels_and_caches_pass(made, settings):
     scorer = load(made, **settings)
-    found = run_canary(scorer.decoder, scorer.kv, read_canary(made, tiny_models.VOCAB), context=64)
+    found = run_canary(scorer.forwards, scorer.kv, read_canary(made, tiny_models.VOCAB), context=64)
     assert found.ok, found
 
 
 def test_kl_is_that_of_the_likeliest_and_the_rest(made, copy):
     damage(copy)
     canary, right, wrong = read_canary(made, tiny_models.VOCAB), load(made), load(copy)
-    found = run_canary(wrong.decoder, wrong.kv, canary, context=64)
+    found = run_canary(wrong.forwards, wrong.kv, canary, context=64)
     with torch.inference_mode():
         p = right.logits(right.hidden(TOKENS[:48])).softmax(-1)
         q = wrong.logits(wrong.hidden(TOKENS[:48])).softmax(-1)
@@ -97,7 +97,7 @@ def test_kl_is_that_of_the_likeliest_and_the_rest(made, copy):
 def test_what_is_no_number_is_not_ok(made):
     scorer = load(made, kernels="reference")
     scorer.decoder.final_norm.weight.data = torch.full_like(scorer.decoder.final_norm.weight, math.nan)
-    found = run_canary(scorer.decoder, scorer.kv, read_canary(made, tiny_models.VOCAB), context=64)
+    found = run_canary(scorer.forwards, scorer.kv, read_canary(made, tiny_models.VOCAB), context=64)
     assert math.isnan(found.kl_mean)
     assert not found.ok
 

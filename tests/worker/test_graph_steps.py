@@ -1,10 +1,10 @@
-"""Steps as graphs run them, padded, and short ones with every sequence a prompt: on a CPU, where a "graph" runs what was to be
-captured each time."""
+"""Steps as graphs run them, padded: on a CPU, where a "graph" runs what was to be captured each time."""
 
 from __future__ import annotations
 
 import contextlib
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +12,10 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker.graphs import SHORT_SEQS, StepGraphs, graph_rows, short_inputs, short_ladder, short_sizes
+from slipstream.platform.cuda import CudaGraphs
+from slipstream.types import ScheduledSequence, StepPlan
+from slipstream.worker.forward import NO_PLAN, InputBatch
+from slipstream.worker.graphs import MIXED_PROMPTS, MixedInputs, StepGraphs, mixed_inputs, mixed_prompts
 from slipstream.worker.input_batch import (
     RowTable,
     _gather_inputs_after_upload,
@@ -37,17 +40,28 @@ SETTINGS = dict(
 class Replayed(StepGraphs):
     """Graphs that keep what they were asked for."""
 
-    def _capture(self, kind, size, idle, forward):
+    def _capture(self, size, idle, forward):
         inputs = torch.from_numpy(idle)
-        logits = forward(inputs, size)
+        output = forward(inputs)
 
         def replay():
-            used.append((kind, size))
-            logits.copy_(forward(inputs, size))
+            used.append(size)
+            forward(inputs)
 
         used = self.__dict__.setdefault("used", [])
-        captured = types.SimpleNamespace(inputs=inputs, output=logits, graph=types.SimpleNamespace(replay=replay))
-        return self._captured.setdefault((kind, size), captured)
+        captured = types.SimpleNamespace(inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay))
+        return self._captured.setdefault(size, captured)
+
+
+def kinds(graphs):
+    return {"mixed" if prompts else "decodes" for _, prompts in graphs.used}
+
+
+def replay(runner):
+    """Make the runner's steps such graphs."""
+    graphs = Replayed(runner.forwards, runner.kv, runner.rows, runner.config)
+    runner.forwards.add(graphs)
+    return graphs
 
 
 def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings):
@@ -55,9 +69,9 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
     given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in num_tokens]
     found = []
     with LLM(path, **SETTINGS | settings) as llm:
-        runner = llm.core.runner
+        runner = llm.core.executor.runner
         if replayed:
-            runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+            runner.graphs = replay(runner)
         for _ in range(2):
             for output in llm.generate(given, sampling):
                 one = output.outputs[0]
@@ -75,20 +89,27 @@ def test_padded_steps_say_the_same(tmp_path, family):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours[0] == theirs[0]
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
-    assert {kind for kind, _ in graphs.used} == {"decodes", "short"}
-    assert {size for kind, size in graphs.used if kind == "short"} == {32, 64}  # what the budget allows
+    assert kinds(graphs) == {"decodes", "mixed"}
+    assert {prompts for _, prompts in graphs.used} == {0, 32, 64}  # what the budget allows
+    assert {decodes for decodes, prompts in graphs.used if prompts} == {0, 8}
 
 
-def test_what_has_no_short_step(tmp_path):
+def test_what_has_no_graph(tmp_path):
     tiny_models.build(tmp_path, "llama")
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     _, graphs = answers(str(tmp_path), True, sampling, (40,), max_num_batched_tokens=16)
-    assert "short" not in {kind for kind, _ in graphs.used}  # the smallest has 32 tokens
-    prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
-    _, graphs = answers(str(tmp_path), True, prompt, (20,))
-    assert "short" not in {kind for kind, _ in graphs.used}  # hidden states of the whole prompt are wanted
-    assert short_ladder(512)[-1] == 512
-    assert short_ladder(31) == []
+    assert kinds(graphs) == {"decodes"}  # the smallest has 32 tokens
+    assert graphs.covers(InputBatch.of(torch.zeros(1), graphs.kv, None)) == NO_PLAN
+    _, graphs = answers(str(tmp_path), True, sampling)
+    decodes = [ScheduledSequence(str(i), 5, 1, True) for i in range(9)]
+
+    def covers(*scheduled):
+        return graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled), None))
+
+    assert "more sequences" in covers(*decodes)
+    assert "more sequences" in covers(*decodes, ScheduledSequence("b", 0, 2, True))
+    assert "more prompt tokens" in covers(ScheduledSequence("b", 0, 65, True))
+    assert covers(*decodes[1:], ScheduledSequence("b", 0, 64, True)) is None
 
 
 @pytest.mark.parametrize(
@@ -116,33 +137,102 @@ def test_whatever_the_rows_ask_for(tmp_path, settings):
     found = []
     for replayed in (False, True):
         with LLM(str(tmp_path), **SETTINGS | settings) as llm:
-            runner = llm.core.runner
+            runner = llm.core.executor.runner
             if replayed:
-                runner.graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+                runner.graphs = replay(runner)
             texts = [[choice.token_ids for choice in output.outputs] for output in llm.generate(given, sampling)]
             found.append((texts, runner.expert_load()))
     assert found[0] == found[1]
-    assert {kind for kind, _ in runner.graphs.used} == {"decodes", "short"}
+    assert kinds(runner.graphs) == {"decodes", "mixed"}
 
 
 def test_what_graphs_hold(tmp_path):
-    """Each graph's own logits are in the room that is kept for it, and short ones are only where there are some."""
+    """All of them one buffer of hidden states, which is in the room that is kept."""
     tiny_models.build(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
-        runner = llm.core.runner
-        graphs = Replayed(runner.model.decoder, runner.kv, runner.rows, runner.config)
+        runner = llm.core.executor.runner
+        graphs = replay(runner)
         for size in graphs.sizes:
-            graphs._decode_graph(size)
-        for size in graphs.short_sizes:
-            graphs._capture("short", size, short_inputs(runner.rows, (), size), graphs._short)
-        logits = [captured.output for captured in graphs._captured.values()]
-        assert sum(len(t) for t in logits) == graph_rows(graphs.sizes, graphs.short_sizes)
-        room = runner.graph_reserve_bytes(0) - len(logits) * GRAPH_BYTES
-        assert sum(t.numel() * t.element_size() for t in logits) < room
-        assert short_sizes(runner.config, encoded=True) == []
+            graphs._graph((size, 0))
+        sizes = [(d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes]
+        for size in sizes:
+            graphs._graph(size)
+        outputs = [captured.output for captured in graphs._captured.values()]
+        assert len(outputs) == len(graphs.sizes) + len(sizes)
+        assert {t.data_ptr() for t in outputs} == {graphs._hidden.data_ptr()}
+        room = runner.graph_reserve_bytes(0) - len(outputs) * GRAPH_BYTES
+        assert graphs._hidden.nbytes < room
+        assert mixed_prompts(runner.config, encoded=True) == []
 
 
-def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
+def test_the_inputs_of_a_mixed_step():
+    """Against what is said of each token and sequence one by one."""
+    table = RowTable(9, 200, 16, ReferenceOps(), torch.device("cpu"), 0)
+    scheduled, size = [], (16, 64)
+    for i, (computed, tokens, samples) in enumerate([(30, 1, True), (7, 1, True), (0, 5, True), (16, 20, False), (3, 2, True)]):
+        table.rows[str(i)] = SimpleNamespace(index=8 - i)
+        scheduled.append(ScheduledSequence(str(i), computed, tokens, samples))
+    host, sampled = mixed_inputs(table, tuple(scheduled), size)
+    parts = MixedInputs(host, size)
+    assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
+    assert parts.sample_rows[:4].tolist() == [8, 7, 6, 4]
+    assert parts.sample_positions[:4].tolist() == [31, 8, 5, 5]
+    expected = {0: [(8, 30)], 1: [(7, 7)], 18: [(4, 3), (4, 4)], 19: [(9, 0)] * (64 - 27)}
+    expected |= {16: [(6, p) for p in range(5)], 17: [(5, p) for p in range(16, 36)]}
+    starts = parts.starts.tolist()
+    assert starts[-1] == 80
+    assert (np.diff(parts.starts) >= 0).all()
+    for i in range(16 + MIXED_PROMPTS):
+        tokens = list(zip(parts.token_rows[starts[i] : starts[i + 1]], parts.positions[starts[i] : starts[i + 1]], strict=True))
+        assert tokens == expected.get(i, [(9, 0)] if i < 16 else [])
+        known = expected.get(i)
+        assert parts.rows[i] == (known[0][0] if known else 9)
+        if i != 19:
+            assert parts.seq_lens[i] == (known[-1][1] + 1 if known else 0)
+    assert parts.seq_lens[19] == 64 - 27
+    assert [starts[i + 1] - 1 for i in (0, 1, 16, 18)] == parts.sample_index[:4].tolist()
+
+
+def test_sizes_that_are_ready_stand_in_for_others(tmp_path):
+    """A step whose graph is not captured takes a slightly larger one, and captures its own where that would waste much. All
+    sizes are captured one by one, the smallest first."""
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+        graphs = replay(llm.core.executor.runner)
+        graphs.capture()
+        assert {size for size, _ in graphs._captured} == {1, 2, 4, 8, 16, 32, 40}
+        assert graphs._size_for(32) == 32
+        assert graphs._size_for(30) == 32
+        assert graphs._size_for(17) == 24  # 32 would be nearly twice as many
+        assert graphs._mixed_size_for(3, 50) == (8, 64)
+        graphs._graph((16, 64))
+        assert graphs._mixed_size_for(7, 60) == (16, 64)
+        assert graphs._mixed_size_for(3, 50) == (8, 64)
+        order = []
+        while graphs.capture_next():
+            order.append(list(graphs._captured)[-1])
+        assert [max(size) for size in order] == sorted(max(size) for size in order)
+        assert set(graphs._captured) == {(n, 0) for n in graphs.sizes} | {
+            (d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes
+        }
+        assert not graphs.capture_next()
+
+
+def test_prompt_logprobs_of_a_mixed_step(tmp_path):
+    """The hidden states of the whole prompt come out of the graph."""
+    tiny_models.build(tmp_path, "llama")
+    prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    found = []
+    for replayed in (False, True):
+        with LLM(str(tmp_path), **SETTINGS) as llm:
+            graphs = replay(llm.core.executor.runner) if replayed else None
+            (output,) = llm.generate({"prompt_token_ids": list(range(5, 40))}, prompt)
+            found.append([p.chosen.logprob for p in output.prompt_logprobs[1:]])
+    assert "mixed" in kinds(graphs)
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_a_failed_capture_is_ended(monkeypatch):
     """Memory that runs out fails the step, and the steps behind it can run."""
     told = []
     graph = types.SimpleNamespace(
@@ -154,21 +244,16 @@ def test_a_failed_capture_is_ended(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
-    def fails(inputs, size):
+    def fails(inputs):
         if told:
             raise torch.OutOfMemoryError
         return inputs
 
-    tiny_models.build(tmp_path, "llama")
-    with LLM(str(tmp_path), **SETTINGS) as llm:
-        runner = llm.core.runner
-        graphs = StepGraphs(runner.model.decoder, runner.kv, runner.rows, runner.config)
-        idle = short_inputs(runner.rows, (), 32)
-        with pytest.raises(torch.OutOfMemoryError):
-            graphs._capture("short", 32, idle, fails)
-        assert told == ["begin", "end"]
-        assert not graphs._captured
-        assert graphs._capture("short", 32, idle, graphs._short).output.shape[0] == SHORT_SEQS
+    recorder = CudaGraphs()
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.capture(lambda: fails(torch.zeros(1)))
+    assert told == ["begin", "end"]
+    assert recorder.capture(lambda: torch.ones(3))[1].tolist() == [1, 1, 1]
 
 
 def test_uploads_begin_where_kernels_expect_them():

@@ -22,14 +22,14 @@ def given(monkeypatch):
 def test_ceilings_of_this_machine(monkeypatch):
     monkeypatch.setattr(roofline, "READ_BYTES", 2**20)
     monkeypatch.setattr(roofline, "MULTIPLY_ROUNDS", 1000)
-    found = measure_ceilings(NativeOps(1).engine)
+    found = measure_ceilings(NativeOps(1).pool)
     assert min(found.read, found.int8, found.bfloat16, found.float32) > 0
 
 
 def test_the_account_of_a_step(tiny_model, given):
     with LLM(str(tiny_model), dtype="bfloat16", num_threads=1, max_model_len=64) as llm:
-        found = measure_roofline(llm.core.runner, batch_sizes=[3], prompt=16, context=32)
-        spec = llm.core.runner.model.spec
+        found = measure_roofline(llm.core.executor.runner, batch_sizes=[3], prompt=16, context=32)
+        spec = llm.core.executor.runner.model.spec
     decode, prefill = found.steps
     shapes = [(s.name, s.num_seqs, s.num_new, s.length) for s in found.steps]
     assert shapes == [("decode 3", 3, 1, 32), ("prefill 16", 1, 16, 16)]
@@ -62,23 +62,23 @@ def test_sparse_weights_of_one_shape_are_one_row():
 
 def test_what_has_no_program_is_refused(tiny_model, given):
     with LLM(str(tiny_model), kernels="torch", max_model_len=64) as llm, pytest.raises(ConfigError, match="kernels"):
-        measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)
+        measure_roofline(llm.core.executor.runner, batch_sizes=[1], prompt=4, context=4)
     with LLM(str(tiny_model), max_model_len=64) as llm, pytest.raises(ConfigError, match="max_model_len"):
-        measure_roofline(llm.core.runner, batch_sizes=[1], prompt=65, context=4)
+        measure_roofline(llm.core.executor.runner, batch_sizes=[1], prompt=65, context=4)
 
 
 def test_an_encoder_is_refused(tmp_path, given):
     tiny_models.build_encoder(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True) as llm, pytest.raises(ConfigError, match="encoder"):
-        measure_roofline(llm.core.runner, batch_sizes=[1], prompt=4, context=4)
+        measure_roofline(llm.core.executor.runner, batch_sizes=[1], prompt=4, context=4)
 
 
 def test_the_account_of_latents(tmp_path, given):
     """A cached row is read once, as key and as value; what is multiplied head by head is read whole."""
     tiny_models.build(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), dtype="bfloat16", num_threads=1, max_model_len=64, skip_tokenizer_init=True) as llm:
-        (decode, _) = measure_roofline(llm.core.runner, batch_sizes=[3], prompt=16, context=32).steps
-        spec = llm.core.runner.model.spec
+        (decode, _) = measure_roofline(llm.core.executor.runner, batch_sizes=[3], prompt=16, context=32).steps
+        spec = llm.core.executor.runner.model.spec
     a, by_name = spec.layers[0].attention, {o.operator: o for o in decode.operators}
     attention = by_name["attention"]
     assert attention.num_bytes == spec.num_layers * 3 * 32 * a.head_dim * 2

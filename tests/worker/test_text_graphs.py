@@ -15,7 +15,7 @@ from slipstream.spec.description import read_spec
 from slipstream.types import TextsPlan
 from slipstream.worker.input_batch import text_batch
 from slipstream.worker.model_runner import GRAPH_BYTES
-from slipstream.worker.texts import TextGraphs, lay_out, most_texts, text_inputs, text_ladder
+from slipstream.worker.texts import EagerTexts, TextGraphs, lay_out, most_texts, text_inputs, text_ladder
 from tests import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)
@@ -27,25 +27,25 @@ TEXTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]} for n i
 class Replayed(TextGraphs):
     """Graphs that keep what they were asked for, and leave nonsense where the last step's vectors stood."""
 
-    def _capture(self, kind, size, idle, forward):
+    def _capture(self, size, idle, forward):
         inputs = torch.from_numpy(idle)
-        output = forward(inputs, size)
+        output = forward(inputs)
 
         def replay():
-            used.append((kind, size))
+            used.append(size)
             for other in self._captured.values():
                 other.output.fill_(9e9)
-            output.copy_(forward(inputs, size))
+            output.copy_(forward(inputs))
 
         used = self.__dict__.setdefault("used", [])
         captured = types.SimpleNamespace(inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay))
-        return self._captured.setdefault((kind, size), captured)
+        return self._captured.setdefault(size, captured)
 
 
 def replayed(llm):
-    runner = llm.core.runner
-    runner.text_graphs = Replayed(runner.model.decoder, runner.model.description.pooling, runner.kv, runner.config)
-    return runner.text_graphs
+    runner = llm.core.executor.runner
+    runner.texts = Replayed(runner.forwards, runner.model.description.pooling, runner.kv, runner.config)
+    return runner.texts
 
 
 def ints(numbers):
@@ -53,8 +53,7 @@ def ints(numbers):
 
 
 def eager(runner, plan):
-    token_ids, meta = text_batch(plan, runner.config.cache.block_size, runner.device)
-    return runner._vectors(runner.model.decoder.forward(token_ids, runner.kv, meta), meta.query_start_loc)
+    return EagerTexts(runner.forwards, runner.model.description.pooling, runner.kv, runner.config).run(plan)
 
 
 def vectors(llm):
@@ -99,10 +98,10 @@ def test_pairs_and_scores(tmp_path, family):
         graphs = replayed(llm)
         assert {r.index: r.relevance_score for r in llm.rerank("the cat", documents)} == pytest.approx(expected, rel=1e-4)
         # Texts that are no pairs, too, which no call of ours gives such a model.
-        assert graphs.pairs == (llm.core.runner.model.spec.num_token_types > 1)
+        assert graphs.pairs == (llm.core.executor.runner.model.spec.num_token_types > 1)
         plan = TextsPlan(1, ints([5, 6, 7, 8, 9]), ints([2, 3]))
         with torch.inference_mode():
-            torch.testing.assert_close(graphs.run(plan).clone(), eager(llm.core.runner, plan))
+            torch.testing.assert_close(graphs.run(plan).clone(), eager(llm.core.executor.runner, plan))
 
 
 @pytest.mark.parametrize(("lengths", "num_tokens", "num_texts"), [([1], 32, 1), ([4, 1, 9], 14, 3), ([5, 8, 1, 17, 3], 64, 7)])
@@ -138,7 +137,7 @@ def test_a_start_captures_the_largest_and_the_smallest(tmp_path):
         graphs = replayed(llm)
         graphs.capture()
         assert graphs.pairs
-        assert list(graphs._captured) == [("texts", 250), ("texts", 32)]
+        assert list(graphs._captured) == [(0, 250), (0, 32)]
 
 
 def test_the_ladder_wastes_little():
@@ -154,7 +153,7 @@ def test_what_graphs_hold(tmp_path):
     """Each graph's own vectors are in the room that is kept for it."""
     tiny_models.build_encoder(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
-        graphs, runner = replayed(llm), llm.core.runner
+        graphs, runner = replayed(llm), llm.core.executor.runner
         outputs = [graphs._of(size).output for size in graphs.sizes]
         assert [len(t) for t in outputs] == [most_texts(runner.config, n) for n in graphs.sizes] == [6] * len(outputs)
         room = runner.graph_reserve_bytes(1000) - len(outputs) * GRAPH_BYTES

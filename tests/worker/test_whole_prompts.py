@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker import model_runner
+from slipstream.worker import forward, model_runner
 from tests import tiny_models
 
 SETTINGS = dict(
@@ -36,8 +36,8 @@ def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
         seen.append((meta.query_start_loc.diff().tolist(), contexts.tolist(), meta.from_start))
         return batch
 
-    gather = model_runner.gather
-    monkeypatch.setattr(model_runner, "gather", watched)
+    gather = forward.gather
+    monkeypatch.setattr(forward, "gather", watched)
     with LLM(str(tmp_path), **SETTINGS) as llm:
 
         def run(*prompts):
@@ -72,5 +72,5 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
     tiny_models.build(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         steps = [(64, False), (64, True)]
-        assert asked == [step for step in steps for _ in range(llm.core.runner.model.spec.num_layers)]
-        assert max(num_tokens for num_tokens, _ in llm.core.runner._warm_up_steps()) == 64  # no more than was measured
+        assert asked == [step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)]
+        assert max(num_tokens for num_tokens, _ in llm.core.executor.runner._warm_up_steps()) == 64  # no more than was measured

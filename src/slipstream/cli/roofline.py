@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document, print_table
     from slipstream.cli.bench import bench_args, deliver, parse_sizes, positive
     from slipstream.cli.console import print_info
-    from slipstream.engine.engine_core import EngineCore
+    from slipstream.worker.executor import LocalExecutor
     from slipstream.worker.roofline import measure_roofline
 
     sizes = parse_sizes(args.batch_sizes)
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if settings.device.startswith("cuda"):
         raise ConfigError("the roofline is a CPU's; take device='cpu'", field="device")
     with phases(f"starting {args.model}") as on_phase:
-        core = EngineCore.build(settings, progress=on_phase)
+        executor = LocalExecutor.build(settings, progress=on_phase)
         on_phase("measuring")
-        found = measure_roofline(core.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context)
+        found = measure_roofline(executor.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context)
     deliver(args, document("roofline", model=args.model, context=args.context, results=plain_results(found)))
     if args.json:
         return 0

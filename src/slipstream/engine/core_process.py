@@ -24,6 +24,9 @@ from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, TextsRequest
 
+WARM_S = 6.0
+"""Seconds of a start in which sizes of steps are prepared; the rest follow whenever there is nothing to do."""
+
 HEARTBEAT_S = 1.0
 """The child reports this often (between steps), also when it has no work: silence means that it hangs."""
 
@@ -121,9 +124,11 @@ class CoreProcess:
 
             self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
             core = self._core
-            info = core.config.device.info
-            tiles = core.tiles.describe() if info.is_cuda else ""
-            self._send(Ready(info, core.ledger, core.phases, tiles, core.canary))
+            self._send(Phase("graphs"))
+            core.warm(WARM_S)
+            executor = core.executor
+            ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
+            self._send(ready)
             self._serve()
             return 0
         except Exception as error:
@@ -149,6 +154,8 @@ class CoreProcess:
             if worked and not core.has_work:
                 gc.collect()
                 worked = False
+            if not core.has_work and not self._socket.poll(0):
+                core.executor.capture_next()  # sizes of steps that were not prepared at the start
             # Every message that is there is taken before a step: a cancelled request frees its blocks before the next.
             while self._socket.poll(self._patience_ms()):
                 message = self._receive()

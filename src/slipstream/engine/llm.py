@@ -107,7 +107,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name not in ("self", "progress")}
         args = EngineArgs(**given)
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
-        log_canary(self._core.canary)
+        log_canary(self._core.executor.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
@@ -131,12 +131,12 @@ class LLM:
     @property
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the start."""
-        return self.core.phases
+        return self.core.executor.phases
 
     @property
     def canary(self) -> CanaryResult | None:
         """What the checkpoint's canary said at the start; None if there is none or it was not asked."""
-        return self.core.canary
+        return self.core.executor.canary
 
     def stats(self) -> EngineStats:
         return self.core.stats(experts=True)

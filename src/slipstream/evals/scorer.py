@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineArgs
-from slipstream.engine.engine_core import load_runner
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
@@ -22,6 +21,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
+from slipstream.worker.executor import load_runner
+from slipstream.worker.forward import Forwards
 
 STEP_TOKENS = 2048
 """The most tokens that go through the model at once."""
@@ -34,7 +35,7 @@ LOGITS_BYTES = 64 * 2**20
 class Scorer:
     """`kv` holds `context` tokens from block 1 on. `settings` describe the run for reports. Not thread-safe."""
 
-    decoder: Decoder
+    forwards: Forwards
     kv: Sequence[LayerKV]
     tokenizer: Tokenizer
     _: dataclasses.KW_ONLY
@@ -59,7 +60,7 @@ class Scorer:
         if tokenizer is None:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
         return cls(
-            runner.model.decoder,
+            runner.forwards,
             runner.make_cache(config.max_blocks_per_seq + 1),
             tokenizer,
             name=args.model,
@@ -75,6 +76,10 @@ class Scorer:
         )
 
     @property
+    def decoder(self) -> Decoder:
+        return self.forwards.decoder
+
+    @property
     def spec(self) -> ModelSpec:
         return self.decoder.spec
 
@@ -86,7 +91,7 @@ class Scorer:
             )
         return torch.cat(
             [
-                self.decoder.forward(self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num))
+                self.forwards.hidden(self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num))
                 for i in range(0, len(token_ids), STEP_TOKENS)
                 for num in [min(STEP_TOKENS, len(token_ids) - i)]
             ]
@@ -94,7 +99,7 @@ class Scorer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [N, V] of hidden states [N, E]. EngineError if any is NaN or infinite."""
-        logits = self.decoder.logits(hidden).float()
+        logits = self.forwards.logits(hidden).float()
         if not torch.isfinite(logits.logsumexp(-1)).all():
             raise EngineError(f"{self.name} computes logits that are no numbers (NaN or infinity): it can't be measured")
         return logits
@@ -120,7 +125,7 @@ class Scorer:
 
     def canary(self, token_ids: Sequence[int], **more: Any) -> Canary:
         """The canary of this model on the first of `token_ids`."""
-        return make_canary(self.decoder, self.kv, token_ids, made_with=self.settings, **more)
+        return make_canary(self.forwards, self.kv, token_ids, made_with=self.settings, **more)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int32, device=self.decoder.device)

@@ -13,6 +13,7 @@ The file is JSON: format, token_ids, num_decoded, top_ids and top_logprobs (a ro
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.model.decoder import Decoder
 from slipstream.types import CanaryResult
+from slipstream.worker.forward import Forwards
+
+_logger = logging.getLogger("slipstream.engine")
 
 CANARY_NAME = "slipstream-canary.json"
 NUM_TOKENS = 48
@@ -50,11 +53,11 @@ class Canary:
 
 
 def make_canary(
-    decoder: Decoder, kv: Sequence[LayerKV], token_ids: Sequence[int], *, made_with: Mapping[str, Any], max_kl: float = MAX_KL
+    forwards: Forwards, kv: Sequence[LayerKV], token_ids: Sequence[int], *, made_with: Mapping[str, Any], max_kl: float = MAX_KL
 ) -> Canary:
     """What the model makes of the first NUM_TOKENS of `token_ids` (more than NUM_DECODED of them)."""
     tokens = tuple(token_ids[:NUM_TOKENS])
-    best = _log_probabilities(decoder, kv, tokens, NUM_DECODED).topk(min(NUM_TOP, decoder.spec.vocab_size))
+    best = _log_probabilities(forwards, kv, tokens, NUM_DECODED).topk(min(NUM_TOP, forwards.decoder.spec.vocab_size))
     return Canary(
         token_ids=tokens,
         top_ids=tuple(map(tuple, best.indices.tolist())),
@@ -64,11 +67,11 @@ def make_canary(
     )
 
 
-def run_canary(decoder: Decoder, kv: Sequence[LayerKV], canary: Canary, *, context: int) -> CanaryResult:
+def run_canary(forwards: Forwards, kv: Sequence[LayerKV], canary: Canary, *, context: int) -> CanaryResult:
     """Writes to blocks 1, 2, … of `kv`, which hold `context` tokens and which nobody may be using. A context shorter than the
     canary cuts it."""
     num_tokens = min(len(canary.token_ids), context)
-    found = _log_probabilities(decoder, kv, canary.token_ids[:num_tokens], canary.num_decoded)
+    found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
     log_p = torch.tensor(canary.top_logprobs[:num_tokens], device=found.device)
     ids = torch.tensor(canary.top_ids[:num_tokens], device=found.device)
     log_q = found.gather(-1, ids)
@@ -86,16 +89,23 @@ def run_canary(decoder: Decoder, kv: Sequence[LayerKV], canary: Canary, *, conte
 
 
 @torch.inference_mode()
-def _log_probabilities(decoder: Decoder, kv: Sequence[LayerKV], token_ids: Sequence[int], num_decoded: int) -> Tensor:
+def _log_probabilities(forwards: Forwards, kv: Sequence[LayerKV], token_ids: Sequence[int], num_decoded: int) -> Tensor:
     """float32 [T, V]: a prefill, then `num_decoded` tokens one by one."""
-    device, first = decoder.device, max(1, len(token_ids) - num_decoded)
+    device, first = forwards.decoder.device, max(1, len(token_ids) - num_decoded)
     starts = [0, *range(first, len(token_ids))]
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
         meta = AttentionMetadata.alone(start, end - start, block_size=kv[0].block_size, device=device)
         tokens = torch.tensor(token_ids[start:end], dtype=torch.int32, device=device)
-        found.append(decoder.logits(decoder.forward(tokens, kv, meta)).float().log_softmax(-1))
+        found.append(forwards.logits(forwards.hidden(tokens, kv, meta)).float().log_softmax(-1))
     return torch.cat(found)
+
+
+def log_no_canary(model: Path, kind: str) -> None:
+    """Say that a canary beside a model that is no decoder is passed over."""
+    if (model / CANARY_NAME).is_file():
+        told = f"{model} is {kind}, for which no canary can tell anything"
+        _logger.warning("%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME)
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------

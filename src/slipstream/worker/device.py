@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from slipstream.config import DeviceInfo
 from slipstream.errors import ConfigError
 from slipstream.plan.hardware import cpu_name, host_memory
+from slipstream.platform import gpu_platform, has_gpu, num_gpus
 from slipstream.worker.cpu_choice import choose_cpu
 
 
@@ -19,24 +18,24 @@ def detect(requested: str, folder: Path, *, num_threads: int | None = None) -> D
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not has_gpu():
         raise ConfigError(
             "device='cuda': torch sees no NVIDIA GPU; use device='cpu', or run `slipstream doctor` to see what is missing",
             field="device",
         )
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+    if kind == "cuda" or (kind == "auto" and has_gpu()):
         ordinal = int(index or 0)
-        if ordinal >= torch.cuda.device_count():
-            raise ConfigError(f"device='cuda:{ordinal}': there are {torch.cuda.device_count()} GPUs", field="device")
-        properties = torch.cuda.get_device_properties(ordinal)
-        free, total = torch.cuda.mem_get_info(ordinal)
+        if ordinal >= num_gpus():
+            raise ConfigError(f"device='cuda:{ordinal}': there are {num_gpus()} GPUs", field="device")
+        gpu = gpu_platform(ordinal)
+        free, total = gpu.memory()
         return DeviceInfo(
             device=f"cuda:{ordinal}",
-            name=properties.name,
+            name=gpu.name,
             memory_bytes=total,
             free_bytes=free,
-            best_dtype="bfloat16",
-            compute_capability=(properties.major, properties.minor),
+            best_dtype="bfloat16" if gpu.arch.bfloat16 else "float16",
+            compute_capability=gpu.capability,
         )
     choice = choose_cpu(folder)
     total, free = host_memory()

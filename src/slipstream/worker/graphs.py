@@ -1,20 +1,23 @@
-"""CUDA graphs of steps: pure decodes over a ladder of batch sizes, and short steps with prompts over a ladder of tokens.
+"""CUDA graphs of steps: pure decodes over a ladder of batch sizes, and mixed steps over a grid of (decodes, prompt tokens).
 
-A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens; replaying
-a graph launches one thing. A step runs in the smallest graph that holds it. In a decode graph the rows too many are the null
-row (seq_len 0, writes to the null block). In a short step's graph every sequence is a prompt to attention, a decode one of one
-token, and the tokens too many are one more sequence, of the null row. A graph covers everything from the rows' numbers to the
-logits; sampling follows eagerly, since it depends on what the rows ask for.
+A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens. Replaying
+a graph is one launch. A step runs in the smallest graph that holds it:
 
-All graphs share one memory pool, and a graph its inputs with its next replay, so logits and sampled rows hold only until then:
-on one stream that is after the tokens were sampled and written.
+1. In a decode graph the rows too many are the null row: seq_len 0, writes to the null block.
+2. A mixed graph has room for so many decodes, padded in the same way, and behind them for so many tokens of prompts. The prompt
+   tokens too many are one more sequence, of the null row.
+3. A graph covers everything from the rows' numbers to the hidden states. The head and the sampler follow eagerly, since what
+   they compute depends on what the rows ask for.
+
+All graphs share one memory pool, and a graph's inputs stay where they are, so hidden states and sampled rows hold only until
+the next replay. On one stream that is after the tokens were sampled and written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +25,21 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.metadata import LayerKV
-from slipstream.model.decoder import Decoder
-from slipstream.types import ScheduledSequence, StepPlan
-from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out, upload
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.platform import Graph, platform_of
+from slipstream.spec.reason import Reason
+from slipstream.types import ScheduledSequence
+from slipstream.worker.forward import NO_PLAN, Forward, Forwards, InputBatch, Output
+from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out
 
-SHORT_SEQS = 64
-"""Sequences that a short step's graph has room for, the padding's among them."""
+MIXED_PROMPTS = 64
+"""Prompts that a mixed graph has room for, the padding's among them."""
 
-SHORT_CONTEXT = 4096
-"""Longest context of a decode in such a step: prefill attention reads it with one program a head, not with many."""
+SLACK = 1.3
+"""While its graph is not captured, a step runs in one with up to so many times its tokens."""
+
+MIXED_TOKENS = 4096
+"""Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -45,105 +53,162 @@ def ladder(max_num_seqs: int) -> list[int]:
     return sorted({*sizes, max_num_seqs})
 
 
-def short_ladder(longest: int) -> list[int]:
-    """Tokens of short steps to capture, up to `longest`. With more than 512 the GPU takes longer than the host's launches (an
-    8B model's on an H200 in bfloat16; in FP8 from about 1,000 on)."""
-    return [n for n in (32, 64, 128, 192, 256, 320, 384, 448, 512) if n <= longest]
+def mixed_decodes(max_num_seqs: int) -> list[int]:
+    """Decodes that mixed graphs have room for, each half as much again as the one before."""
+    return [0, *(n for n in (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) if n <= max_num_seqs)]
 
 
-def graph_rows(decodes: list[int], short: list[int]) -> int:
-    """Rows of logits that graphs of these sizes hold in all: a graph's stay where they are, though none is read again."""
-    return sum(decodes) + SHORT_SEQS * len(short)
+def mixed_prompts(config: EngineConfig, *, encoded: bool) -> list[int]:
+    """Prompt tokens that mixed graphs have room for. The padding, a sequence like others, may have to hold them all.
+    `encoded`: behind an encoder there are none."""
+    longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, MIXED_TOKENS)
+    sizes = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    return [] if encoded else [n for n in sizes if n <= longest]
+
+
+Size: TypeAlias = tuple[int, int]
+"""(decodes or texts, tokens behind them): what a graph has room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     inputs: Tensor  # int32, as what was captured reads it
-    output: Tensor  # of the graph's own: `graph_rows` counts those that are logits [n, V]
+    output: Tensor  # the graph's own: every replay writes it
 
 
 class Graphs:
-    """Steps that were captured, by kind and size."""
+    """Steps that were captured, by size."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._captured: dict[tuple[str, int], Captured] = {}
-        self._pool: Any = None  # of the first graph; the others share it
-        self._stream: torch.cuda.Stream | None = None
+        self.platform = platform_of(device)
+        self._recorder = self.platform.graphs() if device.type != "cpu" else None
+        self._captured: dict[Size, Captured] = {}
 
-    @torch.inference_mode()
-    def _capture(
-        self, kind: str, size: int, idle: npt.NDArray[np.int32], forward: Callable[[Tensor, int], Tensor]
-    ) -> Captured:
+    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
-        inputs = torch.from_numpy(idle).to(self.device)
-        graph, stream = torch.cuda.CUDAGraph(), self._stream or torch.cuda.Stream()
-        self._stream = stream
-        stream.wait_stream(torch.cuda.current_stream())
-        # Not `torch.cuda.graph`, which collects garbage and empties torch's cache each time.
-        with torch.cuda.stream(stream):
-            forward(inputs, size)  # kernels compile and choose their tiles outside the capture
-            # Other threads of the process may use the GPU meanwhile.
-            more = {} if self._pool is None else {"pool": self._pool}
-            graph.capture_begin(**more, capture_error_mode="thread_local")
-            try:
-                output = forward(inputs, size)
-            finally:  # a stream left capturing would let no later step run
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._pool = self._pool or graph.pool()
-        captured = self._captured[kind, size] = Captured(graph, inputs, output)
+        assert self._recorder is not None
+        inputs = torch.from_numpy(idle).to(self.platform.device)
+        graph, output = self._recorder.capture(lambda: forward(inputs))
+        captured = self._captured[size] = Captured(graph, inputs, output)
         return captured
 
 
-class StepGraphs(Graphs):
-    def __init__(self, decoder: Decoder, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
+class StepGraphs(Graphs, Forward):
+    """`forwards` run what is captured, and `logits`."""
+
+    name = "graphs"
+
+    def __init__(self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
         super().__init__(rows.device)
-        self.decoder = decoder
+        self.forwards = forwards
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
         self.sizes = ladder(config.scheduling.max_num_seqs)
-        self.short_sizes = short_sizes(config, encoded=rows.encoder_table is not None)
+        self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
+        self.prompt_sizes = mixed_prompts(config, encoded=rows.encoder_table is not None)
+        largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
+        decoder = forwards.decoder
+        # One buffer for all graphs: each would keep its own for good, though none is read after the next replay.
+        self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
+        self._ahead: list[Size] = []  # to be captured, the commonest last
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # of a token each
 
     def capture(self) -> None:
-        """Capture some decodes now, the largest first, so that the others fit into its memory. The rest, and short steps, are
-        captured when they are first wanted, which takes some tens of milliseconds each: a start does not wait for sizes that
-        may never come."""
+        """Capture some decodes now, the largest first, so that the others fit into its memory. The rest are captured by
+        `capture_next`, or when they are first wanted, which takes some tens of milliseconds each."""
         for size in reversed(self.sizes):
             if size == self.sizes[-1] or size.bit_count() == 1:
                 self._decode_graph(size)
+        # Small sizes are the commonest, and waiting for one costs a small step the most.
+        wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
+        wanted.sort(key=lambda size: (max(size), sum(size)))
+        self._ahead = [size for size in reversed(wanted) if size not in self._captured]
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, SampledRows] | None:
-        """Replay a graph if there is one for `plan`: its logits [n, V] and what to sample. Steps that sample nothing, and those
-        that want more than logits, have none."""
-        if plan.scheduled[-1].num_tokens > 1 or not all(s.samples for s in plan.scheduled):
-            return self._run_short(plan.scheduled)
-        return self._run_decodes(plan.scheduled)
+    def capture_next(self) -> bool:
+        """Capture the commonest size that is not captured yet. False: there is none."""
+        while self._ahead:
+            size = self._ahead.pop()
+            if size not in self._captured:
+                self._graph(size)
+                return True
+        return False
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        if batch.plan is None:
+            return NO_PLAN
+        scheduled = batch.plan.scheduled
+        if scheduled[-1].num_tokens == 1:
+            return None if len(scheduled) <= self.sizes[-1] else Reason("more sequences than a graph holds")
+        num_decodes = num_leading_decodes(scheduled)
+        if not self.prompt_sizes or batch.num_tokens - num_decodes > self.prompt_sizes[-1]:
+            return Reason("more prompt tokens than a graph holds")
+        if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= MIXED_PROMPTS:
+            return Reason("more sequences than a mixed graph holds")
+        return None
+
+    def run(self, batch: InputBatch) -> Output:
+        assert batch.plan is not None
+        scheduled = batch.plan.scheduled
+        if scheduled[-1].num_tokens == 1:
+            return self._run_decodes(scheduled)
+        return self._run_mixed(scheduled, batch.num_tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.forwards.logits(hidden)
+
+    def _graph(self, size: Size) -> Captured:
+        known = self._captured.get(size)
+        if known is not None:
+            return known
+        return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
+
+    def _size_for(self, num_seqs: int) -> int:
+        """The smallest decode graph that holds so many sequences, or, while that is not captured, a slightly larger one that
+        is."""
+        size = next(n for n in self.sizes if n >= num_seqs)
+        ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
+        other = next(ready, None)
+        return other if other is not None and other <= SLACK * num_seqs else size
+
+    def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
+        """The same of a mixed step."""
+        size = (
+            next(n for n in self.decode_sizes if n >= num_decodes),
+            next(n for n in self.prompt_sizes if n >= num_prompt),
+        )
+        if size in self._captured:
+            return size
+        most = SLACK * (num_decodes + num_prompt)
+        ready = [s for s in self._captured if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most]
+        return min(ready, key=sum, default=size)
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
+    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> Output:
         num_seqs = len(scheduled)
-        if num_seqs > self.sizes[-1]:
-            return None
-        size = next(n for n in self.sizes if n >= num_seqs)
+        size = self._size_for(num_seqs)
         table = self.rows.rows
         host = self._idle_decodes(size)
         host[0, :num_seqs] = [table[s.request_id].index for s in scheduled]
         host[1, :num_seqs] = [s.num_computed_tokens for s in scheduled]
         host[2, :num_seqs] = host[1, :num_seqs] + 1
-        captured = self._decode_graph(size)
-        captured.inputs.copy_(upload(host, self.rows.device), non_blocking=True)
+        captured = self._graph((size, 0))
+        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
-        return captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new)
+        which = [i for i, s in enumerate(scheduled) if s.samples]
+        if len(which) == num_seqs:
+            return Output(self, captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new))
+        index = self.platform.upload(np.array(which, np.int64))
+        sequences = tuple(scheduled[i] for i in which)
+        return Output(self, captured.output, SampledRows(sequences=sequences, rows=rows[index], positions=new[index]), index)
 
     def _decode_graph(self, size: int) -> Captured:
-        known = self._captured.get(("decodes", size))
-        return known or self._capture("decodes", size, self._idle_decodes(size), self._decodes)
+        captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
+        self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
+        return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
         """Rows, positions and lengths of nothing but padding. Each begins at a multiple of 16 bytes: Triton compiles a kernel
@@ -165,89 +230,104 @@ class StepGraphs(Graphs):
             max_query_len=1,
             max_seq_len=self.max_model_len,
         )
-        return self.decoder.logits(self.decoder.forward(token_ids, self.kv, meta))
+        return self._kept(self.forwards.hidden(token_ids, self.kv, meta))
 
-    # --- Short steps --------------------------------------------------------------------------------------------------
+    def _kept(self, hidden: Tensor) -> Tensor:
+        return self._hidden[: len(hidden)].copy_(hidden)
 
-    def _run_short(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[Tensor, SampledRows] | None:
-        num_tokens = sum(s.num_tokens for s in scheduled)
-        if not self.short_sizes or num_tokens > self.short_sizes[-1] or not is_short(self.rows, scheduled):
-            return None
-        size = next(n for n in self.short_sizes if n >= num_tokens)
-        captured = self._captured.get(("short", size))
-        if captured is None:
-            captured = self._capture("short", size, short_inputs(self.rows, (), size), self._short)
-        captured.inputs.copy_(upload(short_inputs(self.rows, scheduled, size), self.rows.device), non_blocking=True)
+    # --- Mixed steps --------------------------------------------------------------------------------------------------
+
+    def _run_mixed(self, scheduled: tuple[ScheduledSequence, ...], num_tokens: int) -> Output:
+        num_decodes = num_leading_decodes(scheduled)
+        size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
+        captured = self._graph(size)
+        host, sequences = mixed_inputs(self.rows, scheduled, size)
+        captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
-        sequences = tuple(s for s in scheduled if s.samples)
-        *_, rows, positions, _ = split_short(captured.inputs, size)
-        n = len(sequences)
-        return captured.output[:n], SampledRows(sequences=sequences, rows=rows[:n], positions=positions[:n])
+        parts, n = MixedInputs(captured.inputs, size), len(sequences)
+        sampled = SampledRows(sequences=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
+        return Output(self, captured.output, sampled, parts.sample_index[:n])
 
-    def _short(self, inputs: Tensor, size: int) -> Tensor:
-        return short_logits(self.decoder, self.kv, self.rows, inputs, size, self.max_model_len)
+    def _mixed_graph(self, size: Size) -> Captured:
+        idle, _ = mixed_inputs(self.rows, (), size)
+        return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
-
-def short_sizes(config: EngineConfig, *, encoded: bool) -> list[int]:
-    """Tokens of the short steps that an engine may capture. The padding, a sequence like others, may have to hold them all.
-    `encoded`: behind an encoder there are none."""
-    return [] if encoded else short_ladder(min(config.scheduling.max_num_batched_tokens, config.model.max_model_len))
+    def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
+        return self._kept(self.forwards.hidden(*mixed_step(self.rows, self.kv, inputs, size, self.max_model_len)))
 
 
-def is_short(table: RowTable, scheduled: Sequence[ScheduledSequence]) -> bool:
-    """Whether a step of few tokens can be a short one: it samples, wants nothing but logits of last tokens, and no decode in it
-    looks far back."""
-    if len(scheduled) >= SHORT_SEQS or table.pooled or not any(s.samples for s in scheduled):
-        return False
-    if any(s.num_tokens == 1 and s.num_computed_tokens >= SHORT_CONTEXT for s in scheduled):
-        return False
-    return all(table.rows[s.request_id].sampling.prompt_logprobs is None for s in scheduled)
+def num_leading_decodes(scheduled: Sequence[ScheduledSequence]) -> int:
+    """How many sequences of one token stand first."""
+    return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
 
 
-def short_inputs(table: RowTable, scheduled: Sequence[ScheduledSequence], size: int) -> npt.NDArray[np.int32]:
-    """The inputs of a short step of at most `size` tokens, as `split_short` takes them apart. The tokens too many are those of
-    one more sequence, of the null row, all at position 0."""
-    num_seqs = len(scheduled)
-    host = np.zeros(2 * size + 6 * SHORT_SEQS + 1, np.int32)
-    token_rows, positions, seq_lens, rows, index, sample_rows, sample_positions, starts = split_short(host, size)
+class MixedInputs:
+    """The parts of a mixed step's inputs, an array's or a tensor's, with room for D decodes and P prompt tokens: T = D + P
+    tokens of S = D + MIXED_PROMPTS sequences. Each part begins at a multiple of 16 bytes."""
+
+    def __init__(self, inputs: Any, size: Size) -> None:
+        num_tokens, num_seqs = sum(size), size[0] + MIXED_PROMPTS
+        ends = np.cumsum([num_tokens, num_tokens, *(5 * [num_seqs]), num_seqs + 1]).tolist()
+        parts = [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        self.token_rows, self.positions = parts[:2]  # of each token [T]
+        self.seq_lens, self.rows = parts[2:4]  # of each sequence [S]
+        self.sample_index, self.sample_rows, self.sample_positions = parts[4:7]  # of those that sample: last token, new token
+        self.starts = parts[7]  # where sequences begin [S + 1]
+
+    @staticmethod
+    def length(size: Size) -> int:
+        return 2 * sum(size) + 6 * (size[0] + MIXED_PROMPTS) + 1
+
+
+def mixed_inputs(
+    table: RowTable, scheduled: Sequence[ScheduledSequence], size: Size
+) -> tuple[npt.NDArray[np.int32], tuple[ScheduledSequence, ...]]:
+    """A step's inputs for the graph of `size`, and the sequences that sample. The null row stands in the decodes' free
+    places. The prompt tokens too many are a sequence of the null row, all at position 0."""
+    num_decodes = num_leading_decodes(scheduled)
+    host = np.zeros(MixedInputs.length(size), np.int32)
+    to, first = MixedInputs(host, size), size[0]
     own = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
     lengths = np.array([s.num_tokens for s in scheduled], np.int64)
-    of_tokens, at, begins = laid_out(own, computed, lengths)
-    total = len(at)
-    starts[: num_seqs + 1], starts[num_seqs + 1 :] = begins, size
-    token_rows[:total], token_rows[total:] = of_tokens, table.capacity
-    positions[:total] = at
-    seq_lens[:num_seqs], seq_lens[num_seqs] = computed + lengths, size - total
-    rows[:num_seqs], rows[num_seqs:] = own, table.capacity
+    to.token_rows[:], to.rows[:] = table.capacity, table.capacity
+    to.token_rows[:num_decodes] = to.rows[:num_decodes] = own[:num_decodes]
+    to.positions[:num_decodes] = computed[:num_decodes]
+    to.seq_lens[:num_decodes] = computed[:num_decodes] + 1
+    to.starts[: first + 1] = np.arange(first + 1)
+    of_tokens, at, begins = laid_out(own[num_decodes:], computed[num_decodes:], lengths[num_decodes:])
+    total, num_prompts = len(at), len(scheduled) - num_decodes
+    to.token_rows[first : first + total] = of_tokens
+    to.positions[first : first + total] = at
+    prompts = slice(first, first + num_prompts)
+    to.rows[prompts] = own[num_decodes:]
+    to.seq_lens[prompts] = (computed + lengths)[num_decodes:]
+    to.seq_lens[first + num_prompts] = size[1] - total
+    to.starts[first : first + num_prompts + 1] = first + begins
+    to.starts[first + num_prompts + 1 :] = sum(size)
     which = [i for i, s in enumerate(scheduled) if s.samples]
-    index[: len(which)] = (begins[1:] - 1)[which]
-    sample_rows[: len(which)] = own[which]
-    sample_positions[: len(which)] = seq_lens[:num_seqs][which]
-    return host
+    n, chosen = len(which), np.array(which, np.int64)
+    last = np.concatenate((np.arange(num_decodes), first + begins[1:] - 1))
+    to.sample_index[:n] = last[chosen]
+    to.sample_rows[:n] = own[chosen]
+    to.sample_positions[:n] = (computed + lengths)[chosen]
+    return host, tuple(scheduled[i] for i in which)
 
 
-def split_short(inputs: Any, size: int) -> list[Any]:
-    """An array's or tensor's parts: each token's row and position; each sequence's length and row; of those that sample the
-    last token, row and position of the new token; where the sequences begin."""
-    ends = np.cumsum([size, size, *(5 * [SHORT_SEQS]), SHORT_SEQS + 1]).tolist()  # each begins at a multiple of 16 bytes
-    return [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def short_logits(
-    decoder: Decoder, kv: Sequence[LayerKV], table: RowTable, inputs: Tensor, size: int, max_model_len: int
-) -> Tensor:
-    """[SHORT_SEQS, V]: of the sequences that sample, and then of some token."""
-    token_rows, positions, seq_lens, rows, index, _, _, starts = split_short(inputs, size)
+def mixed_step(
+    table: RowTable, kv: Sequence[LayerKV], inputs: Tensor, size: Size, max_model_len: int
+) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
+    """What `Forwards.hidden` is given of a mixed step: tokens [T], the cache, and where the tokens stand."""
+    given = MixedInputs(inputs, size)
     token_ids, meta = gather_inputs(
         table,
-        token_rows=token_rows,
-        positions=positions,
-        rows=rows,
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        num_decodes=0,
-        max_query_len=size,
+        token_rows=given.token_rows,
+        positions=given.positions,
+        rows=given.rows,
+        query_start_loc=given.starts,
+        seq_lens=given.seq_lens,
+        num_decodes=size[0],
+        max_query_len=size[1],
         max_seq_len=max_model_len,
     )
-    return decoder.logits(decoder.forward(token_ids, kv, meta)[index.long()])
+    return token_ids, kv, meta

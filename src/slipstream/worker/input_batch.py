@@ -169,13 +169,13 @@ class SampledRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputBatch:
+class GatheredInputs:
     """One step's inputs, on the device."""
 
     token_ids: Tensor  # int32 [T]
     meta: AttentionMetadata
     sample_index: Tensor | None  # int64 [N]: the tokens whose logits are sampled; None: all of them
-    sampled: SampledRows
+    sampled: SampledRows | None  # None: the tokens belong to no plan
 
 
 def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[LongArray, LongArray, LongArray]:
@@ -186,7 +186,7 @@ def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[
     return rows[sequence_of], np.arange(starts[-1]) + (computed - starts[:-1])[sequence_of], starts
 
 
-def gather(table: RowTable, plan: StepPlan) -> InputBatch:
+def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
     """The inputs of `plan`, whose rows `table` already holds: on a GPU one upload, then lookups on the device; on a CPU
     lookups by numpy, whose calls cost a tenth of torch's: at one sequence a step has only some 2 ms."""
     scheduled = plan.scheduled
@@ -224,7 +224,7 @@ def gather(table: RowTable, plan: StepPlan) -> InputBatch:
         from_start=from_start,
         max_encoder_len=longest,
     )
-    return InputBatch(
+    return GatheredInputs(
         token_ids=token_ids,
         meta=meta,
         sample_index=indices[0] if indices else None,

@@ -1,18 +1,19 @@
-"""Runs steps: the model, its KV cache, the rows, and the graphs, on one device.
+"""Runs steps on one device: the model, its KV cache, and the rows of the sequences that run.
 
-`launch(plan)` queues a step and returns at once (on a GPU); `InFlightStep.result()` waits for its tokens. Steps are
-carried out in the order of their launch on one stream, which is why the scheduler may hand freed blocks to the next
-step while this one still runs.
+    launch(plan) = sample(forward(prepare(plan)))
+
+1. `prepare` brings the rows up to date: an `InputBatch`.
+2. `forward` runs the model over it (`worker/forward.py` chooses how): hidden states.
+3. `sample` draws tokens and writes them where the next step reads them.
+
+`launch` queues the step and returns at once on a GPU; `InFlightStep.result()` waits. Steps run in the order of their launch on
+one stream, which is why the scheduler may hand freed blocks to the next step while this one still runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
-import math
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,12 +32,14 @@ from slipstream.kernels.native import Running
 from slipstream.kernels.ops import select_ops
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.platform import Event, platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
-from slipstream.worker.graphs import StepGraphs, graph_rows, ladder, short_sizes
-from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch, gather, text_batch, upload
+from slipstream.worker.forward import Forwards, InputBatch, Output
+from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
+from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
 from slipstream.worker.sampler import (
     PROMPT_LOGPROB_ROWS,
     as_logprobs,
@@ -44,13 +47,12 @@ from slipstream.worker.sampler import (
     prompt_positions,
     sampling_tensors,
 )
-from slipstream.worker.texts import TextGraphs, most_texts, text_ladder, vectors_of
+from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
 _logger = logging.getLogger("slipstream.engine")
 
-GRAPH_BYTES = 40 * 2**20
-"""The driver's own memory for one graph of some three hundred launches, with its share of workspaces: 14 to 34 MiB on an H200
-is what the ledgers of 13 records (gpu_8b_*.json, gpu_gptj_*.json, gpu_families.json) leave beside logits and activations."""
+GRAPH_BYTES = 4 * 2**20
+"""The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -64,16 +66,15 @@ PROBE_TOKENS = 64
 """Tokens of the step that is measured where most of what a step takes is known."""
 
 FEW_ROWS = 8
-"""Rows that are sampled then: each takes as much as the next, and 64 of SmolLM2's vocabulary take 95 MB, which stay in the
+"""Rows that are sampled then. Each takes as much as the next, and 64 of SmolLM2's vocabulary take 95 MB, which stay in the
 process."""
 
 CALIBRATION_TOKENS = 1024
 """Random tokens whose keys and values set the scales of an 8-bit cache."""
 
-
 RUN_AHEAD = 8
 """Most sequences of a step on a CPU that is left under way while the host looks at the one before and plans the next. The
-host's work, a tenth of a step of one sequence, is hidden so, but a request that comes waits a step longer; steps of 16 and more
+host's work, a tenth of a step of one sequence, is hidden so, but a request that comes waits a step longer. Steps of 16 and more
 gained nothing (benchmarks/CPU_NOTES.md)."""
 
 
@@ -84,11 +85,16 @@ class InFlightStep:
     plan: Plan
     request_ids: tuple[str, ...]
     tokens: Tensor  # int64 [N], on the host once `done`
-    done: torch.cuda.Event | Running | None  # None: it is
+    done: Event | Running | None  # None: it is
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
     prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
     vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
+
+    @property
+    def is_done(self) -> bool:
+        """The launch itself computed it."""
+        return self.done is None
 
     def result(self) -> StepResult:
         if self.done is not None:
@@ -121,11 +127,9 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.device = torch.device(config.device.info.device)
+        self.platform = platform_of(self.device)
+        self.platform.activate(config.device.num_threads)
         self.dtype = TORCH_DTYPES[config.model.dtype]
-        if self.device.type == "cpu":
-            torch.set_num_threads(config.device.num_threads)
-        else:
-            torch.cuda.set_device(self.device)
         self.ops = select_ops(
             self.device,
             config.device.kernels,
@@ -153,7 +157,8 @@ class ModelRunner:
                 scheme=SCHEMES[config.model.quantization] if config.model.quantization else None,
                 weights_folder=None if config.model.weights_cache == "off" else weights_folder,
             )
-            self._synchronize()
+            self.forwards = Forwards(self.model.decoder)
+            self.platform.synchronize()
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
             if self.model.cache_scales is not None:  # of the same form: `resolve` has seen to it
@@ -161,14 +166,14 @@ class ModelRunner:
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
-        self._expert_counts = self.model.decoder.count_experts()
-        self._expert_copy: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._expert_counts = self.forwards.count_experts()
+        self._expert_copy: tuple[Tensor, Event | None] | None = None
         self._expert_load: ExpertTokens = ()
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self._under_way: tuple[Tensor, Running, SampledRows] | None = None  # on a CPU: its tokens, and whose they are
         self.graphs: StepGraphs | None = None
-        self.text_graphs: TextGraphs | None = None  # an encoder's
+        self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -176,7 +181,7 @@ class ModelRunner:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled."""
         with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
-            num_tokens, per_token = scheduling.max_num_batched_tokens, self.model.decoder.token_bytes
+            num_tokens, per_token = scheduling.max_num_batched_tokens, self.forwards.token_bytes
             num_rows = few_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
@@ -185,23 +190,23 @@ class ModelRunner:
             length = min(self.config.model.max_model_len, num_tokens)
             kv = self.make_cache(1)
             meta, tokens = self._dummy_prefill(num_tokens, length, size)
-            before = self._memory_mark()
+            before = self.platform.start_peak()
             if self.model.spec.encoder is not None:
-                self.model.decoder.encode(tokens, kv, meta)
+                self.forwards.encode(tokens, kv, meta)
                 meta = dataclasses.replace(meta, cross=meta)
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
-                self.model.decoder.forward(tokens, kv, dataclasses.replace(meta, from_start=False))
-            hidden = self.model.decoder.forward(tokens, kv, meta)
+                self.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
+            hidden = self.forwards.hidden(tokens, kv, meta)
             if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
-                return known + max(0, self._memory_peak() - before)
+                return known + max(0, self.platform.peak() - before)
             if few_rows < num_rows:
-                known += max(0, self._memory_peak() - before)
-                before = self._memory_mark()
-            logits = self.model.decoder.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
+                known += max(0, self.platform.peak() - before)
+                before = self.platform.start_peak()
+            logits = self.forwards.logits(hidden[torch.arange(few_rows, device=self.device) % num_tokens])
             self.ops.sample(logits, self._dummy_sampling(few_rows))
             del logits, hidden
-            return known + max(0, self._memory_peak() - before) * num_rows // few_rows
+            return known + max(0, self.platform.peak() - before) * num_rows // few_rows
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
         """The KV cache of `num_blocks` blocks (block 0 is the null block), the rows, and on a GPU the graphs, whose bytes
@@ -211,23 +216,29 @@ class ModelRunner:
             with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
                 self.rows = None if self.model.spec.is_encoder else self._make_rows()
-                self._synchronize()
+                self.platform.synchronize()
         except RuntimeError as error:
             raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
-        graph_bytes = 0
-        if not config.device.enforce_eager:
-            before = torch.cuda.mem_get_info(self.device)[0]
-            with self._phase("graphs"):
-                if self.rows is None:
-                    self.text_graphs = TextGraphs(self.model.decoder, self.model.description.pooling, self.kv, config)
-                    self.text_graphs.capture()
-                else:
-                    self.graphs = StepGraphs(self.model.decoder, self.kv, self.rows, config)
-                    self.graphs.capture()
-            graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
-        with self._phase("warm-up"), torch.inference_mode():
-            self._warm_up()
+        before = self.platform.memory()[0]
+        with torch.inference_mode():
+            if self.rows is None:
+                make = EagerTexts if config.device.enforce_eager else TextGraphs
+                self.texts = make(self.forwards, self.model.description.pooling, self.kv, config)
+            if not config.device.enforce_eager:
+                with self._phase("graphs"):
+                    self._capture(config)
+            graph_bytes = 0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
+            with self._phase("warm-up"):
+                self._warm_up()
         return graph_bytes
+
+    def _capture(self, config: EngineConfig) -> None:
+        if isinstance(self.texts, TextGraphs):
+            self.texts.capture()
+        elif self.rows is not None:
+            self.graphs = StepGraphs(self.forwards, self.kv, self.rows, config)
+            self.graphs.capture()
+            self.forwards.add(self.graphs)
 
     def rows_bytes(self) -> int:
         """What `allocate` takes beside cache and graphs."""
@@ -238,18 +249,27 @@ class ModelRunner:
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
-        """Room kept for graphs: the logits or vectors of each, the largest one's activations, and what the driver takes for the
-        launches. The largest is run once beside its graph, before it is captured. `activation_bytes`: what `profile` found."""
+        """Room kept for graphs: their hidden states or vectors, the largest one's activations, and what the driver takes
+        for the launches. The largest is run once beside its graph, before it is captured. `activation_bytes`: what `profile`
+        found."""
         spec, size = self.model.spec, self.dtype.itemsize
         if spec.is_encoder:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
             numbers = sum(most_texts(self.config, n) for n in sizes) * spec.hidden_size
             return 2 * activation_bytes + 4 * numbers + len(sizes) * GRAPH_BYTES
-        decodes, short = ladder(self.config.scheduling.max_num_seqs), short_sizes(self.config, encoded=spec.encoder is not None)
-        logits = (graph_rows(decodes, short) + decodes[-1]) * spec.vocab_size
+        decodes = ladder(self.config.scheduling.max_num_seqs)
+        prompts = mixed_prompts(self.config, encoded=spec.encoder is not None)
+        mixed = [d + p for d in mixed_decodes(self.config.scheduling.max_num_seqs) for p in prompts]
         widest = max(layer.mlp.width for layer in spec.layers)
-        activations = 2 * max(decodes[-1:] + short[-1:]) * (widest + 8 * spec.hidden_size)
-        return (logits + activations) * size + (len(decodes) + len(short)) * GRAPH_BYTES
+        activations = 2 * max(decodes[-1:] + mixed[-1:]) * (widest + 8 * spec.hidden_size)
+        logits = 2 * decodes[-1] * spec.vocab_size  # of the largest step, run once beside its graph
+        hidden = max(decodes[-1:] + mixed[-1:]) * spec.hidden_size
+        return (hidden + activations + logits) * size + (len(decodes) + len(mixed)) * GRAPH_BYTES
+
+    def capture_next(self) -> bool:
+        """Capture one more graph that steps may want. False: there is none left."""
+        with torch.inference_mode():
+            return self.graphs is not None and self.graphs.capture_next()
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -258,67 +278,69 @@ class ModelRunner:
         """Queue one step. On a CPU a step of a few greedy decodes is under way when this returns, if the kernels can; any other
         is done, and so is what was under way before."""
         if isinstance(plan, TextsPlan):
-            return self._read(plan)
+            return self._launch_texts(plan)
+        batch = self.prepare(plan)
+        return self.sample(batch, self.forwards.run(batch))
+
+    def prepare(self, plan: StepPlan) -> InputBatch:
+        """Rows dropped, made and extended, shared blocks copied, new prompts encoded."""
         rows = self.rows
         assert rows is not None, "allocate() comes first"
         self._take_tokens()
         rows.apply(plan)
         if plan.block_copies:
-            pairs = upload(np.array(plan.block_copies, dtype=np.int64), self.device)
+            pairs = self.platform.upload(np.array(plan.block_copies, dtype=np.int64))
             for layer in self.kv:
                 self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
         if (texts := encoder_batch(plan, rows.block_size, self.device)) is not None:
-            self.model.decoder.encode(texts[0], self.kv, texts[1])
-        if self.graphs is not None and (replayed := self.graphs.run(plan)) is not None:
-            return self._sample(plan, *replayed, {})
-        batch = gather(rows, plan)
-        greedy = all(rows.rows[s.request_id].is_greedy for s in batch.sampled.sequences)
-        if greedy and batch.sample_index is None:
-            begun = self.model.decoder.begin_greedy(batch.token_ids, self.kv, batch.meta)
-            if begun is not None:
-                sampled, running = begun
-                self._under_way = (sampled, running, batch.sampled)
-                goes_on = len(plan.scheduled) <= RUN_AHEAD and self.config.device.num_threads > 1
-                if not goes_on:
-                    self._take_tokens()
-                ids = tuple([s.request_id for s in batch.sampled.sequences])
-                return InFlightStep(plan, ids, sampled, running if goes_on else None)
-        hidden = self.model.decoder.forward(batch.token_ids, self.kv, batch.meta)
-        prompt = self._prompt_logprobs(plan, hidden)
-        pooled = self._pool(plan, hidden, batch.meta)
-        if not batch.sampled.sequences:
-            return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), None, prompt, pooled)
-        hidden = hidden if batch.sample_index is None else hidden[batch.sample_index]
-        if greedy and (tokens := self.model.decoder.greedy(hidden)) is not None:
-            return self._sampled(plan, batch.sampled, tokens, prompt, pooled)
-        return self._sample(plan, self.model.decoder.logits(hidden), batch.sampled, prompt, pooled)
+            self.forwards.encode(texts[0], self.kv, texts[1])
+        return InputBatch(self.kv, plan, rows)
 
-    def _read(self, plan: TextsPlan) -> InFlightStep:
-        """An encoder's step."""
-        if self.text_graphs is not None:
-            vectors = self.text_graphs.run(plan)
-        else:
-            token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
-            vectors = self._vectors(self.model.decoder.forward(token_ids, self.kv, meta), meta.query_start_loc)
-        vectors = self._to_host(vectors)  # before the next replay, which writes where they stand
-        return InFlightStep(plan, (), torch.empty(0, dtype=torch.int64), self._event(), vectors=vectors)
-
-    def _sampled(
-        self,
-        plan: StepPlan,
-        sampled: SampledRows,
-        tokens: Tensor,
-        prompt: dict[str, list[TokenLogprobs]] | None = None,
-        pooled: tuple[tuple[str, ...], Tensor] | None = None,
-    ) -> InFlightStep:
+    def sample(self, batch: InputBatch, output: Output) -> InFlightStep:
+        """Tokens of the sequences that want one, log-probabilities and vectors of those that want these."""
+        plan, sampled = batch.plan, output.sampled
+        assert plan is not None
+        assert sampled is not None
+        if output.running is not None:
+            return self._run_ahead(plan, sampled, output)
+        assert output.hidden is not None
+        prompt = self._prompt_logprobs(plan, output)
+        pooled = self._pool(plan, output.hidden)
+        if not sampled.sequences:
+            return InFlightStep(plan, (), _NO_TOKENS, self.platform.record(), None, prompt, pooled)
+        index = output.sample_index
+        hidden = output.hidden if index is None else output.hidden.index_select(0, index)
+        tokens, logprobs = output.forward.greedy(hidden) if batch.is_greedy else None, None
+        if tokens is None:
+            tokens, logprobs = self._draw(output.forward.logits(hidden), sampled)
         assert self.rows is not None
         self.rows.write(sampled.rows, sampled.positions, tokens)
         ids = tuple([s.request_id for s in sampled.sequences])
-        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), None, prompt or {}, pooled)
+        return InFlightStep(plan, ids, self.platform.to_host(tokens), self.platform.record(), logprobs, prompt, pooled)
 
-    def is_long_in_launch(self, plan: Plan) -> bool:
-        """Whether `launch` computes more than a token of each sequence before it returns."""
-        return self.device.type == "cpu" and (isinstance(plan, TextsPlan) or plan.scheduled[-1].num_tokens > 1)
+    def max_in_flight(self, plan: Plan) -> int:
+        """How many steps may be in flight once `plan` is launched. 1: `launch` computes it before it returns, so the tokens of
+        the step before would wait for it."""
+        if self.platform.is_asynchronous:
+            return 2
+        return 1 if isinstance(plan, TextsPlan) or plan.scheduled[-1].num_tokens > 1 else 2
+
+    def _launch_texts(self, plan: TextsPlan) -> InFlightStep:
+        """An encoder's step."""
+        assert self.texts is not None, "allocate() comes first"
+        vectors = self.platform.to_host(self.texts.run(plan))  # before the next replay, which writes where they stand
+        return InFlightStep(plan, (), _NO_TOKENS, self.platform.record(), vectors=vectors)
+
+    def _run_ahead(self, plan: StepPlan, sampled: SampledRows, output: Output) -> InFlightStep:
+        """A CPU's step of greedy decodes that was begun."""
+        assert output.tokens is not None
+        assert output.running is not None
+        self._under_way = (output.tokens, output.running, sampled)
+        goes_on = len(plan.scheduled) <= RUN_AHEAD and self.config.device.num_threads > 1
+        if not goes_on:
+            self._take_tokens()
+        ids = tuple([s.request_id for s in sampled.sequences])
+        return InFlightStep(plan, ids, output.tokens, output.running if goes_on else None)
 
     def _take_tokens(self) -> None:
         """What the step under way on a CPU has sampled goes where the next step reads it."""
@@ -335,54 +357,49 @@ class ModelRunner:
         if self.rows is not None:
             self.rows.forget()
 
-    def _sample(
-        self,
-        plan: StepPlan,
-        logits: Tensor,
-        sampled: SampledRows,
-        prompt: dict[str, list[TokenLogprobs]],
-        pooled: tuple[tuple[str, ...], Tensor] | None = None,
-    ) -> InFlightStep:
+    def _draw(
+        self, logits: Tensor, sampled: SampledRows
+    ) -> tuple[Tensor, tuple[list[int], tuple[Tensor, ...], list[int]] | None]:
+        """Tokens of logits [N, V], and what `InFlightStep.logprobs` says of them."""
         rows = self.rows
         assert rows is not None
-        ids = tuple(s.request_id for s in sampled.sequences)
-        wanted = [rows.rows[i].sampling.logprobs for i in ids]
+        wanted = [rows.rows[s.request_id].sampling.logprobs for s in sampled.sequences]
         which = [i for i, k in enumerate(wanted) if k is not None]
+        if not which:
+            return self.ops.sample(logits, sampling_tensors(rows, sampled)), None
         # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
-        kept = logits[upload(np.array(which, np.int64), self.device)] if which else None
+        index = self.platform.upload(np.array(which, np.int64))
+        kept = logits[index]
         tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
-        rows.write(sampled.rows, sampled.positions, tokens)
-        logprobs = None
-        if kept is not None:
-            counts = [wanted[i] or 0 for i in which]
-            best = best_logprobs(kept, tokens[upload(np.array(which, np.int64), self.device)], max(counts))
-            logprobs = (which, tuple(self._to_host(t) for t in best), counts)
-        return InFlightStep(plan, ids, self._to_host(tokens), self._event(), logprobs, prompt, pooled)
+        counts = [wanted[i] or 0 for i in which]
+        best = best_logprobs(kept, tokens[index], max(counts))
+        return tokens, (which, tuple(self.platform.to_host(t) for t in best), counts)
 
-    def _pool(self, plan: StepPlan, hidden: Tensor, meta: AttentionMetadata) -> tuple[tuple[str, ...], Tensor] | None:
+    def _pool(self, plan: StepPlan, hidden: Tensor) -> tuple[tuple[str, ...], Tensor] | None:
         """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step: its state stands for the
         whole."""
         assert self.rows is not None
         if not self.rows.pooled:
             return None
-        rows, wanted = self.rows.rows, self.rows.pooled
-        which = [
-            i
-            for i, s in enumerate(plan.scheduled)
-            if s.request_id in wanted and s.num_computed_tokens + s.num_tokens == rows[s.request_id].num_prompt_tokens
-        ]
-        if not which:
+        rows, wanted, end = self.rows.rows, self.rows.pooled, 0
+        ends, ids = [], []
+        for s in plan.scheduled:
+            end += s.num_tokens
+            whole = s.num_computed_tokens + s.num_tokens
+            if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
+                ends.append(end - 1)
+                ids.append(s.request_id)
+        if not ids:
             return None
-        ends = meta.query_start_loc[upload(np.array(which, np.int64) + 1, self.device)]
-        vectors = self._vectors(hidden[ends.long() - 1], torch.arange(len(which) + 1, device=self.device))
-        return tuple(plan.scheduled[i].request_id for i in which), self._to_host(vectors)
+        last = hidden[self.platform.upload(np.array(ends, np.int64))]
+        starts = torch.arange(len(ids) + 1, device=self.device)
+        vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
+        return tuple(ids), self.platform.to_host(vectors)
 
-    def _vectors(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        return vectors_of(self.model.decoder, self.model.description.pooling, hidden, starts)
-
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, output: Output) -> dict[str, list[TokenLogprobs]]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
         assert self.rows is not None
+        assert output.hidden is not None
         found: dict[str, list[TokenLogprobs]] = {}
         start = 0
         for s in plan.scheduled:
@@ -393,7 +410,7 @@ class ModelRunner:
                 first = s.num_computed_tokens + 1
                 for i in range(0, num, PROMPT_LOGPROB_ROWS):
                     n = min(PROMPT_LOGPROB_ROWS, num - i)
-                    logits = self.model.decoder.logits(hidden[start + i : start + i + n])
+                    logits = output.forward.logits(output.hidden[start + i : start + i + n])
                     tokens = self.rows.tokens[row.index, first + i : first + i + n]
                     entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
                 found[s.request_id] = entries
@@ -407,9 +424,9 @@ class ModelRunner:
             return ()
         copied, event = self._expert_copy or (None, None)
         if event is None or event.query():
-            counts = self._to_host(torch.cat(list(self._expert_counts.values())))
-            self._expert_copy = counts, self._event()
-            copied = counts if self.device.type == "cpu" else copied
+            counts = self.platform.to_host(torch.cat(list(self._expert_counts.values())))
+            self._expert_copy = counts, self.platform.record()
+            copied = copied if self.platform.is_asynchronous else counts
             if copied is not None:
                 sizes = [len(c) for c in self._expert_counts.values()]
                 by_layer = zip(self._expert_counts, copied.split(sizes), strict=True)
@@ -435,7 +452,7 @@ class ModelRunner:
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
         by_dim = self.ops.values_by_dim(dtype)
-        return cache_tensors(attention, num_blocks, size, lambda s: _zeros(s, dtype, self.device), values_by_dim=by_dim)
+        return cache_tensors(attention, num_blocks, size, lambda s: self.platform.zeros(s, dtype), values_by_dim=by_dim)
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
         """Scales of an 8-bit cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that
@@ -450,7 +467,7 @@ class ModelRunner:
         rng = torch.Generator(self.device).manual_seed(0)
         tokens.random_(0, self.model.spec.vocab_size, generator=rng)
         kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.dtype)) for i in range(len(self.model.spec.layers))]
-        self.model.decoder.forward(tokens, kv, meta)
+        self.forwards.hidden(tokens, kv, meta)
         top = FORMAT_MAX[kind] / (2.0 if kind == "fp8" else 1.1)  # type: ignore[index]
 
         def scale(cache: Tensor) -> Tensor:
@@ -508,21 +525,21 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """A small prefill and two decodes, of several sequences and of one, which has kernels of its own: so that the first
         request pays for no compilation. Graphs of texts have run their largest and smallest steps."""
-        if self.device.type == "cpu" or self.text_graphs is not None:
+        if not self.platform.is_asynchronous or isinstance(self.texts, TextGraphs):
             return
         for num_tokens, length in self._warm_up_steps():
             meta, tokens = self._dummy_prefill(num_tokens, length, self.config.cache.block_size)
             if length == 1:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
             if self.model.spec.encoder is not None:
-                self.model.decoder.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
+                self.forwards.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
                 meta = dataclasses.replace(meta, cross=meta)
-            hidden = self.model.decoder.forward(tokens, self.kv, meta)
+            hidden = self.forwards.hidden(tokens, self.kv, meta)
             if not self.model.spec.generates:
                 continue
-            logits = self.model.decoder.logits(hidden[-2:])
+            logits = self.forwards.logits(hidden[-2:])
             self.ops.sample(logits, self._dummy_sampling(len(logits)))
-        self._synchronize()
+        self.platform.synchronize()
 
     def _warm_up_steps(self) -> list[tuple[int, int]]:
         """(tokens, length of the prompts)"""
@@ -532,37 +549,6 @@ class ModelRunner:
             steps += [(most, min(n, most, self.config.model.max_model_len)) for n in (128, 512)]
         return steps
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cpu":
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _memory_mark(self) -> int:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return torch.cuda.memory_allocated(self.device)
-        return reset_peak_rss()
-
-    def _memory_peak(self) -> int:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return torch.cuda.max_memory_allocated(self.device)
-        return _peak_rss_bytes()
-
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
@@ -570,30 +556,4 @@ class ModelRunner:
         self.phases[name] = time.perf_counter() - begin
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the pages come from the system zeroed, when they are first used: a large cache costs nothing until then."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-
-
-def reset_peak_rss() -> int:
-    """Bytes of this process now, from which `_peak_rss_bytes` counts on. Where the system can't start the count anew, the
-    highest there ever was: then less is found than was used."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        pass
-    return _peak_rss_bytes()
-
-
-def _peak_rss_bytes() -> int:
-    try:
-        with open("/proc/self/status") as file:
-            line = next(line for line in file if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import normalized, pool
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan
+from slipstream.worker.forward import Forwards
 from slipstream.worker.graphs import Captured, Graphs
-from slipstream.worker.input_batch import IntArray
+from slipstream.worker.input_batch import IntArray, text_batch
 
 
 def text_ladder(longest: int) -> list[int]:
@@ -40,11 +40,12 @@ def most_texts(config: EngineConfig, num_tokens: int) -> int:
     return min(config.scheduling.max_num_seqs, num_tokens)
 
 
-def vectors_of(decoder: Decoder, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
+def vectors_of(forwards: Forwards, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
     """Of states [T, E] of texts, text i at starts[i] : starts[i + 1], the vectors or a classifier's scores, float32 [S, …]."""
+    decoder = forwards.decoder
     if how.score_tokens is not None:
         yes, no = how.score_tokens
-        logits = decoder.logits(hidden).float()
+        logits = forwards.logits(hidden).float()
         return logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, starts).float()
@@ -52,10 +53,25 @@ def vectors_of(decoder: Decoder, how: PoolingSpec, hidden: Tensor, starts: Tenso
     return normalized(vectors) if how.normalize else vectors
 
 
+class EagerTexts:
+    """Runs a step of whole texts op by op."""
+
+    def __init__(self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
+        self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
+
+    def run(self, plan: TextsPlan) -> Tensor:
+        """The vectors [S, …] of a step, which hold until the next."""
+        token_ids, meta = text_batch(plan, self.config.cache.block_size, self.forwards.decoder.device)
+        return vectors_of(self.forwards, self.how, self.forwards.hidden(token_ids, self.kv, meta), meta.query_start_loc)
+
+
 class TextGraphs(Graphs):
-    def __init__(self, decoder: Decoder, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
+    """Runs it as a graph."""
+
+    def __init__(self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
+        decoder = forwards.decoder
         super().__init__(decoder.device)
-        self.decoder = decoder
+        self.forwards = forwards
         self.how = how
         self.kv = kv
         self.config = config
@@ -64,8 +80,8 @@ class TextGraphs(Graphs):
 
     def capture(self) -> None:
         """Capture the largest now, so that the others fit into its memory, and the smallest, since kernels of few rows are
-        others (`pointwise.rows_at_once`, `linear.SKINNY`, `whole.LONG`): a first short text is not to wait for a compiler. The
-        rest are captured when they are first wanted."""
+        others (`pointwise.rows_at_once`, `linear.SKINNY`, `bidirectional.LONG`): a first short text is
+        not to wait for a compiler. The rest are captured when they are first wanted."""
         for size in (self.sizes[-1], self.sizes[0]):
             self._of(size)
 
@@ -73,18 +89,18 @@ class TextGraphs(Graphs):
         """The vectors [S, …] of a step, which hold until the next."""
         size = next(n for n in self.sizes if n >= plan.num_tokens)
         captured = self._of(size)
-        inputs = torch.from_numpy(text_inputs(plan, size, most_texts(self.config, size), self.config.cache.block_size))
-        captured.inputs.copy_(inputs if self.device.type == "cpu" else inputs.pin_memory(), non_blocking=True)
+        inputs = text_inputs(plan, size, most_texts(self.config, size), self.config.cache.block_size)
+        captured.inputs.copy_(self.platform.upload(inputs), non_blocking=True)
         captured.graph.replay()
         return captured.output[: len(plan.lengths) // 4]
 
     def _of(self, size: int) -> Captured:
-        known = self._captured.get(("texts", size))
+        known = self._captured.get((0, size))
         if known is not None:
             return known
         num_texts, block_size = most_texts(self.config, size), self.config.cache.block_size
         idle = text_inputs(TextsPlan(0, b"", b""), size, num_texts, block_size)
-        return self._capture("texts", size, idle, self._texts)
+        return self._capture((0, size), idle, lambda inputs: self._texts(inputs, size))
 
     def _texts(self, inputs: Tensor, size: int) -> Tensor:
         config = self.config
@@ -96,8 +112,8 @@ class TextGraphs(Graphs):
             longest=min(size, config.model.max_model_len),
             pairs=self.pairs,
         )
-        hidden = self.decoder.forward(token_ids, self.kv, meta)
-        return vectors_of(self.decoder, self.how, hidden, meta.query_start_loc)
+        hidden = self.forwards.hidden(token_ids, self.kv, meta)
+        return vectors_of(self.forwards, self.how, hidden, meta.query_start_loc)
 
 
 def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, StraightThrough, Stream
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit, straight_through
-from slipstream.model.decoder import build_layer
+from slipstream.model.layers import build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.spec.scheme import WeightFormat
 

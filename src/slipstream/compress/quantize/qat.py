@@ -23,7 +23,8 @@ from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, straigh
 from slipstream.compress.recipe import QAT
 from slipstream.compress.steps import warmup_cosine
 from slipstream.errors import ConfigError
-from slipstream.model.decoder import PositionTables, build_layer
+from slipstream.kernels.positions import PositionTables
+from slipstream.model.layers import build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.spec.description import ModelDescription
 

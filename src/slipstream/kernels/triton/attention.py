@@ -24,8 +24,8 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton.device import processors
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.platform import platform_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SPLITS = 64
@@ -426,10 +426,10 @@ def paged_attention(
         groups = triton.cdiv(shape["G"], block_g)
         programs = num_decodes * num_kv_heads * groups
         # Few programs ask far ahead. Many share a multiprocessor: with D = 256 the tiles of two would fill its memory.
-        ahead = programs < CTAS_PER_SM * processors(q.device) or flags["SCALED"]
+        ahead = programs < CTAS_PER_SM * platform_of(q.device).multiprocessors or flags["SCALED"]
         wide = block_d * kv.k.element_size() > 256
         block_n, warps, stages = decode_tile or (16, 1, 6 if ahead and not wide else 3)
-        splits = num_splits(programs, meta.max_seq_len, block_n, processors(q.device))
+        splits = num_splits(programs, meta.max_seq_len, block_n, platform_of(q.device).multiprocessors)
         part = lse = out
         if splits > 1:
             rows = num_decodes * num_heads * splits
@@ -474,7 +474,7 @@ def paged_attention(
 def _hopper(device: torch.device) -> ModuleType | None:
     """The kernel for Hopper, on that chip and with the versions of Triton that it was compiled with; None elsewhere."""
     version = tuple(int(n) for n in triton.__version__.split(".")[:2])
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not platform_of(device).arch.wgmma:
         return None
     if not HOPPER_TRITON[0] <= version <= HOPPER_TRITON[1]:
         return None

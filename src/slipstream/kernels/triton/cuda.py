@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
 from slipstream.errors import EngineError
+from slipstream.platform.cuda import CudaPlatform
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -71,13 +72,20 @@ def _checked(code: int) -> None:
 
 
 class CudaKernel:
-    """A kernel on the current device, all of whose programs run at once (a cooperative launch)."""
+    """A kernel on a GPU, all of whose programs run at once (a cooperative launch)."""
 
     def __init__(
-        self, sources: Sequence[Path], name: str, definitions: Mapping[str, int | float], *, shared_bytes: int
+        self,
+        platform: CudaPlatform,
+        sources: Sequence[Path],
+        name: str,
+        definitions: Mapping[str, int | float],
+        *,
+        shared_bytes: int,
     ) -> None:
         self.shared_bytes = shared_bytes
-        major, minor = torch.cuda.get_device_capability()
+        self.platform = platform
+        major, minor = platform.capability
         arch, text = f"sm_{major}{minor}", "".join(source.read_text() for source in sources)
         made_of = text, arch, OPTIONS, sorted(definitions.items()), torch.version.cuda
         key = hashlib.sha256(repr(made_of).encode()).hexdigest()
@@ -90,7 +98,7 @@ class CudaKernel:
             cubin = Path(kept).read_bytes()
         self._driver = ctypes.CDLL("libcuda.so.1")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream()  # so that there is a context
+        platform.stream_pointer()  # so that there is a context
         _checked(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
         _checked(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         _checked(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes))
@@ -101,7 +109,7 @@ class CudaKernel:
             ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(self.platform.stream_pointer())
         _checked(
             self._driver.cuLaunchCooperativeKernel(
                 self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, pointers

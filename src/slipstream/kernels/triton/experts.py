@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.device import shared_bytes
 from slipstream.kernels.triton.moe_permute import Groups, tile_of
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.platform import platform_of
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import BLOCK
 
@@ -149,7 +149,7 @@ def experts(
     block_n, block_k, warps, stages = tile or _tile(groups.block, values.element_size(), packed=packed, blocked=blocked)
     if isinstance(w, GroupedLinear):  # a chunk's four pieces of the inputs are under way at once
         taken, each = block_n * w.chunk, groups.block * w.chunk * values.element_size()
-        stages = max(1, min(stages, (shared_bytes(values.device) - taken) // each))
+        stages = max(1, min(stages, (platform_of(values.device).shared_bytes - taken) // each))
     _experts_kernel[(triton.cdiv(rows, block_n), groups.max_tiles)](
         values,
         x.scales if isinstance(x, Quantized) else values,

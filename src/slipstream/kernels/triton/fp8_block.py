@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.split_k import Scratch, sum_parts
 from slipstream.kernels.weights import BlockScaledLinear, Quantized
+from slipstream.platform import platform_of
 from slipstream.spec.scheme import BLOCK
 
 FEW = 64
@@ -137,8 +138,7 @@ def has_library(x: Quantized, w: BlockScaledLinear) -> bool:
     """Whether the library's product is the faster one. Its scales lie in rows of four."""
     return (
         x.values.shape[0] > FEW
-        and x.values.is_cuda
-        and torch.cuda.get_device_capability(x.values.device) == (9, 0)
+        and platform_of(x.values.device).arch.fp8_tile_library
         and w.weight.shape[1] % (4 * BLOCK) == 0
         and w.out_dtype != torch.float32
     )

@@ -19,6 +19,7 @@ from slipstream.kernels.triton.moe_permute import Groups, tile_of
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments, quantize
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
+from slipstream.platform import platform_of
 from slipstream.spec.model import DenseSpec, MoESpec
 
 BAND = 8
@@ -195,7 +196,7 @@ def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
     forms = all(type(w) in (Linear, ScaledLinear) and w.weight.is_contiguous() for w in (up, down))
     rows = all(w.weight.shape[1] * w.weight.element_size() % 16 == 0 for w in (up, down))
     small = values.element_size() <= 2 and up.inputs == down.inputs
-    engine = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    engine = platform_of(device).arch.tma
     return groups.places is not None and groups.block >= 64 and forms and rows and small and engine
 
 

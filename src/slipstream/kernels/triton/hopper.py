@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton.device import processors
+from slipstream.platform import platform_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
@@ -443,7 +443,7 @@ def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams,
     k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
     num_units = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # at most
     next_item = torch.zeros(1, dtype=torch.int32, device=q.device)  # each launch its own: launches may overlap
-    grid = (min(num_units * num_kv_heads, processors(q.device)),)
+    grid = (min(num_units * num_kv_heads, platform_of(q.device).multiprocessors),)
     _prefill_kernel[grid](
         q_desc, k, v, out, next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
         q if s.sinks is None else s.sinks, k_scale, v_scale,

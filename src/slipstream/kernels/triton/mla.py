@@ -28,9 +28,9 @@ from slipstream.kernels.triton.attention import (
     _tile_of_keys,
     num_splits,
 )
-from slipstream.kernels.triton.device import processors
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
 from slipstream.kernels.triton.pointwise import _cached
+from slipstream.platform import platform_of
 
 SPLIT_KEYS = 32
 """A part of a sequence has at least twice as many keys."""
@@ -473,7 +473,7 @@ def mla_paged_attention(
 
     if num_decodes:
         programs = num_decodes * triton.cdiv(num_heads, of_rows(num_heads)[0])
-        splits = num_splits(programs, meta.max_seq_len, SPLIT_KEYS, processors(q.device))
+        splits = num_splits(programs, meta.max_seq_len, SPLIT_KEYS, platform_of(q.device).multiprocessors)
         part = lse = out
         if splits > 1:
             rows = num_decodes * num_heads * splits

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import LOG2E, _load, _softened
-from slipstream.kernels.triton.device import shared_bytes
 from slipstream.kernels.triton.mla import (
     _angles,
     _joined,
@@ -33,6 +32,7 @@ from slipstream.kernels.triton.mla import (
     refuse_8_bits,
 )
 from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.platform import platform_of
 
 WHOLE_TOKENS = 256
 """Tokens of whole prompts in a step from which they have keys and values of their own: beside decodes, four launches more."""
@@ -219,7 +219,7 @@ def prompt_attention(
     block_p, block_v = (max(16, triton.next_power_of_2(n)) for n in (plain, width))
     half = max(8, triton.next_power_of_2(rotary // 2))
     block_m, block_n, warps, stages = tile or prompt_tile(
-        q.dtype, block_p + 2 * half + block_v, meta.max_query_len, shared_bytes(q.device)
+        q.dtype, block_p + 2 * half + block_v, meta.max_query_len, platform_of(q.device).shared_bytes
     )
     # Units of a sequence: as many as the longest needs, or, if that leaves more of them empty, as it needs itself.
     tiles, num_seqs = triton.cdiv(meta.max_query_len, block_m), last_seq - first_seq

@@ -17,6 +17,8 @@ import triton
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.platform import platform_of
+
 
 @triton.jit
 def pdl_wait():
@@ -32,6 +34,4 @@ def overlapped(x: Tensor) -> dict[str, bool]:
 
 @functools.cache
 def _options(device: torch.device) -> dict[str, bool]:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+    return {"PDL": True, "launch_pdl": True} if platform_of(device).arch.pdl else {"PDL": False}

@@ -26,6 +26,8 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import Linear, SparseCopy
+from slipstream.platform import platform_of
+from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.model import AttentionSpec, ModelSpec
 from slipstream.spec.scheme import RowFormat, Scheme
 
@@ -158,20 +160,11 @@ def microseconds(calls: Sequence[Call]) -> float:
             call()
     except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
         return math.inf
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(sorted(times)[2] / len(calls) * 1e3)
+    platform = platform_of(torch.device("cuda"))
+    assert isinstance(platform, CudaPlatform)
+    platform.synchronize()
+    graph, _ = platform.graphs().capture(lambda: [call() for call in calls][-1])
+    return sorted(platform.timed_replays(graph, 5))[2] / len(calls) * 1e3
 
 
 def results_agree(calls: Calls, tile: Tile) -> bool:
@@ -196,7 +189,8 @@ def tune_model(
     """All of a model's shapes, and how they were measured. `base` is what the engine takes without the user's table; `cache`
     the KV cache's 8-bit form, if it has one."""
     bench = _Bench(base, torch.device(device), getattr(torch, dtype))
-    with torch.cuda.device(bench.device), torch.inference_mode():
+    platform_of(bench.device).activate(num_threads=1)
+    with torch.inference_mode():
         trials = bench.trials(spec, scheme, cache, block_size, max_model_len, max_num_seqs)
         tuning = tune(trials, microseconds, seconds=seconds, agrees=results_agree, progress=progress)
     return tuning, f"slipstream tune, torch {torch.__version__}, triton {triton.__version__}"

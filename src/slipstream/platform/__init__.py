@@ -1,0 +1,43 @@
+"""What a kind of device can do and how it is used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
+
+    cpu.py   the host's own processor
+    cuda.py  an NVIDIA GPU
+    arch.py  what each GPU architecture and each CPU instruction set has, as data
+
+A new kind of device is one more subclass of `Platform` and one line in `platform_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from slipstream.platform.base import Event as Event
+from slipstream.platform.base import Graph as Graph
+from slipstream.platform.base import GraphRecorder as GraphRecorder
+from slipstream.platform.base import Platform as Platform
+from slipstream.platform.cpu import CpuPlatform
+from slipstream.platform.cuda import CudaPlatform
+
+
+@functools.cache
+def platform_of(device: torch.device) -> Platform:
+    """The platform of a device. Every call with one device gives the same object."""
+    return CudaPlatform(device) if device.type == "cuda" else CpuPlatform(device)
+
+
+def gpu_platform(ordinal: int) -> CudaPlatform:
+    """That of one of the GPUs that torch sees."""
+    platform = platform_of(torch.device("cuda", ordinal))
+    assert isinstance(platform, CudaPlatform)
+    return platform
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a GPU."""
+    return torch.cuda.is_available()
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count()

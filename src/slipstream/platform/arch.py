@@ -1,0 +1,67 @@
+"""What GPU architectures and CPU instruction sets have, as data. A kernel asks for a feature here, never for a version.
+
+A GPU architecture that is not in the table takes the newest older one's row. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuArch:
+    """Features of a compute capability."""
+
+    name: str
+    bfloat16: bool = True
+    fp8: bool = False  # tensor cores multiply float8 e4m3
+    tma: bool = False  # the copy engine moves tiles (cp.async.bulk.tensor)
+    pdl: bool = False  # a kernel may start before the one ahead has ended (programmatic dependent launch)
+    wgmma: bool = False  # warpgroup matrix instructions: the hand-scheduled prefill kernel
+    fp8_tile_library: bool = False  # torch._scaled_mm takes scales of 128 × 128 tiles
+    one_token_kernel: bool = False  # a whole decode step of one sequence as one cooperative kernel
+
+
+GPU_ARCHS: Mapping[tuple[int, int], GpuArch] = {
+    (7, 0): GpuArch(name="Volta, Turing", bfloat16=False),
+    (8, 0): GpuArch(name="Ampere"),
+    (8, 9): GpuArch(name="Ada", fp8=True),
+    (9, 0): GpuArch(
+        name="Hopper", fp8=True, tma=True, pdl=True, wgmma=True, fp8_tile_library=True, one_token_kernel=True
+    ),
+    (10, 0): GpuArch(name="Blackwell (data centre)", fp8=True, tma=True, pdl=True),
+    (12, 0): GpuArch(name="Blackwell", fp8=True, tma=True, pdl=True),
+}
+"""By compute capability."""
+
+INTERPRETER = GpuArch(name="Triton's interpreter", fp8=True, tma=True)
+"""Kernels that run on a CPU to be tested."""
+HOPPER_SHARED_BYTES = 227 * 1024
+
+
+def gpu_arch(capability: tuple[int, int]) -> GpuArch:
+    """The row of a compute capability."""
+    known = [c for c in GPU_ARCHS if c <= capability]
+    return GPU_ARCHS[max(known) if known else min(GPU_ARCHS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuIsa:
+    """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
+
+    register_bits: int
+    int8_dot: bool = False  # 8-bit products summed in one instruction
+    bfloat16_dot: bool = False
+
+
+CPU_ISAS: Mapping[str, CpuIsa] = {
+    "portable": CpuIsa(register_bits=128),
+    "avx2": CpuIsa(register_bits=256),
+    "avxvnni": CpuIsa(register_bits=256, int8_dot=True),
+    "avx512": CpuIsa(register_bits=512),
+    "avx512-vnni": CpuIsa(register_bits=512, int8_dot=True),
+    "avx512-vbmi2": CpuIsa(register_bits=512, int8_dot=True),
+    "avx512-bf16": CpuIsa(register_bits=512, int8_dot=True, bfloat16_dot=True),
+}
+"""By the name that `kernels.native.instruction_sets()` gives."""

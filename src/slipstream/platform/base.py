@@ -1,0 +1,103 @@
+"""The interface of a kind of device: memory, streams, events, graphs, capabilities, collectives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.platform.arch import GpuArch
+
+
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def synchronize(self) -> None:
+        """Wait until it is reached."""
+
+    def query(self) -> bool:
+        """Whether it is reached."""
+
+
+class Graph(Protocol):
+    """A recorded sequence of kernels."""
+
+    def replay(self) -> None: ...
+
+
+class GraphRecorder(Protocol):
+    """Records graphs that share one memory pool, so an output holds only until the next replay of any of them."""
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """Run `work` once, then record it: the graph, and its output, which every replay overwrites."""
+
+
+class Platform(ABC):
+    """One device. Work is queued on the current stream, in order."""
+
+    kind: Literal["cpu", "cuda"]
+    collectives: Literal["gloo", "nccl"]
+    """The backend of `torch.distributed` for processes that each have such a device."""
+    arch: GpuArch
+    """Of a CPU the interpreter's, for kernels that are tested there."""
+    multiprocessors: int
+    shared_bytes: int
+    """Shared memory that one thread block may take."""
+    is_asynchronous: bool
+    """Whether a launch returns before the work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # --- Memory -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """(free bytes, all bytes), now."""
+
+    @abstractmethod
+    def release_unused(self) -> None:
+        """Give memory that nothing uses back to the system."""
+
+    @abstractmethod
+    def start_peak(self) -> int:
+        """Begin a new measurement of the most bytes in use; the bytes in use now."""
+
+    @abstractmethod
+    def peak(self) -> int:
+        """The most bytes in use since `start_peak`."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that costs nothing before it is used, where the system can do that."""
+
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """A host array on the device. The copy does not wait for work that is queued."""
+        return torch.from_numpy(array)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, complete once an event recorded after it is reached."""
+        return tensor
+
+    # --- Order --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def activate(self, num_threads: int) -> None:
+        """This process computes on this device from now on, with so many host threads."""
+
+    @abstractmethod
+    def record(self) -> Event | None:
+        """An event behind all that is queued; None where nothing is ever queued."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all that is queued."""
+
+    def graphs(self) -> GraphRecorder:
+        """A recorder of graphs. ValueError: this kind of device has none."""
+        raise ValueError(f"a {self.kind} has no graphs")

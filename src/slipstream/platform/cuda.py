@@ -1,0 +1,133 @@
+"""An NVIDIA GPU through torch.cuda."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.platform.arch import GpuArch, gpu_arch
+from slipstream.platform.base import Event, Graph, Platform
+
+
+class CudaPlatform(Platform):
+    kind = "cuda"
+    collectives = "nccl"
+    is_asynchronous = True
+
+    # --- Capabilities -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def properties(self) -> Any:
+        return torch.cuda.get_device_properties(self.device)
+
+    @property
+    def name(self) -> str:
+        return str(self.properties.name)
+
+    @cached_property
+    def capability(self) -> tuple[int, int]:
+        return self.properties.major, self.properties.minor
+
+    @cached_property
+    def arch(self) -> GpuArch:  # type: ignore[override]
+        return gpu_arch(self.capability)
+
+    @cached_property
+    def multiprocessors(self) -> int:  # type: ignore[override]
+        return int(self.properties.multi_processor_count)
+
+    @cached_property
+    def shared_bytes(self) -> int:  # type: ignore[override]
+        return int(self.properties.shared_memory_per_block_optin)
+
+    # --- Memory -------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.device)
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
+    def start_peak(self) -> int:
+        gc.collect()
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """torch's host allocator keeps the pinned memory until the copy that reads it is done."""
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    # --- Order --------------------------------------------------------------------------------------------------------
+
+    def activate(self, num_threads: int) -> None:
+        torch.cuda.set_device(self.device)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def stream_pointer(self) -> int:
+        """The current stream, for launches through the driver. The call makes the context if there is none."""
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def graphs(self) -> CudaGraphs:
+        return CudaGraphs()
+
+    def timed_replays(self, graph: Graph, count: int) -> list[float]:
+        """Milliseconds of `count` replays."""
+        times = []
+        for _ in range(count):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            self.synchronize()
+            times.append(begin.elapsed_time(end))
+        return times
+
+
+class CudaGraphs:
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool: Any = None  # the first graph's memory, which the others share
+
+    @torch.inference_mode()
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """`torch.cuda.graph` is not used, since it collects garbage and empties torch's cache each time."""
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # kernels compile and choose their tiles outside the capture
+            # Other threads of the process may use the GPU meanwhile.
+            more = {} if self._pool is None else {"pool": self._pool}
+            graph.capture_begin(**more, capture_error_mode="thread_local")
+            try:
+                output = work()
+            finally:  # a stream left capturing would let no later step run
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or graph.pool()
+        return graph, output

@@ -1,0 +1,15 @@
+"""Why a way to run a step can't take a model or a batch."""
+
+from __future__ import annotations
+
+
+class Reason(str):
+    """A sentence for a person, without a full stop."""
+
+    notable: bool
+    """Whether a user could expect otherwise. That a CPU has no CUDA kernel is not notable."""
+
+    def __new__(cls, text: str, *, notable: bool = True) -> Reason:
+        reason = super().__new__(cls, text)
+        reason.notable = notable
+        return reason
