@@ -190,6 +190,23 @@ def test_an_interrupted_run_goes_on(tmp_path, model, monkeypatch):
     assert not (tmp_path / ".out.partial").exists()
 
 
+def test_a_layer_is_calibrated_on_the_outputs_of_rounded_ones(tmp_path, model, monkeypatch):
+    seen, real = [], run_module.compress_layer
+
+    def watch(run, index, text, sparsity):
+        seen.append(torch.cat(text.states))
+        return real(run, index, text, sparsity)
+
+    monkeypatch.setattr(run_module, "compress_layer", watch)
+    written(model, tmp_path / "out", [{"quantize": {"bits": 2, "group_size": 32, "rounding": "gptq"}}])
+    formats = read_spec(tmp_path / "out").quantization.formats
+    values = Names(model).read(tmp_path / "out" / "model.safetensors", formats, device=CPU)
+    stream = Stream(model, WINDOWS, device=CPU, dtype=torch.float32)
+    torch.testing.assert_close(seen[0], torch.cat(stream.states))
+    layer = {n.removeprefix("layers.0."): v for n, v in values.items() if n.startswith("layers.0.")}
+    torch.testing.assert_close(seen[1], torch.cat(stream.run(0, layer, ObservingOps())))
+
+
 def test_what_is_refused_at_the_end_is_not_written(tmp_path, model):
     def refuse(folder):
         assert (folder / "config.json").is_file()

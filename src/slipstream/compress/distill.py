@@ -203,16 +203,8 @@ class Training:
         if not math.isfinite(loss):
             what = f"the loss of step {self.step} is {loss}"
             raise ConfigError(f"{what}: lower learning_rate, or use dtype='float32'", field="learning_rate")
-        return StepRecord(
-            step=self.step,
-            loss=loss,
-            divergence=div,
-            nll=nll,
-            states=states,
-            attention=attention,
-            rate=s.rate(self.step),
-            grad_norm=float(_full(norm)),
-        )
+        means = {"loss": loss, "divergence": div, "nll": nll, "states": states, "attention": attention}
+        return StepRecord(step=self.step, **means, rate=s.rate(self.step), grad_norm=float(_full(norm)))
 
     def _losses(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(divergence, negative log-likelihood, states, attention), sums over tokens."""

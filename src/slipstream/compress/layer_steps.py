@@ -148,9 +148,8 @@ class RoundWeights:
         settings, fmt = planned.rounding
         if stats is None or settings.begin == "nearest":
             return Offsets.fitted(weight, fmt, self.written, clip=settings.clip)
-        made, compensated = gptq_trace(
-            weight, fmt, self.written, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip
-        )
+        more = {"act_order": settings.act_order, "clip": settings.clip}
+        made, compensated = gptq_trace(weight, fmt, self.written, stats, damping=settings.damping, **more)
         return Offsets.of(compensated, made.grid)
 
     def _new_weight(self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]) -> Rounded | Tensor:

@@ -189,7 +189,7 @@ def measure(
 
 
 def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
-    """`write_report` into the compressed checkpoint's folder, together with the canary that the engine checks at each start."""
+    """`write_report` into the compressed checkpoint's folder, with the canary that the engine checks at each start."""
     if report.canary is not None:
         write_canary(report.canary, checkpoint)
     return write_report(report, checkpoint)
