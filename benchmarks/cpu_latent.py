@@ -24,8 +24,9 @@ from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.native import Engine, Program, StepInputs
+from slipstream.kernels.native import Program, StepInputs, ThreadPool
 from slipstream.model.decoder import Decoder
+from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import parameters
@@ -43,13 +44,13 @@ def attention_alone(path: Path, num_layers: int) -> ModelSpec:
     return replace(whole, layers=(layer,) * num_layers, vocab_size=256)
 
 
-def rates_of(engine: Engine) -> dict[str, float]:
+def rates_of(pool: ThreadPool) -> dict[str, float]:
     """Bytes and operations in a second of processor time: the best of some runs (see `worker/roofline.py`)."""
     found = {}
     for name, size, rounds in (("read", READ_BYTES, 1), ("bfloat16", 2**20, MULTIPLY_ROUNDS)):
-        what, data, program = native.CEILINGS.index(name), torch.ones(size, dtype=torch.uint8).zero_(), Program(engine)
+        what, data, program = native.CEILINGS.index(name), torch.ones(size, dtype=torch.uint8).zero_(), Program(pool)
         program.add("ceiling", what, data, size, rounds)
-        work = size if name == "read" else 2 * native.load().ss_ceiling_macs(engine.pointer, what, rounds)
+        work = size if name == "read" else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
         times = []
         for _ in range(REPEATS):
             program.profile("processor")
@@ -86,14 +87,14 @@ def main() -> None:
     spec, ops = attention_alone(CONFIGS / args.model, args.layers), NativeOps(args.threads)
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
-    rates, results = rates_of(ops.engine), []
+    rates, results = rates_of(ops.pool), []
     made = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in parameters(spec).items()}
     longest = max(args.context, args.prompt)
     ours, theirs = (Decoder(spec, dict(made), own, max_model_len=longest) for own in (ops, CpuOps()))
     del made
-    assert ours.compiled is not None
-    assert theirs.compiled is None
-    program = ours.compiled.program
+    whole = compile_program(ours)
+    assert isinstance(whole, CpuProgram), whole
+    program = whole.programs[0]
     for num_seqs, num_new, length in ((1, 1, args.context), (16, 1, args.context), (1, args.prompt, args.prompt)):
         num_blocks = 1 + num_seqs * -(-length // BLOCK_SIZE)
         kv = [
@@ -103,10 +104,10 @@ def main() -> None:
         tokens, times = torch.zeros(num_seqs * num_new, dtype=torch.int32), dict[str, list[float]](compiled=[], torch=[])
         program.profile("processor")
         for i in range(args.rounds + 1):
-            for name, decoder in (("compiled", ours), ("torch", theirs)):
+            for name, way in (("compiled", whole), ("torch", theirs)):
                 meta = AttentionMetadata.uniform(num_seqs, num_new, length, block_size=BLOCK_SIZE)
                 begin = time.process_time()
-                decoder.forward(tokens, kv, meta)
+                way.forward(tokens, kv, meta)
                 if i:
                     times[name].append((time.process_time() - begin) / args.layers)
         of_operators: dict[str, float] = {}
@@ -127,7 +128,7 @@ def main() -> None:
             f"floor {row['floor_ms']:.3f} ({row['mb']:.1f} MB, {row['gflop']:.2f} GFLOP): {row['share_of_floor']:.0%}"
         )
         print("    " + ", ".join(f"{name} {ms:.3f}" for name, ms in of_operators.items() if ms > 0.01 * row["compiled_ms"]))
-    isa = ops.engine.isa
+    isa = ops.pool.isa
     common.save(
         args.output, "cpu_latent", model=args.model, threads=args.threads, instruction_set=isa, ceilings=rates, results=results
     )

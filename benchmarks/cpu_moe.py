@@ -44,7 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     native = NativeOps(args.threads)
-    ceilings, results = measure_ceilings(native.engine), []
+    ceilings, results = measure_ceilings(native.pool), []
     for name in args.models:
         whole = read_spec(CONFIGS / name).spec
         mlp = whole.layers[0].mlp
@@ -77,7 +77,7 @@ def main() -> None:
                 beside = f"{row['times_torch']:6.2f} × torch" if "torch" in median else ""
                 share = f"{row['share_of_floor']:5.0%} of the floor"
                 print(f"{name:16} {num_tokens:4} tokens  {form:9} {row['ms']:9.2f} ms  {share} {beside}")
-    isa = native.engine.isa
+    isa = native.pool.isa
     common.save(args.output, "cpu_moe", threads=args.threads, instruction_set=isa, ceilings=ceilings, results=results)
 
 

@@ -27,7 +27,9 @@ from slipstream.hub import resolve_model
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.decoder import Decoder
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.program import CpuProgram, compile_program
 from slipstream.plan.hardware import available_cores
 from slipstream.spec.scheme import SCHEMES
 
@@ -62,10 +64,16 @@ def cache(model: LoadedModel, num_blocks: int, dtype: torch.dtype) -> list[Layer
     ]
 
 
+def way_of(model: LoadedModel) -> CpuProgram | Decoder:
+    """As an engine runs it: as one program where the kernels have such."""
+    program = compile_program(model.decoder)
+    return program if isinstance(program, CpuProgram) else model.decoder
+
+
 @torch.inference_mode()
 def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     """Tokens per second of whole steps (hidden states and logits of each sequence's last token), and one step's operators."""
-    kv, found = cache(model, 64 * 13 + 1, dtype), {}
+    kv, found, way = cache(model, 64 * 13 + 1, dtype), {}, way_of(model)
     for name, shape in {
         "decode 1": (1, 1, 128),
         "decode 16": (16, 1, 192),
@@ -80,7 +88,7 @@ def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict
         best, until = float("inf"), time.perf_counter() + seconds
         while time.perf_counter() < until or best == float("inf"):
             begin = time.perf_counter()
-            model.decoder.logits(model.decoder.forward(tokens, kv, meta)[num_new - 1 :: num_new])
+            way.logits(way.forward(tokens, kv, meta)[num_new - 1 :: num_new])
             best = min(best, time.perf_counter() - begin)
         found[name] = {"step_ms": best * 1e3, "tokens_per_s": num_seqs * num_new / best}
     return found
@@ -89,17 +97,18 @@ def decoder_part(model: LoadedModel, dtype: torch.dtype, seconds: float) -> dict
 @torch.inference_mode()
 def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
     """One token's step by operator, averaged over many, with the rate at which weights are read."""
-    step = model.decoder.compiled
-    assert step is not None
+    step = compile_program(model.decoder)
+    assert isinstance(step, CpuProgram), step
+    program = step.programs[0]
     kv, meta, rounds = cache(model, 16, dtype), AttentionMetadata.uniform(1, 1, 128, block_size=BLOCK), 100
     tokens = torch.zeros(1, dtype=torch.int32)
-    model.decoder.forward(tokens, kv, meta)
-    step.program.profile("wall")
+    step.forward(tokens, kv, meta)
+    program.profile("wall")
     for _ in range(rounds):
-        model.decoder.forward(tokens, kv, meta)
-    times = step.program.profile(None)
+        step.forward(tokens, kv, meta)
+    times = program.profile(None)
     rows: dict[tuple[str, int], list[float]] = {}
-    for op, ns in zip(step.program.operators, times, strict=True):
+    for op, ns in zip(program.operators, times, strict=True):
         rows.setdefault((op.name, op.weights.data.numel() if op.weights else 0), []).append(ns / rounds / 1e3)
     return [
         {
@@ -116,9 +125,10 @@ def operators(model: LoadedModel, dtype: torch.dtype) -> list[dict[str, Any]]:
 @torch.inference_mode()
 def perplexity(model: LoadedModel, ids: list[int], dtype: torch.dtype) -> float:
     kv, meta, total, count = cache(model, 33, dtype), AttentionMetadata.uniform(1, 512, 512, block_size=BLOCK), 0.0, 0
+    way = way_of(model)
     for i in range(0, len(ids) - 511, 512):
         window = torch.tensor(ids[i : i + 512], dtype=torch.int32)
-        logits = model.decoder.logits(model.decoder.forward(window, kv, meta)).float()
+        logits = way.logits(way.forward(window, kv, meta)).float()
         total += torch.nn.functional.cross_entropy(logits[:-1], window[1:].long(), reduction="sum").item()
         count += 511
     return float(torch.tensor(total / count).exp())

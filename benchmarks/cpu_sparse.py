@@ -39,7 +39,7 @@ class Round:
         (part,) = held.parts
         self.num_bytes, self.tokens = part.data.numel(), tokens
         self.copies = max(2, -(-cache_bytes // self.num_bytes))
-        self.program = Program(ops.engine)
+        self.program = Program(ops.pool)
         rows, inner = weight.weight.shape
         self._x, self._y = torch.randn(tokens, inner), torch.empty(tokens, rows)
         x, y = self.program.buffer(native.FORM_Q, inner), self.program.bound(self._y)

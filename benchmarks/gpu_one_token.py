@@ -18,6 +18,8 @@ import torch
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.loader import load_model
+from slipstream.model.one_token import compile_one_token
+from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 
 CUDA = torch.device("cuda")
@@ -70,13 +72,12 @@ def measure(name: str, scheme: str, cache: str) -> dict[str, object]:
         )
         scale = torch.full((k.shape[1],), 0.3, device=CUDA) if kind.itemsize == 1 else None
         kv.append(LayerKV(k, v, scale, scale))
-    token, fused = torch.tensor([77], device=CUDA, dtype=torch.int32), decoder.one_token
-    assert fused is not None, f"{name} with {scheme or 'no scheme'} runs kernel by kernel"
+    token, fused = torch.tensor([77], device=CUDA, dtype=torch.int32), compile_one_token(decoder)
+    assert not isinstance(fused, Reason), f"{name} with {scheme or 'no scheme'} runs kernel by kernel: {fused}"
 
     apart, times = {}, {}
     for length in (1, 200, 1000, 2000):
         here = AttentionMetadata.alone(length - 1, 1, block_size=16, device=CUDA)
-        decoder.one_token = None
         theirs = decoder.forward(token, kv, here).float()
         h = decoder.embedded(token, here)
 
@@ -85,11 +86,10 @@ def measure(name: str, scheme: str, cache: str) -> dict[str, object]:
             for layer, own in zip(decoder.layers, kv, strict=True):
                 x, residual = layer(decoder.ops, x, residual, own, here)
 
-        decoder.one_token = fused
-        ours = decoder.forward(token, kv, here).float()
+        ours = fused.forward(token, kv, here).float()
         apart[length] = ((ours - theirs).norm() / theirs.norm()).item()
         x = h.clone()
-        one = milliseconds(lambda x=x, here=here: fused(x, kv, here))  # type: ignore[misc]
+        one = milliseconds(lambda x=x, here=here: fused.layers(x, kv, here))  # type: ignore[misc]
         times[length] = {"one kernel": one, "kernel by kernel": milliseconds(kernels)}
         print(name, scheme, cache, length, f"{apart[length]:.1e}", times[length], flush=True)
     return {"model": name, "scheme": scheme, "cache": cache, "relative_difference": apart, "ms": times}

@@ -62,10 +62,13 @@ HEAVY = {  # third-party package: the parts that may import it
     "starlette": ("server",),
     "uvicorn": ("server",),
 }
-TORCH_FREE = (*BASE, "core", "kernels.build", "evals.text", "compress.context", "compress.steps", "cli")
+TORCH_FREE = (
+    *(*BASE, "core", "kernels.build", "evals.text", "compress.context", "compress.steps", "cli"),
+    *("kernels.layouts", "kernels.recording", "kernels.cpu_lowering", "kernels.token_shape"),
+    *("model.layers", "model.encoder", "model.decoder", "model.trace"),
+)
 CIRCLES = {  # of imports that are left, to be removed: why
     ("engine.gguf_tokenizer", "engine.tokenizer"): "branch safe",
-    ("model.compiled", "model.decoder", "model.one_token"): "branch trace",
 }
 
 

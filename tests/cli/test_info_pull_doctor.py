@@ -35,8 +35,18 @@ def test_info_llama_8b(capsys):
 def test_info_text(capsys):
     assert main(["info", str(CONFIGS / "gpt-j-6b"), "--device=cpu", "--dtype=float32"]) == 0
     out = capsys.readouterr().out
-    for part in ("6,050,882,784", "28 × MHA 16 heads", "917,504 B a token", "estimated"):
+    for part in ("6,050,882,784", "28 × MHA 16 heads", "917,504 B a token", "estimated", "one C++ program"):
         assert part in out
+    assert "op by op" not in out
+
+
+def test_info_says_why_a_fast_way_does_not_cover_a_model(tiny_model, tmp_path, capsys):
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "granite", "residual_multiplier": 0.5}))
+    assert main(["info", str(tmp_path), "--device=cpu"]) == 0
+    assert "op by op, not one C++ program: residual_scale" in capsys.readouterr().out
+    assert main(["info", str(tmp_path), "--device=cpu", "--json"]) == 0
+    assert "residual_scale" in json.loads(capsys.readouterr().out)["fast_ways"]["program"]
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt-j-6b"])

@@ -13,6 +13,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
+from slipstream.kernels.native import has_cpu_kernels
+from slipstream.model.program import compile_program
 from slipstream.plan.memory import kv_budget
 from slipstream.spec.description import read_spec
 from slipstream.worker import model_runner
@@ -162,9 +164,9 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
     """Steps whose rows all want nothing but the likeliest token never compute the logits; one row that wants more changes that
     for all of its step, and nobody's tokens."""
     with make(path, num_threads=2) as llm:
-        decoder, found = llm.core.executor.runner.model.decoder, []
-        whole = decoder.logits
-        decoder.logits = lambda hidden: found.append(len(hidden)) or whole(hidden)
+        way, found = llm.core.executor.runner.forwards.base, []
+        whole = way.logits
+        way.logits = lambda hidden: found.append(len(hidden)) or whole(hidden)
         alone = llm.generate(PROMPTS, GREEDY)
         assert not found
         wants = [
@@ -186,7 +188,7 @@ def test_steps_that_are_under_way_change_no_answer(path, monkeypatch, most):
     come, go and fail meanwhile."""
     monkeypatch.setattr(model_runner, "RUN_AHEAD", most)
     with make(path, num_threads=2, max_num_seqs=3) as llm:
-        if llm.core.executor.runner.model.decoder.compiled is None:
+        if not has_cpu_kernels():
             pytest.skip("needs the C++ kernels")
         whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
         ahead, launch = [], llm.core.executor.runner.launch
@@ -218,7 +220,7 @@ def test_a_token_does_not_wait_for_another_prompt(path, monkeypatch):
     """A step under way is finished, and its token given out, before a prompt that came meanwhile is computed."""
     with make(path, num_threads=2) as llm:
         core, events = llm.core, []
-        if core.executor.runner.model.decoder.compiled is None:
+        if not has_cpu_kernels():
             pytest.skip("needs the C++ kernels")
         runner, step = core.executor.runner, core.step
         launch = runner.launch
@@ -241,14 +243,14 @@ def test_scaled_and_capped_logits_are_made(path, monkeypatch):
     """Rounding could make equals of neighbours there, and a token would depend on what else is in its batch."""
     with make(path, num_threads=1) as llm:
         decoder = llm.core.executor.runner.model.decoder
-        hidden = torch.zeros(1, decoder.spec.hidden_size)
-        if decoder.compiled is None:
+        spec = decoder.spec
+        if not has_cpu_kernels():
             pytest.skip("needs the C++ kernels")
-        hidden = hidden.to(decoder.dtype)
-        assert decoder.greedy(hidden) is not None
+        hidden = torch.zeros(1, spec.hidden_size)
+        assert compile_program(decoder).greedy(hidden) is not None
         for changed in ({"logit_softcap": 30.0}, {"logit_scale": 0.3}):
-            monkeypatch.setattr(decoder, "spec", dataclasses.replace(llm.core.executor.runner.model.spec, **changed))
-            assert decoder.greedy(hidden) is None
+            monkeypatch.setattr(decoder, "spec", dataclasses.replace(spec, **changed))
+            assert compile_program(decoder).greedy(hidden) is None
 
 
 def test_logprobs_are_the_models_own(llm, hf):
@@ -521,7 +523,7 @@ def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(fresh.core.executor.runner.model.decoder, "forward", interrupted)
+        patch.setattr(fresh.core.executor.runner.forwards, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fresh.generate([prompt], GREEDY)
         assert idle(fresh)

@@ -11,6 +11,8 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.model.loader import load_model
+from slipstream.model.one_token import compile_one_token
+from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps as steps
 from tests import tiny_models
@@ -41,8 +43,8 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     named = SCHEMES[scheme] if scheme else None
     model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=named)
     exact = load_model(tmp_path, ops=steps.Exact(), device=device, dtype=torch.float32, scheme=named).decoder
-    decoder, fused = model.decoder, model.decoder.one_token
-    assert fused is not None
+    decoder, fused = model.decoder, compile_one_token(model.decoder)
+    assert not isinstance(fused, Reason), fused
     kv = steps.caches(model.spec, kind, device)
     table = torch.randperm(steps.NUM_BLOCKS - 1, device=device, dtype=torch.int32)[None] + 1
     token = torch.tensor([77], dtype=torch.int32, device=device)
@@ -51,12 +53,10 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
         for length in steps.LENGTHS:
             meta = steps.last_of(length, table)
             truth = exact.forward(token, steps.another(kv, torch.float32), meta)
-            decoder.one_token = None
             expected, written = decoder.forward(token, kv, meta), steps.kept(kv, meta)
-            decoder.one_token = fused
-            found = decoder.forward(token, kv, meta)
+            found = fused.forward(token, kv, meta)
             judged.step(length, truth, (expected, written), (found, steps.kept(kv, meta)))
-            assert all(torch.equal(found, decoder.forward(token, kv, meta)) for _ in range(20))
+            assert all(torch.equal(found, fused.forward(token, kv, meta)) for _ in range(20))
     judged.together()
 
 

@@ -23,12 +23,11 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.model.compiled import compile_step
 from slipstream.model.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, step
-from tests.model.harness import CPU, load, run
+from tests.model.harness import CPU, fast, is_program, load, run
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
@@ -140,7 +139,7 @@ def test_neither_threads_nor_neighbours_change_a_result(ops):
     )
     expected = None
     for num_threads in (1, 3):
-        own = NativeOps(num_threads, ops.engine.isa)
+        own = NativeOps(num_threads, ops.pool.isa)
         values = own.pack_heads(heads)
         found = own.mla_paged_attention(case.q, kv, case.meta, values, scale=0.1)
         expected = found if expected is None else expected
@@ -174,8 +173,8 @@ def test_a_step_is_one_program(name, tmp_path):
     family, overrides = MODELS[name]
     tiny_models.build(tmp_path, family, **overrides)
     ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)
-    assert ours.decoder.compiled is not None
-    assert exact.decoder.compiled is None
+    assert is_program(ours.decoder)
+    assert not is_program(exact.decoder)
     counts = [model.decoder.count_experts() for model in (ours, exact)]
     for chunks in ((), (3, 1, 7, 2), (1,)):
         a, b = run(ours, TOKENS, chunks), run(exact, TOKENS, chunks)
@@ -190,7 +189,7 @@ def test_in_bfloat16(isa, tmp_path):
     since rounding may choose another one of two that are near."""
     tiny_models.build(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)
     ours = load_model(tmp_path, ops=NativeOps(1, isa), device=CPU, dtype=torch.bfloat16)
-    assert ours.decoder.compiled is not None
+    assert is_program(ours.decoder)
     a, torchs = run(ours, TOKENS, (7, 1)).float(), load(tmp_path, kernels="torch", dtype=torch.bfloat16)
     parameters = {k: v.bfloat16().float() for k, v in load_file(tmp_path / "model.safetensors").items()}
     save_file(parameters, tmp_path / "model.safetensors")
@@ -206,9 +205,8 @@ def test_products_of_different_forms_read_one_norm(tmp_path):
     for i, layer in enumerate(decoder.layers):
         dense = decoder.ops.quantize_weight(torch.randn(layer.attention.latent.weight.shape) / 6, None)
         decoder.layers[i] = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, latent=dense))
-    decoder.compiled = compile_step(decoder)
     a = run(model, TOKENS, (7, 1))
-    decoder.compiled = None
+    fast(decoder).forward = decoder.forward
     b = run(model, TOKENS, (7, 1))
     assert (a - b).norm() / b.norm() < 1e-2  # a last bit may fall on the other side of a half of an input's 8
 

@@ -27,7 +27,7 @@ from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import ISAS, OPS, any_blocks, assert_near, eight_bits
 from tests.kernels.test_moe import ROUTERS, SPECS, adopted, case, mixture, prepared
-from tests.model.harness import CPU, Paged, load, run
+from tests.model.harness import CPU, Paged, is_program, load, run
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
@@ -235,7 +235,7 @@ def test_a_step_is_one_program(name, tmp_path):
     family, overrides = MODELS[name]
     tiny_models.build(tmp_path, family, **overrides)
     ours, exact = load(tmp_path, kernels="cpu"), load(tmp_path)
-    assert ours.decoder.compiled is not None
+    assert is_program(ours.decoder)
     assert isinstance(ours.decoder.layers[-1].mlp.up, NativeExperts)
     counts = [model.decoder.count_experts() for model in (ours, exact)]
     a, b = run(ours, TOKENS, (3, 1, 2)), run(exact, TOKENS, (3, 1, 2))
@@ -254,7 +254,7 @@ def test_rounded_at_load(scheme, dtype, tmp_path):
     ours, theirs = (
         load_model(tmp_path, ops=o, device=CPU, dtype=dtype, scheme=SCHEMES[scheme]) for o in (ops, reference)
     )
-    assert ours.decoder.compiled is not None
+    assert is_program(ours.decoder)
     names = {"int8": "int8", "int4-g32": "Q4_0", "mxfp4": "MXFP4"}
     assert {f.name for f in ours.forms} - {"float32", "bfloat16"} == {names[scheme]}
     a, b = run(ours, TOKENS).float(), run(theirs, TOKENS).float()

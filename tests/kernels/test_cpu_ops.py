@@ -20,7 +20,14 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
-from slipstream.kernels.cpu import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, LinearArgmax, NativeOps, Product, add_linear
+from slipstream.kernels.cpu import (
+    SPARSE_FROM,
+    SPARSE_FROM_ELSEWHERE,
+    LinearArgmax,
+    LinearProgram,
+    NativeOps,
+    add_linear,
+)
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
@@ -58,7 +65,7 @@ def assert_near(got: Tensor, expected: Tensor, largest: float | None = None) -> 
 def test_it_is_what_a_cpu_gets() -> None:
     chosen = select_ops(torch.device("cpu"), num_threads=2)
     assert isinstance(chosen, NativeOps)
-    assert (chosen.engine.isa, chosen.engine.num_threads) == (ISAS[-1], 2)
+    assert (chosen.pool.isa, chosen.pool.num_threads) == (ISAS[-1], 2)
     with pytest.raises(ConfigError, match="portable"):
         NativeOps(1, "sse9")
 
@@ -125,7 +132,7 @@ def pruned(out: int, inner: int, zeros: float | str) -> Tensor:
 def test_sparse_products_are_the_dense_ones(ops, out, inner):
     """Bit for bit: the same numbers are summed in the same order."""
     torch.manual_seed(out)
-    sparse, dense = (NativeOps(2, ops.engine.isa, sparse_from=z) for z in (0.0, 2.0))
+    sparse, dense = (NativeOps(2, ops.pool.isa, sparse_from=z) for z in (0.0, 2.0))
     for zeros in (0.0, 0.3, "2:4", 0.9, 1.0):
         codes, scales, bias = pruned(out, inner, zeros), torch.rand(out), torch.randn(out)
         codes[-1, -1] = -128
@@ -144,10 +151,10 @@ def test_gate_and_up_may_be_sparse(ops, half):
     torch.manual_seed(half)
     codes, bias = pruned(2 * half, 96, 0.7), torch.randn(2 * half)
     stored = ScaledLinear(weight=codes, scales=torch.rand(2 * half) / 50, bias=bias, out_dtype=torch.float32)
-    (part,) = NativeOps(2, ops.engine.isa, sparse_from=0.5).pack_weight(stored).parts
+    (part,) = NativeOps(2, ops.pool.isa, sparse_from=0.5).pack_weight(stored).parts
     for rows in (1, 5, 13, 60):
         x, y = torch.randn(rows, 96), torch.empty(rows, half)
-        p = native.Program(ops.engine)
+        p = native.Program(ops.pool)
         q = p.buffer(native.FORM_Q, 96)
         p.add("convert", p.bound(x), q, native.FORM_Q, 96, 1)
         shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
@@ -158,7 +165,7 @@ def test_gate_and_up_may_be_sparse(ops, half):
 
 
 def test_the_faster_form_is_chosen_by_the_zeros(ops):
-    threshold = SPARSE_FROM.get(ops.engine.isa, SPARSE_FROM_ELSEWHERE)
+    threshold = SPARSE_FROM.get(ops.pool.isa, SPARSE_FROM_ELSEWHERE)
     for share, kind in ((threshold - 0.05, native.I8), (threshold + 0.05, native.S8)):
         weight = torch.ones(64, 320)
         weight[:, : int(320 * share)] = 0.0
@@ -372,7 +379,7 @@ def test_attention(data):
     expected = reference.attention(case.q, kv, case.meta, AttentionParams(**options))
     got, expected = got[case.owned], expected[case.owned]
     if kv.k.dtype == torch.float32 or (
-        kv.k.dtype == torch.int8 and ops.engine.isa != "avx512-bf16" and got.dtype == torch.float32
+        kv.k.dtype == torch.int8 and ops.pool.isa != "avx512-bf16" and got.dtype == torch.float32
     ):
         assert_near(got, expected, largest=4.0)
     else:  # queries and weights may have been rounded to bfloat16
@@ -410,7 +417,7 @@ def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
     weight, bias = pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner), torch.randn(out)
     scheme = SCHEMES["int8"] if form in ("int8", "sparse") else None
     w = ops.quantize_weight(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
-    found, whole = LinearArgmax(ops.engine, w), Product(ops.engine, w)
+    found, whole = LinearArgmax(ops.pool, w), LinearProgram(ops.pool, w)
     for num_tokens in (1, 5, 48, 49, 130):
         x = torch.randn(num_tokens, inner)
         assert torch.equal(found(x), whole(x).argmax(dim=-1))
@@ -421,7 +428,7 @@ def test_the_largest_of_equals_is_the_first(ops):
     weight = torch.zeros(3000, 32)
     weight[[40, 41, 2900], 0] = 1.0
     weight[[700, 2500], 1] = 1.0
-    found = LinearArgmax(ops.engine, ops.quantize_weight(weight, None))
+    found = LinearArgmax(ops.pool, ops.quantize_weight(weight, None))
     x = torch.zeros(3, 32)
     x[0, 0] = x[1, 1] = 1.0
     assert found(x).tolist() == [40, 700, 0]
@@ -434,7 +441,7 @@ def test_threads_change_nothing(ops):
     case = step(Shape(sequences=((1, 900), (1, 10), (40, 20))))
     expected = None
     for threads in (1, 2, 5):
-        own = NativeOps(threads, ops.engine.isa)
+        own = NativeOps(threads, ops.pool.isa)
         for _ in range(10):
             w = own.quantize_weight(weight, None)
             found = own.linear(x, w)
@@ -449,7 +456,7 @@ def test_threads_change_nothing(ops):
 def test_a_bound_tensor_has_rows_that_lie_together():
     assert isinstance(OPS[ISAS[0]].quantize_weight(torch.randn(4, 4), None), native.NativeLinear)
     with pytest.raises(AssertionError):
-        native.Program(OPS[ISAS[0]].engine).bound(torch.randn(4, 4).T)
+        native.Program(OPS[ISAS[0]].pool).bound(torch.randn(4, 4).T)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -458,7 +465,7 @@ def test_a_step_that_was_begun(threads):
     ops, x = NativeOps(threads), torch.randn(30, 512)
     w = ops.quantize_weight(torch.randn(640, 512), None)
     y, found, expected = torch.empty(30, 640), torch.empty(30, 1, dtype=torch.int64), ops.linear(x, w)
-    first, then = native.Program(ops.engine), native.Program(ops.engine)
+    first, then = native.Program(ops.pool), native.Program(ops.pool)
     inputs, rows = first.bound(x), first.bound(y)
     add_linear(first, inputs, rows, w)
     then.add("argmax", then.bound(y), then.bound(found), 640)
@@ -494,9 +501,9 @@ def test_a_collector_of_cycles_lets_go_in_any_order(order):
     x, y = torch.randn(512, 1024), torch.empty(512, 2048)
     weight = torch.randn(2048, 1024)
     ops = NativeOps(2)
-    program = native.Program(ops.engine)
+    program = native.Program(ops.pool)
     add_linear(program, program.bound(x), program.bound(y), w := ops.quantize_weight(weight, None))
-    parts = {"engine": ops.engine, "program": program}
+    parts = {"pool": ops.pool, "program": program}
     y.zero_()
     parts["running"] = program.begin(native.StepInputs(num_tokens=512), None, (x, y, w, ops))
     cycle = [parts[name] for name in order]
@@ -515,4 +522,4 @@ def test_every_panel_is_multiplied_once(threads):
         weight = torch.randn(rows, 64)
         w = ops.quantize_weight(weight, None)
         assert_near(ops.linear(x, w), x @ weight.T)
-        assert torch.equal(LinearArgmax(ops.engine, w)(x), ops.linear(x, w).argmax(-1))
+        assert torch.equal(LinearArgmax(ops.pool, w)(x), ops.linear(x, w).argmax(-1))

@@ -16,14 +16,17 @@ import torch
 from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.token_shape import match_layers
 from slipstream.kernels.triton import TritonOps, one_token
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.loader import load_model
-from slipstream.model.one_token import shape_of
+from slipstream.model.one_token import compile_one_token
+from slipstream.model.trace import trace_spec
 from slipstream.spec.model import GroupLimit
+from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
-from tests.model.harness import CPU, Paged
+from tests.model.harness import CPU, Paged, fast
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -36,6 +39,13 @@ LATENT = dict(
 def spec_of(path, family, **overrides):
     tiny_models.build(path, family, **overrides)
     return load_model(path, ops=ReferenceOps(), device=CPU, dtype=torch.float32).spec
+
+
+def shape_of(spec, layers=None):
+    """What the kernel is told of the model, or of one with other layers; a Reason where it lacks something."""
+    spec = spec if layers is None else dataclasses.replace(spec, layers=tuple(layers))
+    found = match_layers(trace_spec(spec).body)
+    return found if isinstance(found, Reason) else found[0]
 
 
 def weight_of(scheme):
@@ -55,7 +65,7 @@ def weight_of(scheme):
 )
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32"])
 def test_taken(tmp_path, family, overrides, scheme):
-    shape = shape_of(spec_of(tmp_path, family, **overrides).layers)
+    shape = shape_of(spec_of(tmp_path, family, **overrides))
     product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert shape is not None
     assert one_token.takes(shape, product, shape.head_dim)
@@ -67,7 +77,7 @@ MIXTURE = {**WIDE, "num_experts": 40, "num_experts_per_tok": 4, "moe_intermediat
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4"])
 def test_mixtures_taken(tmp_path, scheme):
     """4-bit experts are not."""
-    shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE).layers)
+    shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
     product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert one_token.takes(shape, product, 64) == (scheme != "int4")
     assert shape.intermediate_size == 0
@@ -75,13 +85,13 @@ def test_mixtures_taken(tmp_path, scheme):
 
 def test_leading_dense_layers(tmp_path):
     spec = spec_of(tmp_path, "glm4_moe", **WIDE, moe_intermediate_size=128, n_group=1, topk_group=1)
-    shape = shape_of(spec.layers)
+    shape = shape_of(spec)
     assert one_token.widths(shape) == (1024, 128, 128)
     assert one_token.takes(shape, Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16)), 32)
     biased = dataclasses.replace(spec.layers[0].mlp, bias=True)
-    assert shape_of([dataclasses.replace(spec.layers[0], mlp=biased), *spec.layers[1:]]) is None
+    assert "biases" in shape_of(spec, [dataclasses.replace(spec.layers[0], mlp=biased), *spec.layers[1:]])
     wider = dataclasses.replace(spec.layers[0].mlp, intermediate_size=512)
-    assert shape_of([dataclasses.replace(spec.layers[0], mlp=wider), *spec.layers]) is None
+    assert "differ" in shape_of(spec, [dataclasses.replace(spec.layers[0], mlp=wider), *spec.layers])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +106,7 @@ def test_leading_dense_layers(tmp_path):
     ids=str,
 )
 def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
-    shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE).layers)
+    shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
     experts = dataclasses.replace(shape.experts, expert=dataclasses.replace(shape.experts.expert, **of_expert), **changed)
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert one_token.takes(shape, product, 64)
@@ -104,21 +114,34 @@ def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("mistral", WIDE), ("gemma2", WIDE), ("bloom", {"hidden_size": 512, "n_head": 8})]
+    ("family", "sizes", "lacks"),
+    [
+        ("mistral", WIDE, "window"),
+        ("gemma2", WIDE, "window"),
+        ("bloom", {"hidden_size": 512, "n_head": 8}, "alibi_slopes"),
+        ("olmo2", WIDE, "norm before every branch"),
+        ("granite", WIDE, "residual_scale"),
+        ("gpt_oss", {**WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 2}, "sinks"),
+        ("glm4", WIDE, "norm of its own"),
+        ("mpt", {"attn_config": {"clip_qkv": 2.0}}, "clip_qkv"),
+    ],
 )
-def test_layers_it_does_not_know(tmp_path, family, sizes):
-    """Windows, soft caps, ALiBi."""
-    assert shape_of(spec_of(tmp_path, family, **sizes).layers) is None
+def test_layers_it_does_not_know(tmp_path, family, sizes, lacks):
+    found = shape_of(spec_of(tmp_path, family, **sizes))
+    assert isinstance(found, Reason)
+    assert lacks in found
 
 
 @pytest.mark.parametrize("changed", [{"q_lora_rank": 128}, {"attention_bias": True}], ids=str)
 def test_latents_it_does_not_know(tmp_path, changed):
-    assert shape_of(spec_of(tmp_path, "deepseek_v2", **{**LATENT, **changed}).layers) is None
+    found = shape_of(spec_of(tmp_path, "deepseek_v2", **{**LATENT, **changed}))
+    assert isinstance(found, Reason)
+    assert ("q_lora_rank" if "q_lora_rank" in changed else "biases of latents") in found
 
 
 @pytest.mark.parametrize("changed", [{"nope_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str)
 def test_latents_it_does_not_take(tmp_path, changed):
-    shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT).layers)
+    shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT))
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert one_token.takes(shape, product, 16)
     latent = dataclasses.replace(shape.latent, **changed)
@@ -127,17 +150,18 @@ def test_latents_it_does_not_take(tmp_path, changed):
 
 def test_norms_of_two_kinds(tmp_path):
     """The kernel has one norm for both places: where only one of them has a bias, it would read none, or nothing."""
-    layers = spec_of(tmp_path, "opt", hidden_size=512, ffn_dim=1024, word_embed_proj_dim=512, num_attention_heads=8).layers
-    block = layers[0].block
+    spec = spec_of(tmp_path, "opt", hidden_size=512, ffn_dim=1024, word_embed_proj_dim=512, num_attention_heads=8)
+    block = spec.layers[0].block
     for name in ("pre_attention", "pre_mlp"):
         other = dataclasses.replace(getattr(block, name), bias=False)
-        layer = dataclasses.replace(layers[0], block=dataclasses.replace(block, **{name: other}))
-        assert shape_of([layer, layer]) is None
+        layer = dataclasses.replace(spec.layers[0], block=dataclasses.replace(block, **{name: other}))
+        assert "two kinds" in shape_of(spec, [layer, layer])
 
 
 def test_not_on_a_cpu(tmp_path):
     tiny_models.build(tmp_path, **WIDE)
-    assert load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32).decoder.one_token is None
+    decoder = load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32).decoder
+    assert "Hopper" in compile_one_token(decoder)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +175,14 @@ def test_not_on_a_cpu(tmp_path):
     ids=str,
 )
 def test_shapes_it_does_not_take(tmp_path, changed):
-    shape = shape_of(spec_of(tmp_path, "llama", **WIDE).layers)
+    shape = shape_of(spec_of(tmp_path, "llama", **WIDE))
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert one_token.takes(shape, product, 64)
     assert not one_token.takes(dataclasses.replace(shape, **changed), product, 64)
 
 
 def test_weights_it_does_not_take(tmp_path):
-    shape = shape_of(spec_of(tmp_path, "llama", **WIDE).layers)
+    shape = shape_of(spec_of(tmp_path, "llama", **WIDE))
     zeros = dataclasses.replace(weight_of("int4"), zeros=torch.zeros(4, 64))
     floats = dataclasses.replace(weight_of("int4"), codes="e2m1")
     single = Linear(weight=torch.zeros(64, 512))
@@ -169,7 +193,7 @@ def test_weights_it_does_not_take(tmp_path):
 
 
 def test_the_ring_has_room(tmp_path):
-    shape = shape_of(spec_of(tmp_path, "llama", **WIDE).layers)
+    shape = shape_of(spec_of(tmp_path, "llama", **WIDE))
     heads = {"num_heads": 128, "num_kv_heads": 16, "head_dim": 128, "hidden_size": 16384}
     for scheme in ("fp8", "int8", "int4"):
         counts = [
@@ -322,7 +346,7 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
             (OnCpuOps(tmp_path), torch.bfloat16),
         )
     )
-    assert ours.decoder.one_token is not None
+    assert not isinstance(fast(ours.decoder).one_token, Reason)
     expected = steps(exact, cache)
     ours_off, theirs_off = (((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs))
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
@@ -348,7 +372,7 @@ def judged(path, scheme, cache, ops, lengths):
 
     def step(model, meta):
         own = one_token_steps.another(kv, torch.float32 if model is exact else None)
-        return model.decoder.forward(token, own, meta), one_token_steps.kept(own, meta)
+        return fast(model.decoder).forward(token, own, meta), one_token_steps.kept(own, meta)
 
     found = one_token_steps.Judged(scheme)
     with torch.inference_mode():
@@ -393,7 +417,7 @@ def test_the_choice_of_experts(tmp_path):
             layer.expert_counts.zero_()
         for block in (3, 0):
             meta = one_token_steps.last_of(5, torch.tensor([[block, 1]], dtype=torch.int32))
-            ours.decoder.forward(torch.tensor([9]), kv, meta)
+            fast(ours.decoder).forward(torch.tensor([9]), kv, meta)
     assert all(c.tolist() == [1, 1, 1] + 37 * [0] for c in counts[1].values())
 
 
@@ -412,7 +436,7 @@ def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes):
     with torch.inference_mode():
         for seed in range(3):
             monkeypatch.setattr(OnCpu, "seed", seed)
-            found.append(model.decoder.forward(token, one_token_steps.another(kv), meta))
+            found.append(fast(model.decoder).forward(token, one_token_steps.another(kv), meta))
     assert all(torch.equal(x, found[0]) for x in found)
 
 
@@ -431,10 +455,10 @@ def test_a_step_of_padding(tmp_path, family, sizes):
     )
     token = torch.tensor([9])
     with torch.inference_mode():
-        expected = model.decoder.forward(token, one_token_steps.another(kv), usual)
-        model.decoder.forward(token, kv, padding)
+        expected = fast(model.decoder).forward(token, one_token_steps.another(kv), usual)
+        fast(model.decoder).forward(token, kv, padding)
         assert all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(kv, before, strict=True))
-        assert torch.equal(model.decoder.forward(token, kv, usual), expected)
+        assert torch.equal(fast(model.decoder).forward(token, kv, usual), expected)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -11,7 +11,11 @@ import torch
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
+from slipstream.model.decoder import Decoder
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.one_token import compile_one_token
+from slipstream.model.program import CpuProgram, compile_program
+from slipstream.spec.reason import Reason
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -20,6 +24,33 @@ BLOCK_SIZE = 4
 
 def load(path: Path, *, kernels: str = "reference", dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(path, ops=select_ops(CPU, kernels), device=CPU, dtype=dtype)
+
+
+def is_program(decoder: Decoder) -> bool:
+    """Whether its steps are C++ programs, an encoder's prompts too."""
+    return isinstance(fast(decoder).program, CpuProgram)
+
+
+class Fast:
+    """A decoder as an engine runs it: as a C++ program, a step of one token as one kernel, else by its own loop."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.layers = decoder, list(decoder.layers)
+        self.program, self.one_token = compile_program(decoder), compile_one_token(decoder)
+        self.base = decoder if isinstance(self.program, Reason) else self.program
+        self.logits, self.encode = self.base.logits, self.base.encode
+
+    def forward(self, token_ids: torch.Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> torch.Tensor:
+        one = len(token_ids) == 1 and not isinstance(self.one_token, Reason)
+        return (self.one_token if one else self.base).forward(token_ids, kv, meta)
+
+
+def fast(decoder: Decoder) -> Fast:
+    """Made anew when the decoder's layers are others (experts are counted, say)."""
+    known = vars(decoder).get("fast")
+    if known is None or any(a is not b for a, b in zip(known.layers, decoder.layers, strict=True)):
+        known = vars(decoder)["fast"] = Fast(decoder)
+    return known
 
 
 class Paged:
@@ -60,8 +91,8 @@ class Paged:
             max_seq_len=int(seq_lens.max()),
         )
         tokens = torch.tensor([t for _, part in ordered for t in part], dtype=torch.int32)
-        hidden = self.model.decoder.forward(tokens, self.kv, meta)
-        logits = self.model.decoder.logits(hidden).split(lengths)
+        way = fast(self.model.decoder)
+        logits = way.logits(way.forward(tokens, self.kv, meta)).split(lengths)
         for s, t in ordered:
             self.computed[s] += len(t)
         result: list[torch.Tensor] = [logits[0]] * len(parts)
@@ -131,7 +162,7 @@ def states(model: LoadedModel, texts: list[list[int]], num_first: list[int] | No
         meta = dataclasses.replace(meta, token_types=torch.cat(types))
     kv = [caches(model, num_blocks)] * model.spec.num_layers  # one for all layers, in turn
     tokens = torch.tensor([t for text in texts for t in text], dtype=torch.int32)
-    return model.decoder.forward(tokens, kv, meta).split([len(t) for t in texts])
+    return fast(model.decoder).forward(tokens, kv, meta).split([len(t) for t in texts])
 
 
 @torch.inference_mode()
@@ -145,6 +176,7 @@ def written(model: LoadedModel, texts: list[list[int]], answers: list[list[int]]
     )
     step = dataclasses.replace(step, num_decodes=num_decodes, cross=cross)
     kv = [caches(model, num_blocks) for _ in model.spec.layers]
-    model.decoder.encode(torch.tensor([t for text in texts for t in text], dtype=torch.int32), kv, read)
-    hidden = model.decoder.forward(torch.tensor([t for a in answers for t in a], dtype=torch.int32), kv, step)
-    return model.decoder.logits(hidden).split([len(a) for a in answers])
+    way = fast(model.decoder)
+    way.encode(torch.tensor([t for text in texts for t in text], dtype=torch.int32), kv, read)
+    hidden = way.forward(torch.tensor([t for a in answers for t in a], dtype=torch.int32), kv, step)
+    return way.logits(hidden).split([len(a) for a in answers])

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.model.decoder import LatentAttention
+from slipstream.model.layers import LatentAttention
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import weights_bytes
 from slipstream.spec.model import MoESpec

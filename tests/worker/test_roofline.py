@@ -22,7 +22,7 @@ def given(monkeypatch):
 def test_ceilings_of_this_machine(monkeypatch):
     monkeypatch.setattr(roofline, "READ_BYTES", 2**20)
     monkeypatch.setattr(roofline, "MULTIPLY_ROUNDS", 1000)
-    found = measure_ceilings(NativeOps(1).engine)
+    found = measure_ceilings(NativeOps(1).pool)
     assert min(found.read, found.int8, found.bfloat16, found.float32) > 0
 
 

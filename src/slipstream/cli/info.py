@@ -30,8 +30,9 @@ from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 if TYPE_CHECKING:
     from slipstream.compress.recipe import Recipe
     from slipstream.spec.description import ModelDescription
-    from slipstream.spec.model import LayerSpec
+    from slipstream.spec.model import LayerSpec, ModelSpec
     from slipstream.spec.quantization_config import StoredQuantization
+    from slipstream.spec.reason import Reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     config, ledger = estimate(settings, description)
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
-    parts = bytes_by_part(config, description)
+    parts, fast = bytes_by_part(config, description), fast_ways(config, spec)
     recipe, made_by = None, ""
     try:
         if (recipe := recipe_of(path)) is not None:
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 "num_parameters": spec.num_parameters,
                 "bytes_by_part": parts,
                 "kv_bytes_per_token": spec.kv_bytes_per_token(element),
+                "fast_ways": fast,
                 "spec": spec,
                 "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": ledger.num_full_sequences},
             }
@@ -96,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         *([("zeros", zeros)] if (zeros := describe_zeros(q, recipe)) is not None else []),
         *([("made by", made_by)] if made_by else []),
         *([("vectors", describe_vectors(description))] if not spec.generates else []),
+        *(("steps", describe_way(name, reason)) for name, reason in fast.items()),
         ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
     ]
     print_info(settings.model, rows)
@@ -106,6 +109,20 @@ def run(args: argparse.Namespace) -> int:
     print("\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)")
     print("\n".join(ledger.describe()))
     return 0
+
+
+def fast_ways(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None]:
+    """The fast ways to run a step that the kernels here have: None, or why they don't cover the model."""
+    from slipstream.model.trace import covered
+
+    if by_cpu_kernels(config):
+        return covered(spec, kernels="cpu")
+    return covered(spec, kernels="triton") if config.device.info.is_cuda and config.device.kernels != "reference" else {}
+
+
+def describe_way(name: str, reason: Reason | None) -> str:
+    what = {"program": "one C++ program", "one-token": "one kernel for a step of one token"}[name]
+    return what if reason is None else f"op by op, not {what}: {reason}"
 
 
 def stored_as(description: ModelDescription) -> str:

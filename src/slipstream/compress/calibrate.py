@@ -18,9 +18,11 @@ from torch import Tensor
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, quantize_rows
 from slipstream.kernels.weights import Activations, Linear
-from slipstream.model.decoder import Attention, Decoder, Layer, MoE, PositionTables, build_layer
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Attention, Layer, MoE, build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription

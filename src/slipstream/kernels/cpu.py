@@ -1,14 +1,16 @@
-"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's.
-Mixtures of experts and latent attention have files of their own (`cpu_experts.py`, `cpu_latent.py`).
+"""The op set of a CPU: C++ kernels (csrc/cpu) for everything but the sampler's draws, which are torch's. Mixtures of experts
+and latent attention have files of their own (`cpu_moe.py`, `cpu_mla.py`).
 
-A whole step runs as one program without coming back to Python (`model/compiled.py` makes it of a `Decoder`). Called one by one,
-the ops here do the same work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
+A whole step runs as one program without coming back to Python (`model/program.py`). Called one by one, the ops here do the same
+work with the same kernels, in float32 inside: a bfloat16 tensor is widened, and the result rounded.
 
-Weights are packed once, and the packed form replaces the dense one. `int8`: a scale a row; activations are rounded to 8 bits
-with a scale for every 32 of a token. Of an int8 weight with enough zeros (`SPARSE_FROM`), found in a checkpoint or by rounding,
-only the others are kept, with a bit for each place; pruning in patterns (2:4, N:M) is no case of its own. GGUF's blocks are
-taken as they are (`CPU_BLOCK_BYTES` has the types), and so are 4-bit weights by groups of 128 or 32 (`int4`, GPTQ, AWQ), whose
-inputs are rounded to 8 bits as well: with a scale for every 32 that costs next to nothing (docs/quantization.md).
+Weights are packed once, and the packed form replaces the dense one:
+
+1. `int8` has a scale a row. Its inputs are rounded to 8 bits with a scale for every 32 of a token.
+2. An int8 weight with enough zeros (`SPARSE_FROM`) is held sparse: a bit for each place and the numbers that are not zero.
+   Patterns (2:4, N:M) are no case of their own.
+3. GGUF's types are used as they are (`CPU_BLOCK_BYTES`), and so are 4-bit weights by groups of 128 or 32 (`int4`, GPTQ, AWQ).
+   Their inputs are rounded as `int8`'s are (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from slipstream.kernels.cpu_moe import (
 )
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.native import Arena, Engine, NativeLinear, Packed, Program, activation_of
+from slipstream.kernels.native import Arena, NativeLinear, Packed, Program, ThreadPool, activation_of
 from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
 from slipstream.kernels.packed_file import read_packed, write_packed
 from slipstream.kernels.quantize import round_linear
@@ -58,14 +60,14 @@ class NativeOps(CpuOps):
 
     def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
-        self.engine = Engine(num_threads, isa)
-        chosen = SPARSE_FROM.get(self.engine.isa, SPARSE_FROM_ELSEWHERE)
+        self.pool = ThreadPool(num_threads, isa)
+        chosen = SPARSE_FROM.get(self.pool.isa, SPARSE_FROM_ELSEWHERE)
         self._sparse_from = chosen if sparse_from is None else sparse_from
-        self._arena = Arena(self.engine)
+        self._arena = Arena(self.pool)
         self._argmax: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
 
     def describe(self) -> str:
-        return f"cpu (C++, {self.engine.isa})"
+        return f"cpu (C++, {self.pool.isa})"
 
     # --- Weights ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class NativeOps(CpuOps):
 
     def _eight_bits(self, weight: Tensor, scales: Tensor | None) -> Packed:
         """Codes with their scales, or numbers that are rounded here, in the form that is faster."""
-        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(self.engine, 0))
+        dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(self.pool, 0))
         if scales is None:
             dense.put_dense(weight)
         else:
@@ -127,14 +129,14 @@ class NativeOps(CpuOps):
 
     @property
     def layout(self) -> str:
-        return f"{native.library_digest()}-{self.engine.isa}-{self._sparse_from}"
+        return f"{native.library_digest()}-{self.pool.isa}-{self._sparse_from}"
 
     def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
         made = {n: w for n, w in products.items() if isinstance(w, (NativeLinear, NativeExperts)) and w.is_rounded}
         return write_packed(path, made) if len(made) == len(products) else 0
 
     def read_products(self, path: Path) -> dict[str, Linear]:
-        return read_packed(path, self._arena, self.engine.num_threads)
+        return read_packed(path, self._arena, self.pool.num_threads)
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
         if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
@@ -158,7 +160,7 @@ class NativeOps(CpuOps):
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
-        return Product(self.engine, w)(_wide(x)).to(x.dtype) if isinstance(w, NativeLinear) else super().linear(x, w)
+        return LinearProgram(self.pool, w)(_wide(x)).to(x.dtype) if isinstance(w, NativeLinear) else super().linear(x, w)
 
     def rms_norm(
         self,
@@ -198,7 +200,7 @@ class NativeOps(CpuOps):
     ) -> tuple[Tensor, Tensor]:
         total = None if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
         out = torch.empty(x.shape, dtype=torch.float32)
-        p = Program(self.engine)
+        p = Program(self.pool)
         into = -1 if total is None else p.bound(total)
         b = None if bias is None else bias.float()
         p.add("norm", p.bound(_wide(x)), into, p.bound(out), 0, layer, x.shape[1], weight.float(), b, eps, offset)
@@ -221,7 +223,7 @@ class NativeOps(CpuOps):
 
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
         out = torch.empty(len(x), size)
-        p = Program(self.engine)
+        p = Program(self.pool)
         kind = activation_of(activation)
         assert kind is not None
         p.add("activation", p.bound(_wide(x)), p.bound(out), 0, *kind, gated, size, 1)
@@ -240,7 +242,7 @@ class NativeOps(CpuOps):
         logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
 
         def begun(counted: Tensor | None, form: int) -> tuple[Program, int]:
-            p = Program(self.engine)
+            p = Program(self.pool)
             gathered = p.buffer(form, size, k)
             places = p.bound(rows), p.bound(logits), p.bound(counted)
             add_choice(p, *places, spec, experts.correction, gathered, form, size)
@@ -268,7 +270,7 @@ class NativeOps(CpuOps):
         if kv.latent:
             return super().rope_and_cache(qkv, kv, meta, heads)
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
-        p = Program(self.engine)
+        p = Program(self.pool)
         add_rope_and_cache(p, p.bound(rows), 0, heads)
         self._run_cached(p, kv, meta)
         q_size = heads.num_heads * heads.head_dim
@@ -277,7 +279,7 @@ class NativeOps(CpuOps):
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         (_, num_heads, head_dim), value_dim = q.shape, kv.v.shape[3]
         out = torch.empty(len(q), num_heads * value_dim)
-        p = Program(self.engine)
+        p = Program(self.pool)
         sizes = num_heads, kv.k.shape[1], head_dim, value_dim
         add_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, sizes, params)
         self._run_cached(p, kv, meta)
@@ -298,7 +300,7 @@ class NativeOps(CpuOps):
     ) -> Tensor:
         assert isinstance(keys, NativeExperts)
         out = torch.empty(len(q), q.shape[1], cos_sin.shape[1] + keys.rows)
-        p = Program(self.engine)
+        p = Program(self.pool)
         places = p.bound(_wide(q.flatten(1))), p.bound(_wide(row)), p.bound(out.flatten(1)), 0
         add_latent_queries(p, *places, keys, norm, eps, cos_sin, interleaved, lambda _, *sizes: p.buffer(*sizes))
         self._run_cached(p, kv, meta)
@@ -309,7 +311,7 @@ class NativeOps(CpuOps):
     ) -> Tensor:
         assert isinstance(values, NativeExperts)
         out = torch.empty(len(q), values.out_features)
-        p = Program(self.engine)
+        p = Program(self.pool)
         places, rotary = (p.bound(_wide(q.flatten(1))), p.bound(out), 0), q.shape[2] - values.inner
         add_latent_attention(p, *places, values, rotary, scale, lambda _, *sizes: p.buffer(*sizes))
         self._run_cached(p, kv, meta)
@@ -323,7 +325,7 @@ class NativeOps(CpuOps):
         wide, tokens = _wide(logits), torch.empty(len(logits), 1, dtype=torch.int64)
         size = wide.shape[1]
         if size not in self._argmax:
-            p = Program(self.engine)
+            p = Program(self.pool)
             self._argmax[size] = p, p.bound(), p.bound()
             p.add("argmax", *self._argmax[size][1:], size)
         p, x, out = self._argmax[size]
@@ -342,28 +344,24 @@ class NativeOps(CpuOps):
         program.run(native.StepInputs(num_tokens=num_tokens))
 
 
-class Product:
+class LinearProgram:
     """One product as a program of its own: float32 [T, in] → [T, out]."""
 
-    def __init__(self, engine: Engine, w: NativeLinear) -> None:
-        self._w, self._program = w, Program(engine)
-        self._x, self._y = self._program.bound(), self._program.bound()
+    def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
+        self._w, self.program = w, Program(pool)
+        self._x, self._y = self.program.bound(), self.program.bound()
         size, x = w.weight.shape[1], self._x
         if w.form != native.FORM_F32:
-            x = self._program.buffer(w.form, size)
-            self._program.add("convert", self._x, x, w.form, size, 1)
-        add_linear(self._program, x, self._y, w)
-
-    @property
-    def program(self) -> Program:
-        return self._program
+            x = self.program.buffer(w.form, size)
+            self.program.add("convert", self._x, x, w.form, size, 1)
+        add_linear(self.program, x, self._y, w)
 
     def __call__(self, x: Tensor) -> Tensor:
         assert (x.dtype, x.shape[1]) == (torch.float32, self._w.weight.shape[1])
         y = torch.empty(len(x), self._w.out_features)
-        self._program.bind(self._x, x)
-        self._program.bind(self._y, y)
-        self._program.run(native.StepInputs(num_tokens=len(x)))
+        self.program.bind(self._x, x)
+        self.program.bind(self._y, y)
+        self.program.run(native.StepInputs(num_tokens=len(x)))
         return y
 
 
@@ -371,9 +369,9 @@ class LinearArgmax:
     """Where a product's rows are largest, of equals the first: float32 [T, in] → int64 [T]. The rows themselves, [T, out], are
     never there as a whole."""
 
-    def __init__(self, engine: Engine, w: NativeLinear) -> None:
+    def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
         (part,) = w.parts
-        self.program = p = Program(engine)
+        self.program = p = Program(pool)
         self._size, self._x, self._out = part.inner, p.bound(), p.bound()
         x = self._x
         if w.form != native.FORM_F32:

@@ -1,8 +1,8 @@
 """Latent attention in the C++ kernels (csrc/cpu): a layer's operators between the products before it and the one after it.
 
-What makes keys and values of latents is a small product for each head, `heads` below: packed like the weights of experts, in
-float32 or bfloat16, and multiplied by one operator for all heads. The cache is read in place, a token's row once for all heads
-as key and as value.
+Keys and values are made of latents by a small product for each head (`heads` below). These weights are packed like those of
+experts, in float32 or bfloat16, and one operator multiplies all heads. The cache is read in place: a token's row is read once,
+as key and as value of all heads.
 """
 
 from __future__ import annotations

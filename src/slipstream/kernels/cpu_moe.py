@@ -1,9 +1,11 @@
 """Mixtures of experts in the C++ kernels (csrc/cpu/experts.cpp): how their weights are held, and a layer's operators.
 
-The weights of one expert are packed as any product's, in every form that products have but the sparse one, and those of all
-stand one after the other. A layer's operators choose each token's experts, put the tokens' rows in the order of their experts,
-and run each product over all rows of an expert, cut into tasks by what they cost; then a token's rows are summed in the order
-of its choices. Nothing of that depends on what else is in the batch.
+An expert's weight is packed like any product's, in every form but the sparse one; the experts stand one after the other. A
+layer's operators do this:
+
+1. Choose each token's experts, and put the tokens' rows in the order of their experts.
+2. Run each product over all rows of an expert, cut into tasks of about the same cost.
+3. Sum a token's rows in the order of its choices, so that the sum does not depend on what else is in the batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Bindings of libslipstream_cpu (csrc/cpu): plain ctypes over its C interface, so that one binary serves every Python and
-torch.
+"""Bindings of libslipstream_cpu (csrc/cpu): ctypes over its C interface, so that one binary serves every Python and torch.
 
-The library lies in this package (`pip install .` builds it; `python -m slipstream.kernels.build` does in a source tree). What
-is handed to it are addresses of tensors: `Program` keeps those tensors alive, and every shape is checked here or by its
-callers, since nothing is on the other side. """
+The library lies in this package. `pip install .` builds it, in a source tree `python -m slipstream.kernels.build`. It is given
+the addresses of tensors and checks nothing: `Program` keeps the tensors alive, and shapes are checked here or by the callers.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def activation_of(activation: Activation) -> tuple[int, float, float] | None:
-    """(kind, alpha, limit), as the operators take it; None: they have none such."""
+    """(kind, alpha, limit), as the operators take it. None: they don't have it."""
     if isinstance(activation, ClampedSwiglu):
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
@@ -176,19 +175,19 @@ def load() -> ctypes.CDLL:
 
 @cache
 def library_digest() -> str:
-    """What tells this build of the library from others."""
+    """A digest that differs between builds of the library."""
     path = library_path()
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def instruction_sets() -> list[str]:
-    """Those that the library was built for and this machine runs, the fastest last."""
+    """The instruction sets that the library was built for and this machine runs, the fastest last."""
     library = load()
     return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas()) if library.ss_isa_usable(i)]
 
 
-class Engine:
-    """A pool of `num_threads` threads (the caller's is one) and an instruction set, the fastest unless one is named."""
+class ThreadPool:
+    """`num_threads` threads, of which the caller's is one, and an instruction set: `isa`, or the fastest."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         library = load()
@@ -209,14 +208,14 @@ class Engine:
 
 
 class Arena:
-    """Memory for weights, in stretches large enough for the system's huge pages: reading through small ones, a thread waits for
-    their table as long as for the weights. Pages are the process's only once they are written. `engine`: whose threads pack
-    what lies there; without, the caller's alone does."""
+    """Memory for weights, in stretches that are large enough for the system's huge pages. (Through small pages a thread waits
+    for the page table as long as for the weights.) Unwritten pages take no memory. The threads of `pool` pack what lies there;
+    without a pool the caller's thread does."""
 
     SIZE = 64 * 2**20
 
-    def __init__(self, engine: Engine | None = None, size: int = SIZE) -> None:
-        self.engine, self._size = engine, size
+    def __init__(self, pool: ThreadPool | None = None, size: int = SIZE) -> None:
+        self.pool, self._size = pool, size
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
@@ -236,11 +235,11 @@ class Packed:
     rows: int
     inner: int
     data: Tensor  # uint8
-    engine: Engine | None = None  # whose threads pack it
+    pool: ThreadPool | None = None  # whose threads pack it
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
-        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.engine)
+        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.pool)
 
     @property
     def form(self) -> int:
@@ -248,7 +247,7 @@ class Packed:
 
     @property
     def _pool(self) -> int | None:
-        return None if self.engine is None else int(self.engine.pointer)
+        return None if self.pool is None else int(self.pool.pointer)
 
     def put_dense(self, values: Tensor, row0: int = 0, to: Tensor | None = None) -> None:
         """Rows of float32 or bfloat16 [n, inner] become rows row0 … (or `to` int32 [n])."""
@@ -310,7 +309,7 @@ class Packed:
         return packed
 
     def moved(self, arena: Arena) -> Packed:
-        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()), arena.engine)
+        packed = Packed(self.kind, self.rows, self.inner, arena.take(self.data.numel()), arena.pool)
         packed.data.copy_(self.data)
         return packed
 
@@ -348,12 +347,12 @@ class PackedExperts:
     inner: int
     num_experts: int
     data: Tensor  # uint8
-    engine: Engine | None = None
+    pool: ThreadPool | None = None
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, num_experts: int, arena: Arena) -> PackedExperts:
         stride = -(-load().ss_packed_bytes(kind, rows, inner) // 64) * 64
-        return PackedExperts(kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.engine)
+        return PackedExperts(kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.pool)
 
     @property
     def stride(self) -> int:
@@ -362,11 +361,11 @@ class PackedExperts:
 
     def of(self, expert: int) -> Packed:
         own = self.data[expert * self.stride : (expert + 1) * self.stride]
-        return Packed(self.kind, self.rows, self.inner, own, self.engine)
+        return Packed(self.kind, self.rows, self.inner, own, self.pool)
 
 
 def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
-    """Whether they hold something else than numbers of the model's own type."""
+    """Whether no part holds numbers of the model's own type."""
     return all(part.kind not in (F32, BF16) for part in parts)
 
 
@@ -405,9 +404,9 @@ class Operator:
 class Program:
     """A list of operators over buffers. `add` passes tensors as addresses and keeps them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._library, self._engine, self._kept = load(), engine, list[Tensor]()
-        self._pointer = self._library.ss_program_create(engine.pointer)
+    def __init__(self, pool: ThreadPool) -> None:
+        self._library, self._pool, self._kept = load(), pool, list[Tensor]()
+        self._pointer = self._library.ss_program_create(pool.pointer)
         self.operators: list[Operator] = []
         self.token_bytes = 0  # of its own buffers, a token
 
@@ -445,14 +444,14 @@ class Program:
         self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
 
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> Running:
-        """`run` without waiting: the engine's other threads work while the caller does something else. `kept`: what the step
+        """`run` without waiting: the pool's other threads work while the caller does something else. `kept`: what the step
         reads and writes."""
-        running = Running(self, then, kept)  # before there is something to wait for: a Ctrl-C may come in between
+        running = Running(self, then, kept)  # made first: a Ctrl-C may come in between
         self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
         return running
 
     def wait(self) -> None:
-        """Until what was begun last on the engine is done, as one of its threads."""
+        """Until what was begun last on the pool is done, as one of its threads."""
         if pointer := self.__dict__.get("_pointer"):  # a collector of cycles may have destroyed it, which waits too
             self._library.ss_wait(pointer)
 
@@ -465,7 +464,7 @@ class Program:
 
 
 class Running:
-    """A step that was begun, and what must live until it is done. Whoever drops it waits."""
+    """A step that was begun, and what must live until it is done. Dropping it waits for the step."""
 
     _program: Program | None = None
 

@@ -1,10 +1,12 @@
 """The op set: what a model is computed with, and the one place that chooses an implementation.
 
-`OpSet` gives every op's signature, shapes and meaning; `reference.py` is the oracle, `cpu.py` the C++ kernels of a CPU,
-`cpu_torch.py` the torch ops that are fast there where those are not built, `triton/` the GPU's. The decoder is handed an
-`OpSet` and never asks which. `weights.py` has what products are given, `metadata.py` what ops are told of a step. Shapes: T
-tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F feed-forward
-size.
+`OpSet` gives every op's signature, shapes and meaning. An op that few models need has a default in plain torch here. The
+implementations: `reference.py` (the oracle), `cpu.py` (C++ kernels), `cpu_torch.py` (torch's fast ops, where the C++ kernels
+are not built), `triton/` (GPUs). The decoder is given an `OpSet` and never asks which. `weights.py` has the weights of
+products, `layouts.py` what ops are told of a layer, `metadata.py` what they are told of a step.
+
+Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F
+feed-forward size.
 
 A step's keys and values are written to the cache first, then attention reads everything from the cache: prefill, chunked
 prefill and decode are one op.
@@ -14,107 +16,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from slipstream.kernels.layouts import AttentionParams as AttentionParams
+from slipstream.kernels.layouts import Experts as Experts
+from slipstream.kernels.layouts import MLAShape as MLAShape
+from slipstream.kernels.layouts import QKVLayout as QKVLayout
+from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
-from slipstream.spec.model import Activation, MoESpec, NamedActivation
+from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, OwnNorm
+from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QKVLayout:
-    """What a layer's `rope_and_cache` makes of a row: how many heads, of which size, and how q and k of each are normed and
-    turned. Without `q_norm` and `k_norm` they are not normed, without `cos_sin` not rotated."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    cos_sin: Tensor | None = None  # float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second
-    interleaved: bool = False
-    q_norm: Tensor | None = None  # [D], and k's
-    k_norm: Tensor | None = None
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-
-    @property
-    def rotary_dim(self) -> int:
-        return 0 if self.cos_sin is None else self.cos_sin.shape[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionParams:
-    """How a layer's `attention` weighs the keys that a query sees."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None  # float32 [H]
-    sinks: Tensor | None = None  # [H]
-    distance_bias: Tensor | None = None  # float32 [H, 2R + 1]
-    causal: bool = True
-
-    @property
-    def reach(self) -> int:
-        """R: farther keys have the bias of those so far away."""
-        return 0 if self.distance_bias is None else self.distance_bias.shape[1] // 2
-
-    @property
-    def scales_only(self) -> bool:
-        """Scores are products times `scale` (of keys that a mask may hide), and nothing else joins them."""
-        others = self.softcap, self.alibi_slopes, self.sinks, self.distance_bias
-        return all(other is None for other in others)
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A layer's: `up` [X · 2F, E] (or [X · F, E]) and `down` [X · E, F] hold them one below the other, their biases too."""
-
-    up: Linear
-    down: Linear
-    spec: MoESpec
-    correction: Tensor | None = None  # float32 [X], if spec.correction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLAShape:
-    """Latent attention in a `TokenShape`."""
-
-    nope_dim: int
-    rotary_dim: int
-    rank: int
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenShape:
-    """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense or the mixture `experts`, which has
-    the dense ones' activation and no biases but a router's; `intermediate_size` is 0 without dense ones."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int  # those that keys are shared out by: with latents, which have none, as many as heads
-    head_dim: int  # of what attention gives
-    latent: MLAShape | None
-    gated: bool
-    activation: NamedActivation
-    parallel: bool
-    norm: Literal["rms", "layer"]
-    norm_eps: float
-    norm_offset: float
-    mlp_norm: bool  # whether up reads a norm of its own
-    mlp_norm_eps: float
-    interleaved: bool
-    qk_eps: float
-    qk_offset: float
-    scale: float
-    experts: MoESpec | None = None
 
 
 class OpSet(ABC):
@@ -165,6 +85,26 @@ class OpSet(ABC):
         may be the head itself."""
         return table
 
+    def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
+        """The device of a model with this embedding table, and the type of its hidden states. A table in a checkpoint's own
+        blocks is on the CPU; its `weight` is only a stand-in."""
+        if isinstance(table, Linear):
+            return torch.device("cpu"), table.weight.dtype
+        return table.device, table.dtype
+
+    def position_tables(self, max_model_len: int, device: torch.device) -> PositionTables:
+        return PositionTables(max_model_len, device)
+
+    def new_counts(self, num_experts: int, device: torch.device) -> Tensor:
+        """Where a layer's tokens are counted by expert: int64 [X] zeros."""
+        return torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    def pack_latent(self, expand: Tensor, spec: LatentAttentionSpec) -> tuple[Any, Any]:
+        """What makes keys and values of latents, [H · (P + V), C], head by head: (keys [H, P, C], values [H, C, V]), both as
+        `pack_heads` makes them."""
+        keys, values = expand.unflatten(0, (spec.num_heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
+        return self.pack_heads(keys), self.pack_heads(values.transpose(1, 2))
+
     def pack_heads(self, weight: Tensor) -> Any:
         """What latent attention multiplies head by head, [H, in, out], as this op set's `mla_attention` reads it."""
         return weight.contiguous()
@@ -185,11 +125,11 @@ class OpSet(ABC):
         layers: Sequence[Mapping[str, Tensor | None]],
         product: Linear,
         cos_sin: Tensor | None,
-    ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | None:
-        """All layers of a step of one sequence at once: x [1, E] → the residual after the last layer [1, E]. None: this op set
-        runs them one by one. `layers` are the tensors of each, by name (with a "router", it has experts);
-        `product` is one of the products, all of one form."""
-        return None
+    ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
+        """All layers of a step of one token as one call: x [1, E] → the residual after the last layer [1, E]. A `Reason` says
+        why this op set can't. `layers` are the tensors of each, by name (a layer with a "router" has experts); `product` is
+        one of the products, which all have one form."""
+        return Reason(f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
         """For a person: how the parts of a product's weight are held, and in how many bytes."""
@@ -203,6 +143,14 @@ class OpSet(ABC):
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
+
+    def embed_positions(self, meta: AttentionMetadata, table: Tensor, offset: int) -> Tensor:
+        """Learned positions of the step's tokens: rows of `table` at position + offset, [T, E]."""
+        return self.embed(meta.positions + offset, table)
+
+    def embed_token_types(self, meta: AttentionMetadata, table: Tensor) -> Tensor:
+        """Rows of `table` by the tokens' types, [T, E]; [E], for all of them, if all are of the first type."""
+        return table[0] if meta.token_types is None else self.embed(meta.token_types, table)
 
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:
@@ -248,6 +196,49 @@ class OpSet(ABC):
     ) -> tuple[Activations, Tensor]:
         """Like `rms_norm`, with the mean taken off and a bias added."""
 
+    def own_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        norm: OwnNorm,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        """Like `layer_norm`, by a function from outside."""
+        total = x if residual is None else x + residual
+        normed: Tensor = norm.function(total.float(), weight, bias, eps).to(x.dtype)
+        return normed if inputs is None else self.quantize(normed, inputs), total
+
+    def clip(self, x: Tensor, limit: float) -> Tensor:
+        """Each number cut to ±limit."""
+        return x.clamp(-limit, limit)
+
+    def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        """q and k of rows [T, (H + 2K) · D] normed by `spec.qk_norm`, where that is over the row of all heads, or of each head
+        with a weight of its own. (One weight for all heads: `rope_and_cache`.)"""
+        norm = spec.qk_norm
+        assert norm is not None
+        q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
+        if norm.over == "each":
+            qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, spec.head_dim))
+            heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * torch.cat((q_norm, k_norm)).float()
+            return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
+        normed = [
+            self.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
+            for x, weight in ((q, q_norm), (k, k_norm))
+        ]
+        return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """tanh(x / cap) · cap, in float32."""
+        return (x.float() / cap).tanh().mul(cap).to(x.dtype)
+
     @abstractmethod
     def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
         """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
@@ -256,6 +247,11 @@ class OpSet(ABC):
         q and k of each head are RMS-normed first, then rotated by `cos_sin` as it stands at `meta.positions`; dimensions beyond
         rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
         """
+
+    def cache_kv(self, rows: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> None:
+        """Keys and values [T, 2K · D], without queries, go to their slots of the cache."""
+        q = rows.new_zeros(len(rows), heads.num_heads * heads.head_dim)
+        self.rope_and_cache(torch.cat((q, rows), dim=1), kv, meta, heads)
 
     @abstractmethod
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
@@ -354,6 +350,10 @@ class OpSet(ABC):
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
         """[T, F] → [T, F]."""
+
+    def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertLoad:
+        """What `moe` counts by in a step."""
+        return ExpertLoad(counts, meta.slot_mapping, kv.block_size)
 
     @abstractmethod
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:

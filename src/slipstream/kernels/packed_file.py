@@ -112,7 +112,7 @@ def _linear(name: str, described: Mapping[str, Any], data: Mapping[str, Tensor],
             raise ValueError(f"{name} has {own.numel()} bytes, and {least * (num_experts or 1)} are needed")
     weight = torch.empty(described["rows"], parts[0][2], dtype=getattr(torch, described["dtype"]), device="meta")
     if num_experts is None:
-        plain = tuple(Packed(*part, arena.engine) for part in parts)
+        plain = tuple(Packed(*part, arena.pool) for part in parts)
         return NativeLinear(weight=weight, bias=None, parts=plain)
-    experts = tuple(PackedExperts(kind, rows, inner, num_experts, own, arena.engine) for kind, rows, inner, own in parts)
+    experts = tuple(PackedExperts(kind, rows, inner, num_experts, own, arena.pool) for kind, rows, inner, own in parts)
     return NativeExperts(weight=weight, bias=None, parts=experts)

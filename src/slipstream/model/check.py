@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
-from slipstream.model.decoder import Decoder, Layer
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Layer, run_layers
 from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import ModelSpec
 
 BLOCK_SIZE = 16
@@ -67,11 +69,11 @@ def check(
 @torch.inference_mode()
 def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float) -> CheckReport:
     """What follows the embeddings, each layer and the head, side by side; then the result once more, as the engine computes it,
-    where that is one program (`Decoder.compiled`)."""
-    found = dict(_our_states(ours.decoder, tokens))
+    where that is one program (`model.program`)."""
+    found = _our_states(ours.decoder, tokens)
     expected = dict(_their_states(theirs, tokens, ours.spec))
-    if ours.decoder.compiled is not None:
-        found["as one program"] = _whole_step(ours.decoder, tokens)
+    if isinstance(program := compile_program(ours.decoder), CpuProgram):
+        found["as one program"] = _whole_step(ours.decoder, program, tokens)
         expected["as one program"] = expected[ENDS[ours.spec.kind]]
     differences = []
     for where, state in found.items():
@@ -107,44 +109,41 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
     return made * len(specs) if decoder.spec.is_encoder else made
 
 
-def _our_states(decoder: Decoder, tokens: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """(where, the residual there [T, E]); last the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
+def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
+    """By name the residual there [T, E]; last the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
-    def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Iterator[Any]:
-        """The states by name, and in the end what is to be normed."""
-        h, residual = decoder.embedded(ids, meta), None
-        yield f"{name}embeddings", h.clone()
-        for i, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
-            h, residual = layer(decoder.ops, h, residual, cache, meta)
-            yield f"{name}layer {i}", h.clone() if residual is None else h + residual
-        yield h, residual
+    found: dict[str, Tensor] = {}
+
+    def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Any:
+        """What is to be normed in the end; the states by name go to `found`."""
+
+        def before(i: int, h: Tensor, residual: Tensor | None) -> None:
+            where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
+            found[where] = h.clone() if residual is None else h + residual
+
+        return run_layers(decoder.ops, layers, decoder.embedded(ids, meta), kv, meta, before)
 
     if (encoder := decoder.encoder) is not None:
-        *named, (h, residual) = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
-        yield from named
-        states = encoder.final_norm(decoder.ops, h, residual)[0]
-        for layer, cache in zip(decoder.layers, kv, strict=True):
-            assert layer.cross is not None
-            layer.cross.remember(decoder.ops, states, cache, read)
-    *named, (h, residual) = through(decoder.layers, kv, meta, "")
-    yield from named
-    yield ENDS[decoder.spec.kind], _end(decoder, decoder.finished(h, residual), meta)
+        states = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
+        decoder.remember(encoder.final_norm(decoder.ops, *states)[0], kv, read)
+    hidden = decoder.finished(*through(decoder.layers, kv, meta, ""))
+    return {**found, ENDS[decoder.spec.kind]: _end(decoder, decoder, hidden, meta)}
 
 
-def _end(decoder: Decoder, hidden: Tensor, meta: AttentionMetadata) -> Tensor:
+def _end(decoder: Decoder, way: Decoder | CpuProgram, hidden: Tensor, meta: AttentionMetadata) -> Tensor:
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
-    return hidden if decoder.spec.is_encoder else decoder.logits(hidden)
+    return hidden if decoder.spec.is_encoder else way.logits(hidden)
 
 
-def _whole_step(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) -> Tensor:
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
     if decoder.encoder is not None:
-        decoder.encode(ids, kv, read)
-    return _end(decoder, decoder.forward(ids, kv, meta), meta)
+        program.encode(ids, kv, read)
+    return _end(decoder, program, program.forward(ids, kv, meta), meta)
 
 
 def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

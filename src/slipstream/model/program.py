@@ -1,12 +1,264 @@
-"""The CPU's program of a decoder's step."""
+"""A model's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states.
+
+The program is lowered from the decoder's own trace (`kernels.cpu_lowering`), so it computes what the plain loop computes. An
+encoder-decoder has two programs: one reads prompts, the other is the step that writes.
+"""
 
 from __future__ import annotations
 
-from slipstream.model.decoder import Decoder
-from slipstream.spec.reason import Reason
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
-CpuProgram = Decoder
+import torch
+from torch import Tensor
+
+from slipstream.kernels import native
+from slipstream.kernels.cpu import LinearArgmax, LinearProgram, NativeOps, add_attention, add_linear, add_rope_and_cache
+from slipstream.kernels.cpu_lowering import Emitter, Lowered, Scratch, lower, refusal
+from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
+from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
+from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.model.decoder import Decoder
+from slipstream.model.trace import lowered_part, trace, trace_encoder
+from slipstream.spec.model import Activation
+from slipstream.spec.reason import Reason
 
 
 def compile_program(decoder: Decoder) -> CpuProgram | Reason:
-    return Reason("no program", notable=False) if decoder.compiled is None else decoder
+    """The decoder's program, or why there is none: then its own loop runs, with the same kernels one by one."""
+    ops = decoder.ops
+    if not isinstance(ops, NativeOps):
+        return Reason(f"the C++ program needs kernels='cpu', and here {ops.name!r} run", notable=False)
+    step = trace(decoder)
+    if (reason := refusal(step.head)) is not None:
+        return reason
+    body = _compiled(ops, *lowered_part(decoder.spec, step))
+    if isinstance(body, Reason) or decoder.encoder is None:
+        return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head)
+    encoder = trace_encoder(decoder)
+    reading = _compiled(ops, encoder.body, encoder.embedded, None)
+    return reading if isinstance(reading, Reason) else CpuProgram(decoder, ops, body, reading, step.head)
+
+
+class CpuProgram:
+    """A decoder's step, or an encoder's, as C++ operators; hidden states and logits are float32."""
+
+    def __init__(
+        self, decoder: Decoder, ops: NativeOps, body: CompiledOps, reading: CompiledOps | None, head: Sequence[Op]
+    ) -> None:
+        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits."""
+        self.decoder, self.spec, self.hidden_size = decoder, decoder.spec, decoder.spec.hidden_size
+        self._body, self._reading = body, reading
+        self._head = [_head_step(ops, op) for op in head]
+        self._argmax: LinearArgmax | None = None
+        # A factor or a soft cap could round neighbours to equals. A batch that needs logits would then take the first of them,
+        # and this the larger.
+        if len(head) == 1 and len(head[0].arguments["w"].parts) == 1:
+            self._argmax = LinearArgmax(ops.pool, head[0].arguments["w"])
+        for i, layer in enumerate(decoder.layers):
+            if layer.expert_counts is not None:
+                self.count_experts(i, layer.expert_counts)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The step's, then that from hidden states to logits; an encoder has none of these."""
+        return (self._body.program, *(step.program for step in self._head if isinstance(step, LinearProgram)))
+
+    def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        """token_ids [T] → hidden states float32 [T, E] after the final norm; keys and values are in the cache."""
+        hidden = torch.empty(len(token_ids), self.hidden_size)
+        given = self.decoder.embedded(token_ids, meta) if self.spec.is_encoder else None
+        self._body.run(kv, meta, token_ids, given, hidden)
+        return hidden
+
+    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """`Decoder.encode`"""
+        assert self._reading is not None
+        self._reading.run(kv, meta, None, self.decoder.embedded(token_ids, meta), None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, E] → float32 [N, V]"""
+        for step in self._head:
+            hidden = step(hidden)
+        return hidden
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        """float32 [N, E] → tokens int64 [N] whose logits are largest, of equals the first, without writing the logits. None:
+        they must be written, since they are scaled or capped, or the head is of several parts."""
+        return None if self._argmax is None else self._argmax(hidden)
+
+    def begin_greedy(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Tensor, Running] | None:
+        """`greedy(forward(...))` of a decoder in one: the tokens, and the step that is then under way. None: as `greedy`."""
+        if self._argmax is None:
+            return None
+        hidden = torch.empty(len(token_ids), self.hidden_size)
+        found = self._argmax.of(hidden)
+        return found, self._body.begin(kv, meta, token_ids, hidden, self._argmax.program)
+
+    def count_experts(self, layer: int, counts: Tensor) -> None:
+        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
+        self._body.program.bind(self._body.lowered.counts[layer], counts[None])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
+        reading = 0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
+        return self._body.program.token_bytes + 4 * self.hidden_size + reading
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class CompiledOps:
+    """A program and how it is called."""
+
+    program: Program
+    lowered: Lowered
+    _kv: Sequence[LayerKV] | None = None
+    _pointers: object = None
+
+    def run(
+        self,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        token_ids: Tensor | None,
+        given: Tensor | None,
+        out: Tensor | None,
+    ) -> None:
+        """`given` [T, E] is read, not changed; `out` [T, E] is written."""
+        if given is not None and self.lowered.given is not None:
+            given = given.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # layers add to it in place
+            self.program.bind(self.lowered.given, given)
+        inputs, kept = self._inputs(kv, meta, token_ids, out)
+        self.program.run(inputs)
+        del kept, given
+
+    def begin(
+        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor, out: Tensor, then: Program
+    ) -> Running:
+        inputs, kept = self._inputs(kv, meta, token_ids, out)
+        return self.program.begin(inputs, then, (kept, out, kv))
+
+    def _inputs(
+        self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Tensor | None, out: Tensor | None
+    ) -> tuple[native.StepInputs, object]:
+        """The step as the library reads it, and what must live while it runs."""
+        if out is not None and self.lowered.out is not None:
+            self.program.bind(self.lowered.out, out)
+        if self._kv is not kv:
+            self._kv, self._pointers = kv, native.layer_pointers(kv)
+        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
+        return inputs, (kept, self._pointers)
+
+
+def _compiled(ops: NativeOps, part: Sequence[Op], given: Value | None, result: Value | None) -> CompiledOps | Reason:
+    program = Program(ops.pool)
+    lowered = lower(part, given, result, ProgramEmitter(program))
+    return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered)
+
+
+def _head_step(ops: NativeOps, op: Op) -> Callable[[Tensor], Tensor]:
+    """One op between hidden states and logits."""
+    if op.name == "linear":
+        return LinearProgram(ops.pool, op.arguments["w"])
+    if op.name == "scale":
+        factor = op.arguments["factor"]
+        return lambda x: x * factor
+    assert op.name == "softcap"
+    cap = op.arguments["cap"]
+    return lambda x: ops.softcap(x, cap)
+
+
+class ProgramEmitter(Emitter):
+    """Writes operators into a `Program`."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
+        return self.program.buffer(form, size, rows_a_token)
+
+    def bound(self) -> int:
+        return self.program.bound()
+
+    def form(self, w: Any) -> int:
+        return _native(w).form
+
+    def gates(self, w: Any) -> bool:
+        return len(_native(w).parts) == 1 and w.out_features % 64 == 0
+
+    def embed(self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool) -> None:
+        if isinstance(table, NativeLinear):
+            (part,) = table.parts
+            kind, rows, inner, data = part.kind, part.rows, part.inner, part.data
+        else:
+            plain = table if table.dtype in (torch.float32, torch.bfloat16) else table.float()
+            kind = native.ROWS_BF16 if plain.dtype == torch.bfloat16 else native.ROWS_F32
+            (rows, inner), data = plain.shape, plain.contiguous()
+        if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` has it
+            scale = float(torch.tensor(scale, dtype=table.weight.dtype if isinstance(table, NativeLinear) else table.dtype))
+        self.program.add("embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate)
+
+    def norm(self, x: int, residual: int, out: int, form: int, op: Op) -> None:
+        a = op.arguments
+        bias = None if a["bias"] is None else a["bias"].float()
+        how = a["weight"].float(), bias, a["eps"], a["weight_offset"]
+        self.program.add("norm", x, residual, out, form, op.name == "layer_norm", op.out.width, *how)
+
+    def convert(self, x: int, out: int, form: int, size: int) -> None:
+        self.program.add("convert", x, out, form, size, 1)
+
+    def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
+        add_linear(self.program, x, out, w, accumulate=accumulate)
+
+    def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None:
+        (part,) = w.parts
+        weight = (part.kind, part.rows, part.inner, part.data)
+        self.program.add("gated_linear", x, out, form, *_kind(activation), *weight, w.bias, weights=part)
+
+    def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None:
+        self.program.add("activation", x, out, form, *_kind(activation), gated, size, 1)
+
+    def rope_and_cache(self, rows: int, layer: int, heads: QKVLayout, *, has_queries: bool) -> None:
+        add_rope_and_cache(self.program, rows, layer, heads if has_queries else dataclasses.replace(heads, num_heads=0))
+
+    def attention(
+        self, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], params: AttentionParams, cross: bool
+    ) -> None:
+        add_attention(self.program, q, out, layer, sizes, params, cross=cross)
+
+    def mla_attention(self, q: int, row: int, out: int, layer: int, op: Op, scratch: Scratch) -> None:
+        a, cos_sin = op.arguments, op.arguments["cos_sin"]
+        heads, rank = op.x.shape[0], op.inputs[1].width - cos_sin.shape[1]
+        queries = scratch("queries", FORM_F32, heads * (rank + cos_sin.shape[1]))
+        norm = a["norm"], a["eps"]
+        add_latent_queries(self.program, q, row, queries, layer, a["keys"], *norm, cos_sin, a["interleaved"], scratch)
+        add_latent_attention(self.program, queries, out, layer, a["values"], cos_sin.shape[1], a["scale"], scratch)
+
+    def experts(self, x: int, logits: int, counts: int, experts: Experts, scratch: Scratch) -> int:
+        p, up, down, spec = self.program, experts.up, experts.down, experts.spec
+        assert isinstance(up, NativeExperts)
+        assert isinstance(down, NativeExperts)
+        rows = scratch("expert rows", up.form, up.inner, spec.num_experts_per_token)
+        add_choice(p, x, logits, counts, spec, experts.correction, rows, up.form, up.inner)
+        return add_experts(p, rows, up, down, spec, scratch)
+
+    def combine(self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool) -> None:
+        self.program.add("combine", results, out, size, shared, weight, accumulate)
+
+
+def _native(w: object) -> NativeLinear:
+    if not isinstance(w, NativeLinear):
+        raise Refused(f"the C++ program has no product with a {type(w).__name__}")
+    return w
+
+
+def _kind(activation: Activation) -> tuple[int, float, float]:
+    kind = activation_of(activation)
+    assert kind is not None, "the lowering refuses others"
+    return kind

@@ -19,7 +19,9 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import OpSet
-from slipstream.model.decoder import Decoder, Layer, PositionTables, build_layer
+from slipstream.kernels.positions import PositionTables
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Layer, build_layer
 from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
 
 

@@ -31,6 +31,7 @@ from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
+from slipstream.worker.forward import Forwards
 
 FORMAT = 1
 ROUNDS = 12
@@ -153,7 +154,7 @@ def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[]
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     values = {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in parameters(_SPEC).items()}
     scheme = SCHEMES["int8"] if weights == "int8" else None
-    decoder = Decoder(_SPEC, values, ops, max_model_len=_SPEC.max_position, scheme=scheme)
+    forwards = Forwards(Decoder(_SPEC, values, ops, max_model_len=_SPEC.max_position, scheme=scheme))
     a, num_blocks = _SPEC.layers[0].attention, PROMPT // BLOCK + 2
     shape = (num_blocks, a.num_kv_heads, BLOCK, a.head_dim)
     kv = [LayerKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in _SPEC.layers]
@@ -161,7 +162,7 @@ def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[]
     def step(first: int, num_tokens: int) -> Callable[[], Tensor]:
         meta = AttentionMetadata.uniform(1, num_tokens, first + num_tokens, block_size=BLOCK)
         ids = torch.zeros(num_tokens, dtype=torch.int32)
-        return lambda: decoder.forward(ids, kv, meta)
+        return lambda: forwards.hidden(ids, kv, meta)
 
     return step(PROMPT, 1), step(0, PROMPT)
 

@@ -192,21 +192,24 @@ class Forwards:
 
     def _build(self) -> None:
         """Ways that run given tokens; graphs are added by `add` once there is a cache."""
-        program = compile_program(self.decoder)
-        if isinstance(program, Reason):
-            self._refuse(Program.name, program)
-        else:
-            self.base = Program(self.decoder, program)
-        kernel = compile_one_token(self.decoder)
         self.paths = [self.base]
-        if isinstance(kernel, Reason):
-            self._refuse(OneToken.name, kernel)
+        if self.decoder.device.type == "cpu":
+            program = compile_program(self.decoder)
+            if isinstance(program, Reason):
+                self._refuse(Program.name, program)
+            else:
+                self.base = Program(self.decoder, program)
+                self.paths = [self.base]
         else:
-            self.paths.insert(0, OneToken(self.decoder, kernel))
+            kernel = compile_one_token(self.decoder)
+            if isinstance(kernel, Reason):
+                self._refuse(OneToken.name, kernel)
+            else:
+                self.paths = [OneToken(self.decoder, kernel), self.base]
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:
-            _logger.info("steps do not run as %s: %s", name, reason)
+            _logger.warning("steps do not run the fast way, %s: %s", name, reason)
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:

@@ -20,9 +20,10 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import Engine, Operator, Packed, PackedExperts, Program, StepInputs
-from slipstream.model.compiled import CompiledStep
+from slipstream.kernels.native import Operator, Packed, PackedExperts, Program, StepInputs, ThreadPool
+from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
+from slipstream.spec.reason import Reason
 from slipstream.worker.model_runner import ModelRunner
 
 READ_BYTES = 256 * 2**20
@@ -90,7 +91,7 @@ class Roofline:
 def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int) -> Roofline:
     """Decode steps of each batch size with `context` tokens a sequence, and the prefill of one prompt. ConfigError where a step
     is not one program of the C++ kernels."""
-    ops, step = runner.ops, runner.model.decoder.compiled
+    ops, step = runner.ops, compile_program(runner.model.decoder)
     if not isinstance(ops, NativeOps):
         raise ConfigError(
             f"the roofline is that of the C++ kernels, and here {ops.name!r} run; use a CPU with kernels='auto' (`slipstream "
@@ -99,9 +100,9 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
         )
     if (kind := runner.model.spec.kind) != "a decoder":
         raise ConfigError(f"the roofline is that of a decoder's steps, and this model is {kind}", field="model")
-    if step is None:
+    if isinstance(step, Reason):
         raise ConfigError(
-            f"a step of {runner.model.spec.family} is not one program of the C++ kernels, so its operators can't be timed",
+            f"a step of {runner.model.spec.family} is no program of the C++ kernels, so its operators can't be timed: {step}",
             field="model",
         )
     longest = max(prompt, context)
@@ -109,7 +110,7 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
         raise ConfigError(
             f"{longest} tokens are more than max_model_len={runner.config.model.max_model_len}", field="max_model_len"
         )
-    ceilings = measure_ceilings(ops.engine)
+    ceilings = measure_ceilings(ops.pool)
     size = runner.config.cache.block_size
     shapes = [(f"decode {n}", n, 1, context) for n in batch_sizes] + [(f"prefill {prompt}", 1, prompt, prompt)]
     num_blocks = max(n * -(-length // size) for _, n, _, length in shapes) + 1
@@ -124,18 +125,18 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
             )
             for name, n, new, length in shapes
         )
-    return Roofline(kernels=ops.describe(), num_threads=ops.engine.num_threads, ceilings=ceilings, steps=steps)
+    return Roofline(kernels=ops.describe(), num_threads=ops.pool.num_threads, ceilings=ceilings, steps=steps)
 
 
-def measure_ceilings(engine: Engine) -> Ceilings:
+def measure_ceilings(pool: ThreadPool) -> Ceilings:
     data = torch.zeros(READ_BYTES, dtype=torch.uint8)
     data.fill_(0)  # its pages must be there
     rates = {}
     for what, name in enumerate(native.CEILINGS):
         rounds = 1 if name == "read" else MULTIPLY_ROUNDS
-        program = Program(engine)
+        program = Program(pool)
         program.add("ceiling", what, data, READ_BYTES, rounds)
-        work = READ_BYTES if name == "read" else 2 * native.load().ss_ceiling_macs(engine.pointer, what, rounds)
+        work = READ_BYTES if name == "read" else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
         best = float("inf")  # a busy neighbour only ever adds, and is not busy for long at a time
         until = time.perf_counter() + CEILING_SECONDS
         for repeat in itertools.count():
@@ -149,16 +150,16 @@ def measure_ceilings(engine: Engine) -> Ceilings:
 
 
 def _shares(
-    step: CompiledStep, kv: list[LayerKV], num_seqs: int, num_new: int, length: int, block_size: int, ceilings: Ceilings
+    step: CpuProgram, kv: list[LayerKV], num_seqs: int, num_new: int, length: int, block_size: int, ceilings: Ceilings
 ) -> tuple[OperatorShare, ...]:
     meta = AttentionMetadata.uniform(num_seqs, num_new, length, block_size=block_size)
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
-    programs = (step.program, step.head.program)
+    programs = step.programs
     rounds: list[list[int]] = []
     for _ in range(REPEATS + 1):
         for program in programs:
             program.profile("wall")
-        step.head(step(tokens, kv, meta)[num_new - 1 :: num_new])
+        step.logits(step.forward(tokens, kv, meta)[num_new - 1 :: num_new])
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
     attention = [layer.attention for layer in step.spec.layers]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, Through
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, fit
-from slipstream.model.decoder import build_layer
+from slipstream.model.layers import build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.spec.scheme import WeightFormat
 

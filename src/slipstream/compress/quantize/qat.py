@@ -22,7 +22,8 @@ from slipstream.compress.objective import LOGITS_BYTES
 from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
 from slipstream.compress.recipe import QAT
 from slipstream.errors import ConfigError
-from slipstream.model.decoder import PositionTables, build_layer
+from slipstream.kernels.positions import PositionTables
+from slipstream.model.layers import build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.spec.description import ModelDescription
 

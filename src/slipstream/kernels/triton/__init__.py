@@ -32,6 +32,7 @@ from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import Activation
+from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
 
 
@@ -190,8 +191,10 @@ class TritonOps(OpSet):
         layers: Sequence[Mapping[str, Tensor | None]],
         product: Linear,
         cos_sin: Tensor | None,
-    ) -> one_token.OneTokenStep | None:
-        return None if self.deterministic else one_token.one_token(shape, layers, product, cos_sin)
+    ) -> one_token.OneTokenStep | Reason:
+        if self.deterministic:
+            return Reason("deterministic=True: the one-token kernel sums in another order than steps of several tokens")
+        return one_token.one_token(shape, layers, product, cos_sin)
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
         return moe.moe(x, router_logits, experts, load)

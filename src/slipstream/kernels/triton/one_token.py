@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.layouts import MLAShape, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import MLAShape, TokenShape
 from slipstream.kernels.quantize import SMALLEST, chunk_of
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
@@ -23,6 +23,7 @@ from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.model import MoESpec
+from slipstream.spec.reason import Reason
 
 PARTS = (
     *("instructions.cu", "one_token_products.cu", "one_token_attention.cu", "one_token_mla.cu"),
@@ -69,36 +70,37 @@ POINTERS = (
 makes queries alone, `k_norm` is the latent's, and `v` a part of `k`."""
 
 
-def runs(shape: TokenShape, product: Linear, cos_sin: Tensor | None) -> bool:
-    """Whether the kernel takes such layers on this device."""
-    device = product.weight.device
-    if device.type != "cuda" or not platform_of(device).arch.one_token_kernel:
-        return False
-    return takes(shape, product, None if cos_sin is None else cos_sin.shape[1])
-
-
-def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
-    """The same but for the device."""
+def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | None:
+    """Why the kernel can't run such layers, whatever the device; None if it can."""
     s, grouped = shape, isinstance(product, GroupedLinear)
     if isinstance(product, GroupedLinear):
         if product.codes != "int4" or product.zeros is not None:
-            return False
+            return Reason("the one-token kernel has no 4-bit weights with zero points or of floats")
     elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
-        return False
+        kind = f"{type(product).__name__} of {product.weight.dtype}".replace("torch.", "")
+        return Reason(f"the one-token kernel has no product with a {kind}")
     if s.latent is not None and not takes_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
-        return False
+        return Reason("the one-token kernel has no latent attention of these sizes")
     sizes = [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
     if s.experts is not None and (grouped or not takes_experts(s.experts, s)):
-        return False
+        return Reason("the one-token kernel has no such mixture of experts (4-bit weights, groups, or too many)")
     bits = 4 if grouped else product.weight.dtype.itemsize * 8
-    return (
-        all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in sizes)
-        and (not isinstance(product, GroupedLinear) or all(chunk_of(n, product.group_size) >= 128 for n in sizes))
-        and s.head_dim in (32, 64, 128, 256)
-        and s.num_heads // s.num_kv_heads <= 8
-        and s.num_kv_heads * s.head_dim % 16 == 0
-        and (rotary is None or rotary % 2 == 0)
-    )
+    if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in sizes):
+        return Reason(f"the one-token kernel reads {COLUMN} bytes of a row at once, and a size of {sizes} is no multiple of it")
+    if isinstance(product, GroupedLinear) and not all(chunk_of(n, product.group_size) >= 128 for n in sizes):
+        return Reason("the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter")
+    if s.head_dim not in (32, 64, 128, 256) or s.num_heads // s.num_kv_heads > 8 or s.num_kv_heads * s.head_dim % 16:
+        return Reason(
+            f"the one-token kernel has no heads of {s.head_dim} with {s.num_heads // s.num_kv_heads} queries to a key; it has "
+            "heads of 32, 64, 128 or 256 with at most 8"
+        )
+    if rotary is not None and rotary % 2:
+        return Reason(f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated")
+    return None
+
+
+def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
+    return refusal(shape, product, rotary) is None
 
 
 def widths(s: TokenShape) -> tuple[int, int, int]:
@@ -170,15 +172,21 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
 
 def one_token(
     shape: TokenShape, layers: Sequence[Mapping[str, Tensor | None]], product: Linear, cos_sin: Tensor | None
-) -> OneTokenStep | None:
+) -> OneTokenStep | Reason:
     """`OpSet.one_token`, for an op set without `deterministic`."""
-    if len(layers) < 2 or not runs(shape, product, cos_sin):
-        return None
-    programs, room = platform_of(product.weight.device).multiprocessors, platform_of(product.weight.device).shared_bytes
-    if shape.num_kv_heads > programs:  # each head's keys are some program's
-        return None
+    device = product.weight.device
+    if device.type != "cuda" or not platform_of(device).arch.one_token_kernel:
+        return Reason("the one-token kernel needs a Hopper GPU", notable=False)
+    if len(layers) < 2:
+        return Reason("the one-token kernel needs two layers or more")
+    if (reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1])) is not None:
+        return reason
+    platform = platform_of(device)
+    programs, room = platform.multiprocessors, platform.shared_bytes
+    if shape.num_kv_heads > programs:  # each head's keys are one program's
+        return Reason(f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads")
     if stages(shape, product, room) < 3:
-        return None
+        return Reason("the one-token kernel's ring of weights does not fit into shared memory beside rows of this width")
     return OneTokenStep(shape, layers, product, cos_sin, programs=programs, shared_bytes=room)
 
 

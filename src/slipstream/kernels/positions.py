@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.spec.model import (
     AlibiSpec,
+    AttentionSpec,
     BucketSpec,
     LinearScaling,
     Llama3Scaling,
@@ -78,3 +79,38 @@ def distance_bias(spec: BucketSpec, weight: Tensor) -> Tensor:
     growth = torch.log(away.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact) * (buckets - exact)
     far = (exact + growth.long()).clamp(max=buckets - 1)
     return weight.float()[ahead + torch.where(away < exact, away, far)].T.contiguous()
+
+
+class PositionTables:
+    """Rotary tables, ALiBi slopes and biases by distance, one of each for all layers that have the same. `distances` are the
+    stack's own weights [buckets, H], set before its layers are built."""
+
+    def __init__(self, max_model_len: int, device: torch.device) -> None:
+        self.max_model_len, self.device = max_model_len, device
+        self.distances: Tensor | None = None
+        self._rope: dict[RopeSpec, Tensor] = {}
+        self._biases: dict[BucketSpec, Tensor] = {}
+
+    def of(self, spec: AttentionSpec, own: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(cos_sin, slopes, distance_bias) of a layer; `own`: the layer's weights of distances."""
+        position = spec.position
+        match position:
+            case None:
+                return None, None, None
+            case AlibiSpec():
+                return None, alibi_slopes(position, spec.num_heads).to(self.device), None
+            case BucketSpec(own=True):
+                assert own is not None
+                return None, None, distance_bias(position, own)
+            case BucketSpec():
+                if position not in self._biases:
+                    assert self.distances is not None
+                    self._biases[position] = distance_bias(position, self.distances)
+                return None, None, self._biases[position]
+            case RopeSpec():
+                return self.rope(position), None, None
+
+    def rope(self, position: RopeSpec) -> Tensor:
+        if position not in self._rope:
+            self._rope[position] = rope_table(position, self.max_model_len).to(self.device)
+        return self._rope[position]

@@ -1,0 +1,346 @@
+"""An op set that computes nothing and records what is asked of it: symbolic values in, a flat list of ops out.
+
+A fast way to run a model (the C++ program, the one-token kernel) is made from such a record, so it can't differ from the plain
+loop in what it computes. The record holds the weights as the very objects that the loop passed. A model can also be recorded
+without weights: `NamedWeight` and `NamedLinear` stand for them by name and shape. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.spec.model import (
+    Activation,
+    AlibiSpec,
+    AttentionSpec,
+    BucketSpec,
+    LatentAttentionSpec,
+    OwnNorm,
+    RopeSpec,
+)
+from slipstream.spec.reason import Reason
+from slipstream.spec.scheme import InputFormat, Scheme
+
+
+class Refused(Exception):  # noqa: N818 (it is no error: what reads a record returns the reason)
+    """A record has something that its reader lacks."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.reason = text if isinstance(text, Reason) else Reason(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What stands for a tensor [T, *shape]. `inputs`: its rows are quantised in that form."""
+
+    index: int
+    shape: tuple[int, ...]
+    inputs: InputFormat | None = None
+    recorder: RecordingOps | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+    def flatten(self, start: int) -> Value:
+        assert start == 1
+        return self._shaped((self.width,))
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Value:
+        assert dim == 1
+        known = math.prod(n for n in sizes if n != -1)
+        return self._shaped(tuple(self.width // known if n == -1 else n for n in sizes))
+
+    def _shaped(self, shape: tuple[int, ...]) -> Value:
+        """The same numbers: another value of the same index."""
+        return Value(self.index, shape, self.inputs, self.recorder)
+
+    def __add__(self, other: Value) -> Value:
+        return self._recorder.record("add", (self, other), self.shape)
+
+    def __mul__(self, other: Value | float) -> Value:
+        if isinstance(other, Value):
+            return self._recorder.record("mul", (self, other), self.shape)
+        return self._recorder.record("scale", (self,), self.shape, factor=other)
+
+    @property
+    def _recorder(self) -> RecordingOps:
+        assert self.recorder is not None
+        return self.recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of a record. `name` is the `OpSet` method's, or add, mul or scale. `arguments` are the rest of what was passed, by
+    the method's names. `layer`: that of the stack in which it stands; None before and after the layers."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: Mapping[str, Any]
+    layer: int | None
+
+    @property
+    def x(self) -> Value:
+        return self.inputs[0]
+
+    @property
+    def out(self) -> Value:
+        return self.outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedKV:
+    """Stands for a layer's cache."""
+
+    layer: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedMeta:
+    """Stands for a step's metadata, or for the metadata of the encoder's text that the same sequences look at."""
+
+    of: Literal["step", "cross"] = "step"
+
+    @property
+    def cross(self) -> TracedMeta:
+        return TracedMeta("cross")
+
+
+TOKENS = "tokens"
+"""Stands for the step's token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeight:
+    """Stands for a tensor of a model that is not loaded."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLinear:
+    """Stands for a `Linear` of such a model."""
+
+    weight: NamedWeight
+    bias: NamedWeight | None = None
+    inputs: InputFormat | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+class NamedTables:
+    """Stands for `PositionTables`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.distances: NamedWeight | None = None
+
+    def of(self, spec: AttentionSpec, own: NamedWeight | None = None) -> tuple[NamedWeight | None, ...]:
+        match spec.position:
+            case None:
+                return None, None, None
+            case AlibiSpec():
+                return None, NamedWeight("slopes", (spec.num_heads,)), None
+            case BucketSpec(max_distance=reach):
+                return None, None, NamedWeight("distance_bias", (spec.num_heads, 2 * reach + 1))
+            case RopeSpec():
+                return self.rope(spec.position), None, None
+
+    def rope(self, position: RopeSpec) -> NamedWeight:
+        return NamedWeight("cos_sin", (self.max_model_len, position.rotary_dim))
+
+
+class RecordingOps:
+    """Has `OpSet`'s methods as far as layers use them, with the same parameters. `layer` is what ops are recorded under."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.layer: int | None = None
+        self._count = 0
+
+    def value(self, shape: tuple[int, ...], inputs: InputFormat | None = None) -> Value:
+        self._count += 1
+        return Value(self._count, shape, inputs, self)
+
+    def record(
+        self,
+        op: str,
+        inputs: tuple[Value, ...],
+        shape: tuple[int, ...],
+        *more: tuple[int, ...],
+        form: InputFormat | None = None,
+        **arguments: Any,
+    ) -> Value:
+        """Add an op with an output of `shape`, in `form`, and `more` outputs; the first is returned."""
+        outputs = (self.value(shape, form), *(self.value(s) for s in more))
+        self.ops.append(Op(op, inputs, outputs, arguments, self.layer))
+        return outputs[0]
+
+    # --- Weights ----------------------------------------------------------------------------------------------------
+
+    def quantize_weight(self, weight: NamedWeight, bias: NamedWeight | None, scheme: Scheme | None = None) -> NamedLinear:
+        return NamedLinear(weight, bias)
+
+    def quantize_experts(
+        self, weight: NamedWeight, scheme: Scheme | None = None, bias: NamedWeight | None = None, *, num_experts: int
+    ) -> NamedLinear:
+        return NamedLinear(weight, bias)
+
+    def pack_weight(self, w: NamedLinear) -> NamedLinear:
+        return w
+
+    def pack_latent(self, expand: NamedWeight, spec: LatentAttentionSpec) -> tuple[NamedWeight, NamedWeight]:
+        heads, rank = spec.num_heads, spec.kv_rank
+        return NamedWeight("keys", (heads, spec.nope_dim, rank)), NamedWeight("values", (heads, rank, spec.value_dim))
+
+    def embedding(self, table: NamedWeight, tied: NamedLinear | None) -> NamedWeight:
+        return table
+
+    def place_of(self, table: NamedWeight) -> tuple[None, None]:
+        return None, None
+
+    def position_tables(self, max_model_len: int, device: None) -> NamedTables:
+        return NamedTables(max_model_len)
+
+    # --- Ops --------------------------------------------------------------------------------------------------------
+
+    def embed(self, token_ids: object, table: Any, scale: float = 1.0) -> Value:
+        return self.record("embed", (), (_inner(table),), table=table, scale=scale)
+
+    def embed_positions(self, meta: TracedMeta, table: Any, offset: int) -> Value:
+        return self.record("embed_positions", (), (_inner(table),), table=table, offset=offset)
+
+    def embed_token_types(self, meta: TracedMeta, table: Any) -> Value:
+        return self.record("embed_token_types", (), (_inner(table),), table=table)
+
+    def linear(self, x: Value, w: Any) -> Value:
+        return self.record("linear", (x,), (w.out_features,), w=w)
+
+    def rms_norm(
+        self,
+        x: Value,
+        weight: Any,
+        eps: float,
+        *,
+        residual: Value | None = None,
+        weight_offset: float = 0.0,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Value, Value]:
+        return self._norm("rms_norm", x, residual, inputs, weight=weight, bias=None, eps=eps, weight_offset=weight_offset)
+
+    def layer_norm(
+        self,
+        x: Value,
+        weight: Any,
+        bias: Any,
+        eps: float,
+        *,
+        residual: Value | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Value, Value]:
+        return self._norm("layer_norm", x, residual, inputs, weight=weight, bias=bias, eps=eps, weight_offset=0.0)
+
+    def own_norm(
+        self,
+        x: Value,
+        weight: Any,
+        bias: Any,
+        eps: float,
+        norm: OwnNorm,
+        *,
+        residual: Value | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Value, Value]:
+        return self._norm("own_norm", x, residual, inputs, weight=weight, bias=bias, eps=eps, norm=norm)
+
+    def _norm(
+        self, name: str, x: Value, residual: Value | None, form: InputFormat | None, **arguments: Any
+    ) -> tuple[Value, Value]:
+        """Without a residual the sum is `x` itself."""
+        if residual is None:
+            return self.record(name, (x,), x.shape, form=form, **arguments), x
+        normed = self.record(name, (x, residual), x.shape, x.shape, form=form, **arguments)
+        return normed, self.ops[-1].outputs[1]
+
+    def clip(self, x: Value, limit: float) -> Value:
+        return self.record("clip", (x,), x.shape, limit=limit)
+
+    def norm_qk(self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Value:
+        return self.record("norm_qk", (qkv,), qkv.shape, spec=spec, q_norm=q_norm, k_norm=k_norm)
+
+    def sigmoid(self, x: Value) -> Value:
+        return self.record("sigmoid", (x,), x.shape)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        return self.record("softcap", (x,), x.shape, cap=cap)
+
+    def rope_and_cache(self, qkv: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout) -> Value:
+        return self.record("rope_and_cache", (qkv,), (heads.num_heads, heads.head_dim), kv=kv, meta=meta, heads=heads)
+
+    def cache_kv(self, rows: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout) -> None:
+        self.record("cache_kv", (rows,), (0,), kv=kv, meta=meta, heads=heads)
+
+    def attention(self, q: Value, kv: TracedKV, meta: TracedMeta, params: AttentionParams) -> Value:
+        return self.record("attention", (q,), q.shape, kv=kv, meta=meta, params=params)
+
+    def bidirectional_attention(
+        self, qkv: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout, params: AttentionParams
+    ) -> Value:
+        shape = heads.num_heads, heads.head_dim
+        return self.record("bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params)
+
+    def mla_attention(
+        self,
+        q: Value,
+        row: Value,
+        kv: TracedKV,
+        meta: TracedMeta,
+        *,
+        keys: Any,
+        values: Any,
+        norm: Any,
+        eps: float,
+        cos_sin: Any,
+        interleaved: bool,
+        scale: float,
+    ) -> Value:
+        # As the op set holds them: a tensor [H, C, V], or a weight of all heads' rows, one below the other.
+        width = values.out_features if hasattr(values, "out_features") else values.shape[0] * values.shape[2]
+        options = dict(keys=keys, values=values, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved, scale=scale)
+        return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, **options)
+
+    def gated_activation(self, gate_up: Value, activation: Activation, *, inputs: InputFormat | None = None) -> Value:
+        return self.record("gated_activation", (gate_up,), (gate_up.width // 2,), form=inputs, activation=activation)
+
+    def activation(self, x: Value, activation: Activation, *, inputs: InputFormat | None = None) -> Value:
+        return self.record("activation", (x,), x.shape, form=inputs, activation=activation)
+
+    def expert_load(self, counts: Any, kv: TracedKV, meta: TracedMeta) -> Any:
+        """The counts themselves."""
+        return counts
+
+    def moe(self, x: Value, router_logits: Value, experts: Experts, load: Any = None) -> Value:
+        return self.record("moe", (x, router_logits), x.shape, experts=experts, load=load)
+
+    def moe_and_shared(
+        self, x: Value, router_logits: Value, experts: Experts, shared: tuple[Any, Any], load: Any = None
+    ) -> Value:
+        return self.record("moe_and_shared", (x, router_logits), x.shape, experts=experts, shared=shared, load=load)
+
+
+def _inner(table: Any) -> int:
+    """Of a table that is a tensor, or held as a product's weight."""
+    shape: Sequence[int] = getattr(table, "weight", table).shape
+    return shape[1]

@@ -1,0 +1,278 @@
+"""Which layers the one-token kernel runs, read from a record of what they do.
+
+`match_layers` compares each layer's ops with the pattern that the kernel implements:
+
+    norm, attention, norm, MLP                      or, parallel: norm, [norm], attention, MLP, sum
+    attention: qkv product, rope_and_cache, attention, out product       or latent attention, with queries of one product
+    MLP:       up product, activation, down product      or router, experts, [a shared expert, [weighed]]
+
+The products and small tensors of the layers come with the match, by the kernel's names. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from slipstream.kernels.layouts import Experts, MLAShape, TokenShape
+from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.spec.model import MoESpec
+from slipstream.spec.reason import Reason
+
+LACKS = {
+    "clip": "clip_qkv: the one-token kernel has no clamp",
+    "norm_qk": "qk_norm: the one-token kernel norms q and k of each head by one weight only",
+    "own_norm": "the one-token kernel can't call a norm from outside (OwnNorm)",
+    "scale": "residual_scale: the one-token kernel has no factor for a branch",
+    "bidirectional_attention": "the one-token kernel writes text, and an encoder reads it whole",
+    "add": "the one-token kernel has a norm before every branch and no other sums",
+}
+
+
+@dataclass(slots=True)
+class LayerMatch:
+    """A layer that the kernel runs: its shape, as if all layers were like it, its products, and the other tensors that it
+    reads, by the kernel's names."""
+
+    shape: TokenShape
+    products: dict[str, Any]
+    tensors: dict[str, Any]
+    plain: list[Any]  # the router and the weight of a shared expert: products that are never rounded
+    cos_sin: Any
+
+
+def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Reason:
+    """`body`: a trace's layers and what follows them. The shape that all layers have in common, and each of them; or what the
+    kernel lacks."""
+    try:
+        of_layers = ((i, list(ops)) for i, ops in groupby(body, key=lambda op: op.layer) if i is not None)
+        layers = [Matcher(ops).layer() for _, ops in of_layers]
+        return _together(layers), layers
+    except Refused as refused:
+        return refused.reason
+
+
+def _together(layers: Sequence[LayerMatch]) -> TokenShape:
+    shapes = [layer.shape for layer in layers]
+    dense = {s.intermediate_size for s in shapes if s.experts is None}
+    mixtures = {s.experts for s in shapes if s.experts is not None}
+    common = {dataclasses.replace(s, intermediate_size=0, experts=None) for s in shapes}
+    if len(common) > 1 or len(dense) > 1 or len(mixtures) > 1:
+        raise Refused("the layers differ, and the one-token kernel is made for one kind")
+    experts = next(iter(mixtures), None)
+    if experts is not None:
+        _check_biases(layers, experts)
+    for mixture in (False, True):
+        there = {(*_there(x.products), *_there(x.tensors)) for x in layers if (x.shape.experts is not None) == mixture}
+        if len(there) > 1:
+            raise Refused("some layers have biases or norms that others lack, and the one-token kernel is made for one kind")
+    return dataclasses.replace(common.pop(), intermediate_size=next(iter(dense), 0), experts=experts)
+
+
+def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
+    names = ("up", "down", "shared_up", "shared_down")
+    if any(x.products[n].bias is not None for x in layers for n in names if n in x.products):
+        raise Refused("the one-token kernel has no biases of experts, or of dense layers beside them")
+    one, shared = experts.expert, experts.shared
+    if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (one.activation, one.gated):
+        raise Refused("the shared expert has another activation than the experts, and the one-token kernel has one")
+
+
+def _there(found: dict[str, Any]) -> Iterator[tuple[str, bool, bool]]:
+    for name, x in found.items():
+        yield name, x is not None, getattr(x, "bias", None) is not None
+
+
+@dataclass(slots=True)
+class Matcher:
+    """Reads a layer's ops in their order; what does not fit the pattern is `Refused`."""
+
+    ops: list[Op]
+    at: int = 0
+    products: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+    plain: list[Any] = field(default_factory=list)
+    cos_sin: Any = None
+
+    def layer(self) -> LayerMatch:
+        if self._next not in ("rms_norm", "layer_norm", "own_norm"):
+            raise Refused(LACKS["add"])
+        first, second = self._norm("norm"), None
+        if self._next in ("rms_norm", "layer_norm"):  # the MLP's own, in a parallel block
+            second = self._norm("mlp_norm")
+            if second.inputs != first.outputs[1:] and second.inputs != (first.x,):
+                raise self._refused()
+        attended, of_attention = self._attention(first.out)
+        parallel = second is not None or self._next not in ("rms_norm", "layer_norm")
+        if not parallel:
+            second = self._norm("mlp_norm")
+            if len(second.inputs) != 2 or second.x != attended:
+                raise Refused("the one-token kernel adds a branch's result to the residual without a norm of its own")
+        self._same(first, second)
+        out, of_mlp = self._mlp(first.out if second is None else second.out)
+        if parallel and set(self._take("add").inputs) != {attended, out}:
+            raise Refused(LACKS["add"])
+        if self.at < len(self.ops):
+            raise self._refused()
+        for name in ("mlp_norm", "mlp_norm_bias"):
+            self.tensors.setdefault(name, None)
+        norm = first.arguments
+        shape = TokenShape(
+            hidden_size=first.out.width,
+            parallel=parallel,
+            norm="rms" if first.name == "rms_norm" else "layer",
+            norm_eps=norm["eps"],
+            norm_offset=norm["weight_offset"],
+            mlp_norm=second is not None,
+            mlp_norm_eps=(second or first).arguments["eps"],
+            **of_attention,
+            **of_mlp,
+        )
+        return LayerMatch(shape, self.products, self.tensors, self.plain, self.cos_sin)
+
+    # --- Parts ------------------------------------------------------------------------------------------------------
+
+    def _norm(self, name: str) -> Op:
+        op = self._take("rms_norm", "layer_norm")
+        self.tensors |= {name: op.arguments["weight"], f"{name}_bias": op.arguments["bias"]}
+        return op
+
+    def _same(self, first: Op, second: Op | None) -> None:
+        """The kernel has one kind of norm for both places."""
+
+        def kind(op: Op) -> tuple[object, ...]:
+            return op.name, op.out.width, op.arguments["bias"] is None, op.arguments["weight_offset"]
+
+        if second is not None and kind(second) != kind(first):
+            raise Refused("a layer's norms are of two kinds, and the one-token kernel has one")
+
+    def _attention(self, x: Value) -> tuple[Value, dict[str, Any]]:
+        """(its result, what it adds to a `TokenShape`)."""
+        qkv = self._linear("qkv", x)
+        if self._next in ("rms_norm", "layer_norm"):
+            raise Refused("q_lora_rank: the one-token kernel has no latents of queries")
+        if self._next == "linear":
+            return self._latent_attention(x, qkv)
+        turned = self._take("rope_and_cache")
+        heads, op = turned.arguments["heads"], self._take("attention")
+        params = op.arguments["params"]
+        for name in ("window", "softcap", "alibi_slopes", "sinks", "distance_bias"):
+            if getattr(params, name) is not None:
+                raise Refused(f"{name}: the one-token kernel has no such attention")
+        self.cos_sin = heads.cos_sin
+        self.tensors |= {"q_norm": heads.q_norm, "k_norm": heads.k_norm}
+        return self._linear("out", op.out), dict(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            latent=None,
+            interleaved=heads.interleaved,
+            qk_eps=heads.norm_eps,
+            qk_offset=heads.norm_offset,
+            scale=params.scale,
+        )
+
+    def _latent_attention(self, x: Value, q: Value) -> tuple[Value, dict[str, Any]]:
+        row = self._linear("latent", x)
+        op = self._take("mla_attention")
+        a, out = op.arguments, self._linear("out", op.out)
+        if any(self.products[name].bias is not None for name in ("latent", "out")):
+            raise Refused("the one-token kernel has no biases of latents")
+        self.cos_sin, rotary = a["cos_sin"], a["cos_sin"].shape[1]
+        self.tensors |= {"k_norm": a["norm"], "keys": a["keys"], "values": a["values"]}
+        num_heads = op.x.shape[0]
+        latent = MLAShape(
+            nope_dim=op.x.shape[1] - rotary, rotary_dim=rotary, rank=row.width - rotary, eps=a["eps"]
+        )
+        return out, dict(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=op.out.width // num_heads,
+            latent=latent,
+            interleaved=a["interleaved"],
+            qk_eps=0.0,
+            qk_offset=0.0,
+            scale=a["scale"],
+        )
+
+    def _mlp(self, x: Value) -> tuple[Value, dict[str, Any]]:
+        found = self._take("linear")
+        if self._next not in ("moe", "moe_and_shared"):
+            self.products["up"] = found.arguments["w"]
+            down, act = self._activated(found, x, "down")
+            gated, activation = act.name == "gated_activation", act.arguments["activation"]
+            return down, dict(intermediate_size=act.out.width, gated=gated, activation=activation, experts=None)
+        if found.x != x:
+            raise self._refused()
+        routed = self._take("moe", "moe_and_shared")
+        router, experts = found.arguments["w"], routed.arguments["experts"]
+        assert isinstance(experts, Experts)
+        spec = experts.spec
+        self._plain_activation(spec.expert.activation)
+        self.products |= {"up": experts.up, "down": experts.down}
+        self.tensors |= {"router": router.weight, "router_bias": router.bias, "correction": experts.correction}
+        self.tensors["expert_counts"] = routed.arguments["load"]
+        self.plain.append(router)
+        out = routed.out
+        if routed.name == "moe_and_shared":
+            self.products |= dict(zip(("shared_up", "shared_down"), routed.arguments["shared"], strict=True))
+        elif spec.shared is not None:
+            out = self._shared(x, out)
+        expert = spec.expert
+        return out, dict(intermediate_size=0, gated=expert.gated, activation=expert.activation, experts=spec)
+
+    def _shared(self, x: Value, routed: Value) -> Value:
+        """A shared expert, and its weight, beside the sum of the others."""
+        up = self._take("linear")
+        self.products["shared_up"] = up.arguments["w"]
+        added, _ = self._activated(up, x, "shared_down")
+        if self._next == "linear":
+            weight = self._take("linear")
+            self.plain.append(weight.arguments["w"])
+            self.tensors["shared_weight"] = weight.arguments["w"].weight
+            self._take("sigmoid")
+            added = self._take("mul").out
+        total = self._take("add")
+        if set(total.inputs) != {routed, added}:
+            raise Refused(LACKS["add"])
+        return total.out
+
+    def _activated(self, up: Op, x: Value, name: str) -> tuple[Value, Op]:
+        if up.x != x:
+            raise Refused("the one-token kernel's branches read a norm's result")
+        act = self._take("gated_activation", "activation")
+        self._plain_activation(act.arguments["activation"])
+        return self._linear(name, act.out), act
+
+    @staticmethod
+    def _plain_activation(activation: object) -> None:
+        if not isinstance(activation, str):
+            raise Refused(f"the one-token kernel has no activation {activation}")
+
+    # --- Reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _next(self) -> str | None:
+        return self.ops[self.at].name if self.at < len(self.ops) else None
+
+    def _take(self, *names: str) -> Op:
+        if self._next not in names:
+            raise self._refused()
+        self.at += 1
+        return self.ops[self.at - 1]
+
+    def _linear(self, name: str, x: Value) -> Value:
+        op = self._take("linear")
+        if op.x.index != x.index:
+            raise self._refused()
+        self.products[name] = op.arguments["w"]
+        return op.out
+
+    def _refused(self) -> Refused:
+        name = self._next
+        if name is None:
+            return Refused("the one-token kernel's layers have more parts than these")
+        return Refused(LACKS.get(name, f"the one-token kernel has no {name} at that place of a layer"))

@@ -1,0 +1,422 @@
+"""The parts of a layer, each written once; the plain loop, the C++ program and the one-token kernel all come from here.
+
+Nothing here imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or `unflatten` of values, so the same
+lines run on tensors and, to see what a layer does, on the symbolic values of `kernels.recording`.
+
+The residual travels beside the activations, so that each addition is fused with the norm after it: `pending` is what was
+computed but not yet added to the residual. Shapes: T tokens in the step, E hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.spec.model import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoESpec,
+    NormSpec,
+    OwnNorm,
+    ParallelBlock,
+    PostNormBlock,
+    RopeSpec,
+)
+from slipstream.spec.scheme import InputFormat, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+    from slipstream.kernels.ops import OpSet
+    from slipstream.kernels.positions import PositionTables
+    from slipstream.kernels.weights import Activations, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    spec: NormSpec
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, ops: OpSet, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return self.quantizing(ops, x, residual, None)  # type: ignore[return-value]
+
+    def quantizing(
+        self, ops: OpSet, x: Tensor, residual: Tensor | None, inputs: InputFormat | None
+    ) -> tuple[Activations, Tensor]:
+        """The same, with the normed rows in the form that the next product reads."""
+        s = self.spec
+        if isinstance(s.kind, OwnNorm):
+            return ops.own_norm(x, self.weight, self.bias, s.eps, s.kind, residual=residual, inputs=inputs)
+        if s.kind == "rms":
+            return ops.rms_norm(x, self.weight, s.eps, residual=residual, weight_offset=s.weight_offset, inputs=inputs)
+        return ops.layer_norm(x, self.weight, self.bias, s.eps, residual=residual, inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`q_norm` and `k_norm` norm whole rows, or each head by a weight of its own. Where one weight serves all heads it is in
+    `heads`."""
+
+    spec: AttentionSpec
+    qkv: Linear
+    out: Linear
+    heads: QKVLayout
+    params: AttentionParams
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]"""
+        s = self.spec
+        qkv = ops.linear(x, self.qkv)
+        if s.clip_qkv is not None:
+            qkv = ops.clip(qkv, s.clip_qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
+        if not s.causal:
+            return ops.linear(ops.bidirectional_attention(qkv, kv, meta, self.heads, self.params).flatten(1), self.out)
+        q = ops.rope_and_cache(qkv, kv, meta, self.heads)
+        return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of rows that it reads."""
+        return self.qkv.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention over the latents themselves. What makes keys and values of a latent is multiplied into queries and results
+    instead (DeepSeek-V2, section 2.1.3), so all heads read one cached row a token."""
+
+    spec: LatentAttentionSpec
+    q_latent: Linear | None
+    q: Linear
+    latent: Linear
+    out: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor
+    keys: Any  # [H, nope_dim, kv_rank], as this op set's `pack_heads` holds it
+    values: Any  # [H, kv_rank, value_dim], the same
+    cos_sin: Tensor
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]"""
+        s, rows = self.spec, x
+        if self.q_latent is not None:
+            assert self.q_norm is not None
+            rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
+        q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
+        seen = ops.mla_attention(
+            q,
+            ops.linear(x, self.latent),
+            kv,
+            meta,
+            keys=self.keys,
+            values=self.values,
+            norm=self.k_norm,
+            eps=s.eps,
+            cos_sin=self.cos_sin,
+            interleaved=s.position.style == "interleaved",
+            scale=s.scale,
+        )
+        return ops.linear(seen, self.out)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return self.latent.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Queries of a decoder's tokens over an encoder's states. `kv` makes keys and values of those states."""
+
+    spec: AttentionSpec
+    q: Linear
+    kv: Linear
+    out: Linear
+    heads: QKVLayout
+    params: AttentionParams
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata | None) -> Tensor:
+        """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
+        assert meta is not None
+        q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
+        return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
+
+    def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """Keys and values of the encoder's states [T, E] go to their slots of this layer's cache."""
+        ops.cache_kv(ops.linear(states, self.kv), kv, meta, self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    spec: DenseSpec
+    up: Linear
+    down: Linear
+
+    def __call__(self, ops: OpSet, x: Activations) -> Tensor:
+        """[T, E] → [T, E]"""
+        act = ops.gated_activation if self.spec.gated else ops.activation
+        return ops.linear(act(ops.linear(x, self.up), self.spec.activation, inputs=self.down.inputs), self.down)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """The form of rows that it reads."""
+        return self.up.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    spec: MoESpec
+    router: Linear
+    experts: Experts
+    shared: MLP | None
+    shared_weight: Linear | None
+
+    def __call__(self, ops: OpSet, x: Any, load: Any = None) -> Tensor:
+        """[T, E] → [T, E]; `load` is `OpSet.expert_load`'s, if tokens are counted."""
+        logits = ops.linear(x, self.router)
+        if self.shared is None:
+            return ops.moe(x, logits, self.experts, load)
+        expert, always = self.spec.expert, self.shared.spec
+        if self.shared_weight is None and (expert.activation, expert.gated) == (always.activation, always.gated):
+            return ops.moe_and_shared(x, logits, self.experts, (self.shared.up, self.shared.down), load)
+        routed, added = ops.moe(x, logits, self.experts, load), self.shared(ops, x)
+        return routed + (added if self.shared_weight is None else added * ops.sigmoid(ops.linear(x, self.shared_weight)))
+
+    @property
+    def up(self) -> Linear:
+        return self.experts.up
+
+    @property
+    def down(self) -> Linear:
+        return self.experts.down
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return None  # the router reads rows of the model's type
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    spec: LayerSpec
+    attention: Attention | LatentAttention
+    mlp: MLP | MoE
+    norms: Mapping[str, Norm]
+    cross: CrossAttention | None = None
+    expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
+
+    def __call__(
+        self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """(what to add next, the residual)."""
+        n, scale = self.norms, self.spec.residual_scale
+        if isinstance(self.spec.block, PostNormBlock):
+            x = _sum(pending, residual)
+            x = n["attention_norm"](ops, _scaled(self.attention(ops, x, kv, meta), scale), x)[0]
+            return n["mlp_norm"](ops, _scaled(self._feed(ops, x, kv, meta), scale), x)[0], None
+        if isinstance(self.spec.block, ParallelBlock):
+            # Both branches read one norm, or each its own. All products of a layer have one scheme, but a router has none.
+            inputs = self.attention.inputs if "mlp_norm" in n else self.mlp.inputs
+            normed, residual = self._before("norm", ops, pending, residual, inputs)
+            for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.inputs)[0] if "mlp_norm" in n else normed
+            return _scaled(self.attention(ops, normed, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
+        normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
+        h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
+        if self.cross is not None:
+            normed, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
+            h = self.cross(ops, normed, kv, meta.cross)
+        normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
+        return _scaled(self._after("post_mlp", ops, self._feed(ops, normed, kv, meta)), scale), residual
+
+    def _feed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        if self.expert_counts is None or not isinstance(self.mlp, MoE):
+            return self.mlp(ops, x)
+        return self.mlp(ops, x, ops.expert_load(self.expert_counts, kv, meta))
+
+    def _before(
+        self, name: str, ops: OpSet, pending: Tensor, residual: Tensor | None, inputs: InputFormat | None
+    ) -> tuple[Activations, Tensor]:
+        """(the input of attention or MLP, the residual): through the norm if there is one."""
+        if name in self.norms:
+            return self.norms[name].quantizing(ops, pending, residual, inputs)
+        total = _sum(pending, residual)
+        return total, total
+
+    def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
+        return self.norms[name](ops, h)[0] if name in self.norms else h
+
+
+def run_layers(
+    ops: OpSet,
+    layers: Sequence[Layer],
+    h: Tensor,
+    caches: Iterable[LayerKV],
+    meta: AttentionMetadata,
+    before: Callable[[int, Tensor, Tensor | None], None] = lambda *_: None,
+) -> tuple[Tensor, Tensor | None]:
+    """(what to add next, the residual) after the last layer. `caches` has one for each layer. `before(i, pending, residual)` is
+    called before layer i, and in the end with i = the number of layers."""
+    residual: Tensor | None = None
+    for i, (layer, kv) in enumerate(zip(layers, caches, strict=True)):
+        before(i, h, residual)
+        h, residual = layer(ops, h, residual, kv, meta)
+    before(len(layers), h, residual)
+    return h, residual
+
+
+def finished(ops: OpSet, norm: Norm | None, h: Tensor, residual: Tensor | None) -> Tensor:
+    """What the last layer gives → the hidden states [T, E]."""
+    return _sum(h, residual) if norm is None else norm(ops, h, residual)[0]
+
+
+def _sum(pending: Tensor, residual: Tensor | None) -> Tensor:
+    return pending if residual is None else pending + residual
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+# --- Building -----------------------------------------------------------------------------------------------------------
+
+
+def build_layer(
+    spec: LayerSpec,
+    parameters: dict[str, Tensor],
+    ops: OpSet,
+    tables: PositionTables,
+    *,
+    name: str = "",
+    scheme: Scheme | None = None,
+    products: dict[str, Linear] | None = None,
+) -> Layer:
+    """The layer of those `parameters` whose names begin with `name` (they are taken out), as `Decoder` would hold it."""
+    products = {} if products is None else products
+    of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
+
+    def linear(stem: str, by: Scheme | None = scheme) -> Linear:
+        return build_linear(f"{name}{stem}", parameters, ops, by, products)
+
+    def dense(s: DenseSpec, stem: str) -> MLP:
+        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"))
+
+    def mixture(s: MoESpec) -> MoE:
+        up, down = (
+            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_experts) for part in ("up", "down")
+        )
+        return MoE(
+            s,
+            linear("router", None),
+            Experts(up, down, s, parameters.pop(f"{name}correction.weight", None)),
+            dense(s.shared.mlp, "shared") if s.shared is not None else None,
+            linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
+        )
+
+    def attention(s: AttentionSpec) -> Attention:
+        qkv, out = linear("attention.qkv"), linear("attention.out")
+        norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
+        cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
+        of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
+        heads = _heads(s, cos_sin, *(norms if of_heads else ()))
+        params = AttentionParams(
+            scale=s.scale,
+            window=s.window,
+            softcap=s.softcap,
+            alibi_slopes=slopes,
+            sinks=parameters.pop(f"{name}attention.sinks.weight", None),
+            distance_bias=bias,
+            causal=s.causal,
+        )
+        return Attention(s, qkv, out, heads, params, *(() if of_heads else norms))
+
+    def cross(s: AttentionSpec) -> CrossAttention:
+        q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
+        return CrossAttention(s, q, kv, out, _heads(s), AttentionParams(scale=s.scale, causal=False))
+
+    def latent(s: LatentAttentionSpec) -> LatentAttention:
+        keys, values = ops.pack_latent(parameters.pop(f"{name}attention.expand.weight"), s)
+        return LatentAttention(
+            s,
+            linear("attention.q_latent") if s.q_rank is not None else None,
+            linear("attention.q"),
+            linear("attention.latent"),
+            linear("attention.out"),
+            parameters.pop(f"{name}attention.q_norm.weight", None),
+            parameters.pop(f"{name}attention.k_norm.weight"),
+            keys,
+            values,
+            tables.rope(s.position),
+        )
+
+    norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
+    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
+    own = spec.attention
+    attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    return Layer(spec, attended, mlp, norms, cross(spec.cross) if spec.cross is not None else None)
+
+
+def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
+    return Norm(spec, parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
+
+
+def build_linear(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
+) -> Linear:
+    return _product(name, parameters, products, ops.pack_weight, lambda w, bias: ops.quantize_weight(w, bias, scheme))
+
+
+def _heads(
+    s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
+) -> QKVLayout:
+    """The heads of a layer, rotated by its table and normed by its weights, if there are any."""
+    return QKVLayout(
+        num_heads=s.num_heads,
+        num_kv_heads=s.num_kv_heads,
+        head_dim=s.head_dim,
+        cos_sin=cos_sin,
+        interleaved=isinstance(s.position, RopeSpec) and s.position.style == "interleaved",
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
+        norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
+    )
+
+
+def _experts(
+    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear], num_experts: int
+) -> Linear:
+    return _product(
+        name,
+        parameters,
+        products,
+        lambda w: ops.pack_experts(w, num_experts=num_experts),
+        lambda w, bias: ops.quantize_experts(w, scheme, bias, num_experts=num_experts),
+    )
+
+
+def _product(
+    name: str,
+    parameters: dict[str, Tensor],
+    products: dict[str, Linear],
+    pack: Callable[[Linear], Linear],
+    quantize: Callable[[Tensor, Tensor | None], Linear],
+) -> Linear:
+    """Of the weight that is held already, else of the dense one. Afterwards it is in `products`."""
+    key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
+    dense, held = parameters.pop(key, None), products.get(key)  # of a table that the head shares both are there
+    if held is not None:
+        products[key] = pack(dataclasses.replace(held, bias=bias))
+    else:
+        assert dense is not None, key
+        products[key] = quantize(dense, bias)
+    return products[key]

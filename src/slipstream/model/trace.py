@@ -1,0 +1,146 @@
+"""What a model computes in a step, as a record of ops: the decoder's own lines, run over symbolic values.
+
+`trace` takes a built decoder, `trace_spec` a `ModelSpec` alone, without weights; both give the same ops. `covered` says from a
+spec which fast ways to run a step cover it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from slipstream.kernels.cpu_lowering import Emitter, lower, refusal
+from slipstream.kernels.recording import TOKENS, NamedWeight, Op, RecordingOps, TracedKV, TracedMeta, Value
+from slipstream.kernels.token_shape import match_layers
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Layer, run_layers
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.parameters import parameters
+from slipstream.spec.reason import Reason
+
+if TYPE_CHECKING:
+    from slipstream.kernels.ops import OpSet
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The ops of one pass, in three parts: tokens → `embedded`; layers and final norm → `hidden` (an encoder-decoder's encoder:
+    until all keys and values of its states are cached); `hidden` → `logits`, if there is a head."""
+
+    embedding: tuple[Op, ...]
+    embedded: Value
+    body: tuple[Op, ...]
+    hidden: Value
+    head: tuple[Op, ...] = ()
+    logits: Value | None = None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.embedding + self.body + self.head
+
+
+def trace(decoder: Decoder) -> Trace:
+    """A step of the decoder, or of an encoder."""
+    recorder, view = _recorded(decoder)
+    embedded, embedding = _embed(recorder, view)
+    hidden = view.finished(*_layers(recorder, view, view.layers, embedded, _caches(decoder)))
+    body = _taken(recorder)
+    if view.head is None:
+        return Trace(embedding, embedded, body, _value(hidden))
+    logits = view.logits(hidden)
+    return Trace(embedding, embedded, body, _value(hidden), _taken(recorder), _value(logits))
+
+
+def trace_encoder(decoder: Decoder) -> Trace:
+    """An encoder-decoder's encoder, and what each of the decoder's layers keeps of its states."""
+    assert decoder.encoder is not None
+    recorder, view = _recorded(decoder)
+    embedded, embedding = _embed(recorder, view)
+    caches = _caches(decoder)
+    layers = decoder.encoder.layers
+    pending, residual = _layers(recorder, view, layers, embedded, caches[:1] * len(layers))
+    states = decoder.encoder.final_norm(view.ops, pending, residual)[0]
+    view.remember(states, cast("Any", caches), cast("Any", TracedMeta()))
+    return Trace(embedding, embedded, _taken(recorder), _value(states))
+
+
+def trace_spec(spec: ModelSpec) -> Trace:
+    return trace(named_decoder(spec))
+
+
+def named_decoder(spec: ModelSpec) -> Decoder:
+    """A decoder without weights: names and shapes stand for them."""
+    named: Any = {name: NamedWeight(name, shape) for name, shape in parameters(spec).items()}
+    return Decoder(spec, named, cast("OpSet", RecordingOps()), max_model_len=spec.max_position)
+
+
+def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"]) -> dict[str, Reason | None]:
+    """The fast ways to run a step that these kernels have, by name: None, or why not for this model. Weights and the device may
+    still rule one out."""
+    decoder = named_decoder(spec)
+    if kernels == "cpu":
+        return {"program": program_refusal(decoder)}
+    matched = match_layers(trace(decoder).body)
+    return {"one-token": matched if isinstance(matched, Reason) else None}
+
+
+def program_refusal(decoder: Decoder) -> Reason | None:
+    """Why the C++ program can't run this model, whatever its weights; None if it can."""
+    step = trace(decoder)
+    if (reason := refusal(step.head)) is not None:
+        return reason
+    found = lower(*lowered_part(decoder.spec, step), Emitter())
+    if not isinstance(found, Reason) and decoder.encoder is not None:
+        encoder = trace_encoder(decoder)
+        found = lower(encoder.body, encoder.embedded, None, Emitter())
+    return found if isinstance(found, Reason) else None
+
+
+def lowered_part(spec: ModelSpec, step: Trace) -> tuple[tuple[Op, ...], Value | None, Value]:
+    """What of a step the C++ program does: (ops, the value that it is given, the value that it gives). An encoder's embeddings
+    are made before: they are little beside whole texts."""
+    if spec.is_encoder:
+        return step.body, step.embedded, step.hidden
+    return step.embedding + step.body, None, step.hidden
+
+
+# --- Pieces -------------------------------------------------------------------------------------------------------------
+
+
+def _recorded(decoder: Decoder) -> tuple[RecordingOps, Decoder]:
+    recorder = RecordingOps()
+    return recorder, decoder.with_ops(cast("OpSet", recorder))
+
+
+def _caches(decoder: Decoder) -> list[TracedKV]:
+    return [TracedKV(i, layer.attention.spec.num_kv_heads) for i, layer in enumerate(decoder.layers)]
+
+
+def _embed(recorder: RecordingOps, view: Decoder) -> tuple[Value, tuple[Op, ...]]:
+    embedded = view.embedded(cast("Any", TOKENS), cast("Any", TracedMeta()))
+    return _value(embedded), _taken(recorder)
+
+
+def _layers(
+    recorder: RecordingOps, view: Decoder, layers: Sequence[Layer], embedded: Value, caches: Sequence[TracedKV]
+) -> tuple[Any, Any]:
+    """What the layers give, each recorded under its index."""
+
+    def before(index: int, *_: object) -> None:
+        recorder.layer = index if index < len(layers) else None
+
+    h, kv, meta = (cast("Any", given) for given in (embedded, caches, TracedMeta()))
+    return run_layers(view.ops, layers, h, kv, meta, before)
+
+
+def _taken(recorder: RecordingOps) -> tuple[Op, ...]:
+    """The ops since the last call."""
+    found = tuple(recorder.ops)
+    recorder.ops.clear()
+    return found
+
+
+def _value(x: object) -> Value:
+    assert isinstance(x, Value)
+    return x

@@ -1,0 +1,174 @@
+"""The record of what a model does: the same from a spec alone as from a loaded model; what it is lowered to; and why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.recording import RecordingOps, Value
+from slipstream.model.one_token import compile_one_token
+from slipstream.model.program import CpuProgram, compile_program
+from slipstream.model.trace import covered, named_decoder, trace, trace_encoder
+from slipstream.spec.model import AttentionSpec, MoESpec, OwnActivation, OwnNorm, QKNormSpec
+from slipstream.spec.reason import Reason
+from tests import tiny_models
+from tests.model.harness import load
+
+BUILD = {
+    **dict.fromkeys(tiny_models.FAMILIES, tiny_models.build),
+    **dict.fromkeys(tiny_models.ENCODERS, tiny_models.build_encoder),
+    **dict.fromkeys(tiny_models.T5S, tiny_models.build_t5),
+}
+NOT_COVERED = {"olmo2": "qk_norm", "olmo3": "qk_norm", "granite": "residual_scale"}
+
+
+def described(x):
+    """An argument of an op, with a weight's shape in the place of the weight."""
+    if isinstance(x, (QKVLayout, AttentionParams, Experts)):
+        return {f.name: described(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    if isinstance(x, tuple):
+        return [described(y) for y in x]
+    if hasattr(x, "out_features"):
+        return "product", tuple(x.weight.shape), None if x.bias is None else tuple(x.bias.shape)
+    return tuple(x.shape) if hasattr(x, "shape") and not isinstance(x, Value) else x
+
+
+def signature(found):
+    return [
+        (op.name, op.inputs, op.outputs, op.layer, {name: described(x) for name, x in op.arguments.items()}) for op in found.ops
+    ]
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_a_spec_tells_what_a_loaded_model_does(family, tmp_path):
+    BUILD[family](tmp_path, family)
+    model = load(tmp_path)
+    named = named_decoder(model.spec)
+    assert signature(trace(named)) == signature(trace(model.decoder))
+    if model.spec.encoder is not None:
+        assert signature(trace_encoder(named)) == signature(trace_encoder(model.decoder))
+    program = compile_program(load(tmp_path, kernels="cpu").decoder)
+    (reason,) = covered(model.spec, kernels="cpu").values()
+    if family in NOT_COVERED:
+        assert NOT_COVERED[family] in reason
+        assert program == reason
+    else:
+        assert reason is None
+        assert isinstance(program, CpuProgram)
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    found = {}
+    for family in ("llama", "mixtral", "opt"):
+        path = tmp_path_factory.mktemp(family)
+        tiny_models.build(path, family)
+        found[family] = load(path).spec
+    return found
+
+
+def changed(spec, **more):
+    """Other layers: an attention's, MLP's, expert's or norm's fields, or the layer's own."""
+    layers = []
+    for layer in spec.layers:
+        fields = {"attention": layer.attention, "mlp": layer.mlp, "block": layer.block}
+        for name, value in more.items():
+            if name in {f.name for f in dataclasses.fields(AttentionSpec)}:
+                fields["attention"] = dataclasses.replace(fields["attention"], **{name: value})
+            elif name == "activation" and isinstance(layer.mlp, MoESpec):
+                fields["mlp"] = dataclasses.replace(layer.mlp, expert=dataclasses.replace(layer.mlp.expert, activation=value))
+            elif name == "activation":
+                fields["mlp"] = dataclasses.replace(layer.mlp, activation=value)
+            elif name == "kind":
+                norms = {n: dataclasses.replace(norm, kind=value) for n, norm in layer.norms.items()}
+                fields["block"] = dataclasses.replace(layer.block, **norms)
+            elif name in layer.block.norms:
+                fields["block"] = dataclasses.replace(fields["block"], **{name: value})
+            else:
+                fields[name] = value
+        layers.append(dataclasses.replace(layer, **fields))
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
+MINE = OwnActivation(name="mine", function=torch.relu)
+REFUSED = {
+    "clip_qkv": ("llama", {"clip_qkv": 2.0}, "clip_qkv"),
+    "own norm": ("llama", {"kind": OwnNorm(name="mine", function=lambda x, *_: x)}, "OwnNorm"),
+    "own activation": ("llama", {"activation": MINE}, "OwnActivation"),
+    "own activation of experts": ("mixtral", {"activation": MINE}, "OwnActivation"),
+    "scaled branches": ("llama", {"residual_scale": 0.5}, "residual_scale"),
+    "norms of rows": ("llama", {"qk_norm": QKNormSpec(over="row", eps=1e-6)}, "qk_norm"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_kernels_lack_is_said(case, specs):
+    family, more, words = REFUSED[case]
+    spec = changed(specs[family], **more)
+    for kernels, own in (("cpu", "C++ program"), ("triton", "one-token kernel")):
+        assert covered(specs[family], kernels=kernels).popitem()[1] is None
+        (reason,) = covered(spec, kernels=kernels).values()
+        assert isinstance(reason, Reason)
+        assert case == "own activation of experts" or case == "own activation" or words in reason
+        assert own in reason
+
+
+def test_ends_that_the_program_lacks_are_said(specs):
+    llama, norm = specs["llama"], specs["llama"].final_norm
+    assert "embed_size" in covered(dataclasses.replace(llama, embed_size=16), kernels="cpu")["program"]
+    assert "final norm" in covered(dataclasses.replace(llama, final_norm=None), kernels="cpu")["program"]
+    only_after = changed(llama, pre_attention=None, pre_mlp=None, post_attention=norm, post_mlp=norm)
+    assert "no sum" in covered(only_after, kernels="cpu")["program"]
+
+
+def test_fast_ways_of_other_kernels_are_refused(tmp_path):
+    tiny_models.build(tmp_path)
+    decoder = load(tmp_path).decoder
+    assert "kernels='cpu'" in compile_program(decoder)
+    assert "reference" in compile_one_token(decoder)
+
+
+ATTENTION = ["linear", "rope_and_cache", "attention", "linear"]
+MOE = ["linear", "route", "gather", "expert_linear", "expert_linear"]
+SECOND_LAYERS = {
+    "llama": ["norm", *ATTENTION, "norm", "gated_linear", "linear"],
+    "gemma2": ["norm", *ATTENTION, "norm", "norm", "gated_linear", "linear", "norm"],
+    "gptj": ["norm", *ATTENTION, "linear", "activation", "linear"],
+    "cohere": ["norm", *ATTENTION, "gated_linear", "linear"],
+    "mixtral": ["norm", *ATTENTION, "norm", *MOE, "combine"],
+    "qwen2_moe": ["norm", *ATTENTION, "norm", *MOE, "linear", "activation", "linear", "linear", "combine"],
+    "deepseek_v2": [
+        *("norm", "linear", "linear", "latent_queries", "head_linear", "attention", "head_linear", "linear"),
+        *("norm", *MOE, "gated_linear", "linear", "combine"),
+    ],
+    "bert": [*ATTENTION, "norm", "linear", "activation", "linear", "norm"],
+    "flan-t5": ["norm", *ATTENTION, "norm", "linear", "attention", "linear", "norm", "gated_linear", "linear"],
+}
+
+
+@pytest.mark.parametrize("family", SECOND_LAYERS)
+def test_what_a_layer_is_lowered_to(family, tmp_path):
+    """Branches are added by their last product, gates are epilogues, and nothing is copied."""
+    BUILD[family](tmp_path, family)
+    program = compile_program(load(tmp_path, kernels="cpu").decoder).programs[0]
+    names = [op.name for op in program.operators]
+    layer = SECOND_LAYERS[family]
+    end = len(names) - (family != "bert") if family != "flan-t5" else len(names) - 1
+    assert names[end - len(layer) : end] == layer
+    embeddings = 0 if family == "bert" else 1
+    if family not in ("deepseek_v2", "flan-t5"):
+        assert len(names) == embeddings + 2 * len(layer) + (family != "bert")
+
+
+def test_the_recorder_has_the_ops_parameters():
+    """A call that the recorder takes is one that every op set takes."""
+    for name, method in inspect.getmembers(RecordingOps, inspect.isfunction):
+        if name.startswith("_") or name in ("value", "record"):
+            continue
+        ours, theirs = (list(inspect.signature(m).parameters.values()) for m in (method, getattr(OpSet, name)))
+        assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs], name
