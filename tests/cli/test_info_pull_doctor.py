@@ -42,7 +42,8 @@ def test_info_text(capsys):
 
 def test_info_says_why_a_fast_way_does_not_cover_a_model(tiny_model, tmp_path, capsys):
     config = json.loads((tiny_model / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "granite", "residual_multiplier": 0.5}))
+    granite = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **granite}))
     assert main(["info", str(tmp_path), "--device=cpu"]) == 0
     assert "op by op, not one C++ program: residual_scale" in capsys.readouterr().out
     assert main(["info", str(tmp_path), "--device=cpu", "--json"]) == 0

@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
-from slipstream.kernels.ops import has_cpu_kernels
+from slipstream.kernels.native import has_cpu_kernels
 from slipstream.model.program import compile_program
 from slipstream.plan.memory import kv_budget
 from slipstream.spec.description import read_spec
