@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from slipstream.server.errors import bad_request
+from slipstream.server.errors import FIELDS, bad_request
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -333,6 +333,8 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
+for _struct in (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart):
+    FIELDS.update(_struct.__struct_fields__)
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 
