@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
 from slipstream.server.errors import FIELDS, bad_request
@@ -333,8 +334,9 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
-for _struct in (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart):
-    FIELDS.update(_struct.__struct_fields__)
+_STRUCTS: tuple[type[Struct], ...] = (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart)
+for _struct in _STRUCTS:
+    FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 
