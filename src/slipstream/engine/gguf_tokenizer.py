@@ -18,7 +18,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from slipstream.engine import sentencepiece
 from slipstream.engine.sentencepiece import Kind
 from slipstream.engine.tiktoken import CL100K, CONTRACTIONS, WORDS_END
-from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, reading
+from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, check_normalizer, reading
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.gguf import GGUFFile
 
@@ -129,6 +129,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
             raise CheckpointError(f"{path} lacks scores or the unknown token of its vocabulary", field="tokenizer.ggml.scores")
         prefix, cleaned = (fields.get(k, bool, True) for k in ("add_space_prefix", "remove_extra_whitespaces"))
         backend = sentencepiece.unigram(tokens, scores, kinds, charsmap, add_prefix=prefix, remove_extra=cleaned)
+        check_normalizer(backend, path)
     elif kind == "bert":
         return _wordpiece(fields, tokens)
     else:

@@ -22,7 +22,7 @@ from tokenizers import processors
 from slipstream.engine import gguf_tokenizer, tokenizer_folder
 from slipstream.engine.chat_template import render
 from slipstream.engine.tiktoken import spelling
-from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, check_normalizer, on_text
+from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, on_text
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.gguf import GGUFFile
@@ -52,7 +52,7 @@ class Tokenizer:
         text models don't know): a text that holds it is a RequestError.
         """
         if path is None and model.gguf is not None:
-            tokenizer = cls._of(gguf_tokenizer.read(model.gguf), model.path)
+            tokenizer = cls._of(gguf_tokenizer.read(model.gguf))
         else:
             tokenizer = cls.from_pretrained(model.path if path is None else path)
         rows = tokenizer._num_rows = model.spec.vocab_size
@@ -91,12 +91,11 @@ class Tokenizer:
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
             path = next(iter(sorted(path.glob("*.gguf"))), path)
         if path.is_file():
-            return cls._of(gguf_tokenizer.read(GGUFFile(path)), path)
-        return cls._of(tokenizer_folder.read(path), path)
+            return cls._of(gguf_tokenizer.read(GGUFFile(path)))
+        return cls._of(tokenizer_folder.read(path))
 
     @classmethod
-    def _of(cls, parts: TokenizerParts, path: Path) -> Tokenizer:
-        check_normalizer(parts.backend, path)
+    def _of(cls, parts: TokenizerParts) -> Tokenizer:
         return cls(parts.backend, parts.special, chat_templates=parts.chat_templates)
 
     def save(self, folder: Path) -> None:

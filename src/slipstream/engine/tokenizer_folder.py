@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.engine import sentencepiece, tiktoken
-from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, reading
+from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, check_normalizer, reading
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.description import read_json
 
@@ -28,6 +28,7 @@ def _read(path: Path) -> TokenizerParts:
     config = {**_optional(path / "special_tokens_map.json"), **_optional(path / "tokenizer_config.json")}
     generation, model = _optional(path / "generation_config.json"), _optional(path / "config.json")
     backend = _backend(path, config)
+    check_normalizer(backend, path)  # before the first text is encoded, which is below
     backend.no_truncation()
     backend.no_padding()
     if not (path / "tokenizer.json").is_file() and backend.token_to_id(_GPT2_END) is not None:

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
-from slipstream.server.errors import bad_request
+from slipstream.server.errors import FIELDS, bad_request
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -333,6 +334,9 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
+_STRUCTS: tuple[type[Struct], ...] = (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart)
+for _struct in _STRUCTS:
+    FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 
