@@ -80,10 +80,6 @@ class Scorer:
         )
 
     @property
-    def decoder(self) -> Decoder:
-        return self.forwards.decoder
-
-    @property
     def spec(self) -> ModelSpec:
         return self.decoder.spec
 
