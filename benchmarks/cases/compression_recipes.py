@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from slipstream.bench.report import print_table
-from slipstream.compress.pipeline import clean, publish, reshape, rest
+from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape
 from slipstream.compress.recipe import parse, preset
 from slipstream.compress.report import model_bytes, tokens_per_s
 from slipstream.compress.run import compress
@@ -218,7 +218,7 @@ def carry_out(
         "dtype": str(dtype).removeprefix("torch."),
     }
     if recipe.reshapes:
-        assert rest(recipe) is None
+        assert layer_recipe(recipe) is None
         made = reshape(source, recipe, out, device=device, say=_every_fiftieth)
         info["num_parameters"] = made.spec.num_parameters
         info["num_layers"] = made.spec.num_layers

@@ -155,8 +155,8 @@ def test_prefix_cache_is_hit_and_changes_nothing(path):
     assert warm.num_cached_tokens == 32
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     (whole,) = (llm.generate([PROMPTS[2]], GREEDY),)
-    (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes only its last token
-    assert again.num_cached_tokens == 15
+    (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes its last block
+    assert again.num_cached_tokens == 0
     assert again.outputs[0].token_ids == whole[0].outputs[0].token_ids
 
 

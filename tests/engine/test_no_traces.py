@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,13 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def temporary():
+    """A folder with a short name: a socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def until(condition, what, seconds=30):
     end = time.monotonic() + seconds
     while not condition():
@@ -29,10 +38,8 @@ def until(condition, what, seconds=30):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 60])
-def test_killed_while_it_starts(model, tmp_path, number, after_s):
+def test_killed_while_it_starts(model, temporary, number, after_s):
     """`after_s` after the folder is there; 60: when the server is ready."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     options = ["--port", "0", "--device", "cpu", "--max-model-len", "64"]
     command = [sys.executable, "-m", "slipstream", "serve", str(model), *options]
     environment = {**os.environ, "TMPDIR": str(temporary)}
