@@ -45,7 +45,7 @@ def child(name: str, path: Path, threads: int) -> None:
         prompt = {"prompt_token_ids": list(range(100, 100 + PROMPT))}
         for _ in llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)):
             found.setdefault("first_token_s", seconds_since_process_start() or 0.0)
-        found |= {f"phase_{phase}_s": seconds for phase, seconds in llm.core.phases.items()}
+        found |= {f"phase_{phase}_s": seconds for phase, seconds in llm.core.executor.phases.items()}
         found["without_torch_s"] = found["first_token_s"] - found["torch_import_s"]
     else:
         from peers_cpu import make, requests

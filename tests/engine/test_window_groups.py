@@ -91,7 +91,7 @@ def test_what_a_long_sequence_holds_is_bounded(model):
             assert count <= group.max_blocks(128, 4, 16)
             assert (count == -(-99 // 4)) == (group.kind == "full")
         assert sum(most) <= llm.ledger.blocks_per_sequence
-        places = {layer.k.data_ptr() for layer in llm.core.runner.kv}
+        places = {layer.k.data_ptr() for layer in llm.core.executor.runner.kv}
         assert len(places) == max(len(group.layers) for group in groups)  # groups share their tensors
 
 

@@ -493,7 +493,7 @@ def test_a_step_that_was_begun(threads):
         assert torch.equal(found[:, 0], expected.argmax(-1))
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(("engine", "program", "running"))], ids="-".join)
+@pytest.mark.parametrize("order", [*itertools.permutations(("pool", "program", "running"))], ids="-".join)
 def test_a_collector_of_cycles_lets_go_in_any_order(order):
     """While a step is under way: it is waited for, and what it writes lives until then."""
     import gc

@@ -35,7 +35,7 @@ def test_several_positions_are_sampled(tmp_path, family, kernels):
     with torch.no_grad():
         best = theirs(torch.tensor([TOKENS])).logits[0].argmax(-1).tolist()
     with LLM(str(tmp_path), kernels=kernels, num_threads=1, **sizes) as llm:
-        runner = llm.core.runner
+        runner = llm.core.executor.runner
         assert (runner.model.decoder.compiled is not None) == (kernels == "auto")
         new = NewRequest("a", tuple(TOKENS), 10, GREEDY), NewRequest("b", tuple(TOKENS), 10, GREEDY)
         shares = (
@@ -64,7 +64,7 @@ def test_log_probabilities_of_several_positions(tmp_path):
         wants = SamplingParams(temperature=0, max_tokens=9, logprobs=2)
         new = NewRequest("b", tuple(TOKENS), 10, GREEDY), NewRequest("a", tuple(TOKENS), 10, wants)
         shares = ScheduledRequest("b", 0, 10, 2, updates(llm, 5)), ScheduledRequest("a", 0, 10, 3, updates(llm, 1))
-        result = llm.core.runner.launch(StepPlan(1, shares, new)).result()
+        result = llm.core.executor.runner.launch(StepPlan(1, shares, new)).result()
     assert list(result.num_tokens) == [2, 3]
     (extra,) = result.extras
     assert isinstance(extra, SampledLogprobs)
