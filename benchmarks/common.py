@@ -1,25 +1,30 @@
-"""What the benchmark scripts share: where a result goes, and medians."""
+"""What the benchmark scripts share: their options, their records, medians, and where a GPU's time goes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.environment import plain
 from slipstream.bench.report import document
+from slipstream.plan.environment import plain
 from slipstream.plan.hardware import bound_spinning
 
-bound_spinning()  # as the command line does, and before a script imports torch: for every engine in it alike
+bound_spinning()  # before a script imports torch, as the command line does: alike for every engine
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS, CONFIGS, DATA = HERE / "results", HERE / "configs", HERE / "data"
+SHAREGPT = DATA / "sharegpt-lengths.json"
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]+)?")
 
 
 def parser(description: str | None, name: str) -> argparse.ArgumentParser:
+    """The options of a script whose record is `name`.json."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = RESULTS / f"{name}.json"
     made.add_argument("--output", type=Path, default=default, help=f"(default: benchmarks/results/{name}.json)")
@@ -27,17 +32,115 @@ def parser(description: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def save(path: Path, name: str, **parts: Any) -> None:
-    """Write a result with versions, machine, commit and command."""
+    """Write a record with versions, machine, commit and command. Of an absolute path only its last part is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(document(name, **parts), default=plain, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    made = json.loads(json.dumps(document(name, **parts), default=plain))
+    path.write_text(json.dumps(without_folders(made), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")
+
+
+def without_folders(value: Any) -> Any:
+    """`value` with each absolute path in its strings replaced by the path's last part."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    return ABSOLUTE_PATH.sub(lambda found: found[1] or "", value) if isinstance(value, str) else value
 
 
 def with_source() -> dict[str, str]:
     """The environment in which another environment's Python finds this source."""
-    return {**os.environ, "PYTHONPATH": str(RESULTS.parents[1] / "src")}
+    return {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
 
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Prompts of random tokens."""
+    import random
+
+    rng = random.Random(seed)
+    return [{"prompt_token_ids": [rng.randrange(vocab_size) for _ in range(n)]} for n in lengths]
+
+
+def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> dict[str, Any]:
+    """Kernels of the steps that prefill `num_seqs` prompts, and of a decode step of as many.
+
+    Both come from the profiler over whole calls of `generate`. A decode step's kernels are those of a call with
+    1 + `num_decodes` tokens an answer, less those of a call with one, over `num_decodes`. Milliseconds; kernels under 0.1 %
+    are left out.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from slipstream import SamplingParams
+
+    on_gpu = torch.cuda.is_available()
+    given = prompts([prompt] * num_seqs, 500)
+
+    def traced(num_tokens: int) -> dict[str, tuple[int, float]]:
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        llm.generate(given, sampling, progress=False)  # captures what is not captured yet
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+            llm.generate(given, sampling, progress=False)
+            if on_gpu:
+                torch.cuda.synchronize()
+        return {e.key: (e.count, e.self_device_time_total / 1e3) for e in trace.key_averages()}
+
+    def table(found: dict[str, tuple[float, float]]) -> dict[str, Any]:
+        total = sum(ms for _, ms in found.values())
+        rows = sorted(found.items(), key=lambda row: -row[1][1])
+        kept = [{"kernel": key[:80], "calls": calls, "ms": ms} for key, (calls, ms) in rows if ms > total / 1000]
+        return {"ms": total, "kernels": kept[:24]}
+
+    one, more = traced(1), traced(1 + num_decodes)
+    decode = {}
+    for key, (calls, ms) in more.items():
+        before = one.get(key, (0, 0.0))
+        decode[key] = ((calls - before[0]) / num_decodes, (ms - before[1]) / num_decodes)
+    return {"prefill": table(dict(one)), "decode step": table(decode)}
+
+
+def run_case(doc: str | None, record: str, choices: dict[str, Sequence[str]]) -> None:
+    """Run the file of `cases/` that the options choose, with that file's own options.
+
+    `choices` are the options that choose, with their values: of kernels.py, `--device cpu --op moe` is
+    cases/kernels_cpu_moe.py. A case has `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record.
+    """
+    import importlib
+    import sys
+    from functools import partial
+
+    asked = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, allow_abbrev=False
+    )
+    for name, values in choices.items():
+        asked.add_argument(f"--{name}", required=True, choices=values)
+    if not any(word.startswith(f"--{name}") for word in sys.argv for name in choices):
+        asked.print_help()
+        raise SystemExit(0 if {"-h", "--help"} & set(sys.argv) else 2)
+    known, rest = asked.parse_known_args()
+    chosen = [getattr(known, name) for name in choices]
+    found = "_".join([record, *chosen]).replace("-", "_")
+    if not (HERE / "cases" / f"{found}.py").is_file():
+        asked.error(f"there is no such benchmark: {' '.join(chosen)}")
+    case = importlib.import_module(f"cases.{found}")
+    own = parser(case.__doc__, found)
+    case.add_arguments(own)
+    args = own.parse_args(rest)
+    case.run(args, partial(save, args.output, found))
+
+
+def slipstream(*words: str | Path) -> dict[str, Any]:
+    """What `slipstream WORDS --json` prints, run by this Python in a process of its own."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "slipstream", *map(str, words), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=with_source())
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

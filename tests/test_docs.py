@@ -1,7 +1,8 @@
 """Every example of README.md and docs/, run as it stands, with tiny models in the place of `smollm2` and `minilm`.
 
-Shell examples run in a shell whose `slipstream` is this checkout's; Python examples in a fresh interpreter. Those of README
-run once more with the real model (marker `model`). docs/server.md is tested in tests/server, against a running server.
+Shell examples run in a shell whose `slipstream` is this checkout's. Each command and each Python example is a fork of one
+process that has imported torch (tests/preloaded.py). The README's run once more with the real model in fresh processes
+(marker `model`). docs/server.md is tested in tests/server, against a running server.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.hub import DEFAULT_MODEL, MODELS
+from tests.preloaded import Preloaded
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md")]
@@ -28,27 +30,41 @@ EXAMPLES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory):
+    process = Preloaded(tmp_path_factory.mktemp("tools"))
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def place(tmp_path):
-    """A working directory that sees `benchmarks/`, and the environment to run an example in."""
+    """A working directory that sees `benchmarks/`."""
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    return tmp_path
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A folder with a `slipstream` and a `python` that are processes of their own."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    command = tools / "slipstream"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m slipstream "$@"\n')
-    command.chmod(0o755)
-    source = os.pathsep.join([str(ROOT / "src"), *(p for p in sys.path if p)])
-    return tmp_path, {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": source}
+    for name, words in (("slipstream", "-m slipstream "), ("python", "")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (tools / name).chmod(0o755)
+    return tools
 
 
-def run(place, language, code):
+def run(folder, tools, language, code):
     """The example's standard output. It fails if a command in it does."""
-    folder, env = place
-    words = {"sh": ["sh", "-euc", code], "python": [sys.executable, "-c", code]}[language]
-    if "@triton.jit" in code:  # which reads its source from a file
+    source = os.pathsep.join([str(ROOT / "src"), *(p for p in sys.path if p)])
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": source}
+    if language == "python":  # a file, since @triton.jit reads its source from one
         (folder / "example.py").write_text(code)
-        words = [sys.executable, "example.py"]
-    result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+        code = "python example.py"
+    result = subprocess.run(
+        ["sh", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -58,15 +74,24 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
-def test_example(place, tiny_model, tiny_encoder, language, code):
+def test_example(place, preloaded, tiny_model, tiny_encoder, language, code):
     code = code.replace('slipstream run "', 'slipstream run smollm2 "')  # the default model, by name
-    run(place, language, code.replace("smollm2", str(tiny_model)).replace("minilm", str(tiny_encoder)))
+    code = code.replace("smollm2", str(tiny_model)).replace("minilm", str(tiny_encoder))
+    run(place, preloaded.tools, language, code)
+
+
+@pytest.mark.parametrize(
+    ("language", "code"), [("sh", "slipstream info no-such-model"), ("sh", "false"), ("python", "raise ValueError")]
+)
+def test_an_example_that_fails_is_noticed(place, preloaded, language, code):
+    with pytest.raises(AssertionError):
+        run(place, preloaded.tools, language, code)
 
 
 @pytest.mark.model
 @pytest.mark.parametrize(("language", "code"), [example for example in EXAMPLES if example.id.startswith("README")])
-def test_readme_with_the_real_model(place, language, code):
-    assert "Paris" in run(place, language, code)
+def test_readme_with_the_real_model(place, fresh, language, code):
+    assert "Paris" in run(place, fresh, language, code)
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

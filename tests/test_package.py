@@ -16,7 +16,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
-from slipstream.kernels import build, native, ops
+from slipstream.kernels import build, native
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "benchmarks" / "configs" / "tiny"
@@ -76,7 +76,7 @@ def test_without_the_library_an_engine_says_so_and_runs(monkeypatch, caplog):
     try:
         with pytest.raises(ConfigError, match=r"not built.*kernels='torch'.*slipstream\.kernels\.build"):
             native.load()
-        assert not ops.has_cpu_kernels()
+        assert not native.has_cpu_kernels()
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_model_len": 64}
         with LLM(str(TINY), **settings) as llm:
             (answer,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))

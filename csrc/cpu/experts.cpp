@@ -101,7 +101,7 @@ struct Gather : RowOp {
         for (int64_t e = r.num_experts; e > 0; e--) r.begin[e] = r.begin[e - 1];
         r.begin[0] = 0;
         if (int64_t* counted = counts < 0 ? nullptr : (int64_t*)p.row(counts, 0))
-            for (int64_t i = 0; i < n; i++) counted[r.chosen[i]] += s.slots[i / r.each] >= s.block_size;  // below: padding
+            for (int64_t i = 0; i < n; i++) counted[r.chosen[i]] += s.groups->slots[i / r.each] >= s.block_size;  // below: padding
         return RowOp::chunks(p);
     }
     void row(Program& p, int64_t i, float*) override {

@@ -207,17 +207,17 @@ struct LinearArgmax : Op {
 };
 
 struct WithCache : RowOp {
-    int32_t q, layer;
-    bool cross = false;
+    int32_t q, layer, group = 0;
     AttentionArgs args;
     void look_up(Program& p) {
         const ss_step& s = p.step();
         const ss_layer_kv& kv = s.layers[layer];
+        const ss_group& g = s.groups[group];
         args.qkv = (float*)p.row(q, 0), args.qkv_stride = p.stride(q) / 4;
         args.k = (uint8_t*)kv.k, args.v = (uint8_t*)kv.v, args.k_scale = kv.k_scale, args.v_scale = kv.v_scale;
         args.cache = s.cache, args.block_size = s.block_size, args.query_start_loc = s.query_start_loc;
-        args.block_table = cross ? s.cross_table : s.block_table, args.table_stride = cross ? s.cross_stride : s.table_stride;
-        args.seq_lens = cross ? s.cross_lens : s.seq_lens, args.positions = s.positions, args.slots = s.slots;
+        args.block_table = g.block_table, args.table_stride = g.table_stride, args.seq_lens = g.seq_lens;
+        args.positions = s.positions, args.slots = g.slots;
     }
 };
 
@@ -467,11 +467,11 @@ void ss_add_activation(ss_program* p, int32_t x, int32_t out, int32_t form, int3
     op->args.activation = {activation, alpha, limit}, op->args.form = form, op->args.gated = gated, op->args.size = size;
 }
 
-void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                           const float* cos_sin, int64_t rotary_dim, int32_t interleaved, const float* q_norm,
+void ss_add_rope_and_cache(ss_program* p, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads, int64_t num_kv_heads,
+                           int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved, const float* q_norm,
                            const float* k_norm, float eps, float offset) {
     auto* op = add<Rope>(p);
-    op->q = qkv, op->layer = layer, op->args = {};
+    op->q = qkv, op->layer = layer, op->group = group, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.cos_sin = cos_sin, a.rotary_dim = rotary_dim;
     a.interleaved = interleaved, a.q_norm = q_norm, a.k_norm = k_norm, a.norm_eps = eps, a.norm_offset = offset;
@@ -488,11 +488,11 @@ void ss_add_latent_queries(ss_program* p, int32_t q, int32_t row, int32_t querie
     op->latents.nope_dim = nope_dim, op->latents.rank = rank, op->latents.norm = norm, op->latents.form = form;
 }
 
-void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                      int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes, const float* sinks,
-                      const float* distance_bias, int64_t bias_range, int32_t causal, int32_t cross) {
+void ss_add_attention(ss_program* p, int32_t q, int32_t out, int32_t layer, int32_t group, int64_t num_heads, int64_t num_kv_heads,
+                      int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes,
+                      const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal) {
     auto* op = add<Attention>(p);
-    op->q = q, op->out = out, op->layer = layer, op->args = {}, op->cross = cross;
+    op->q = q, op->out = out, op->layer = layer, op->group = group, op->args = {};
     AttentionArgs& a = op->args;
     a.num_heads = num_heads, a.num_kv_heads = num_kv_heads, a.head_dim = head_dim, a.value_dim = value_dim;
     a.scale = scale, a.window = window;

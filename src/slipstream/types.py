@@ -1,7 +1,8 @@
 """The values that cross boundaries: what a user asks for, what a step does, what comes back.
 
-All are frozen dataclasses of plain Python values: they pass through msgpack unchanged, and nobody can alter a
-request behind the scheduler's back. No torch here.
+All are frozen and made of plain Python values: they pass through msgpack unchanged, and nobody can alter a request behind
+the scheduler's back. What is made for each request of each step is a named tuple, which costs a third of a frozen
+dataclass. No torch here.
 
     user ── SamplingParams ──> EngineRequest ──> Scheduler ── StepPlan ──> ModelRunner
     user <── RequestOutput <── EngineOutput  <── Scheduler <── StepResult <──┘
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 from slipstream.errors import RequestError
 
@@ -30,7 +32,13 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-Prompt: TypeAlias = str | TokensPrompt
+class TextPrompt(TypedDict):
+    """A prompt that is text, as vLLM writes it."""
+
+    prompt: str
+
+
+Prompt: TypeAlias = str | TokensPrompt | TextPrompt
 
 
 class FinishReason(StrEnum):
@@ -172,10 +180,11 @@ class TextsRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class NewSequence:
-    """A sequence that enters the worker, or comes back after preemption (then `token_ids` holds its answer so far).
+class NewRequest:
+    """A request that enters the worker, or comes back after preemption (then `token_ids` holds its answer so far).
 
-    `encoder_token_ids` are to be encoded into `encoder_block_ids`; a fork has blocks that hold `num_encoder_tokens` already.
+    `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has no such tokens: its blocks hold
+    `num_encoder_tokens` already.
     """
 
     request_id: str
@@ -185,38 +194,49 @@ class NewSequence:
     eos_token_ids: tuple[int, ...] = ()
     pooled: bool = False
     encoder_token_ids: tuple[int, ...] = ()
-    encoder_block_ids: tuple[int, ...] = ()
     num_encoder_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
+class TableUpdate:
+    """From `index` on, the request's block table of `group` has these blocks.
 
-    `new_block_ids` are appended to the worker's block table for it, after `replaced_blocks` (index, block) were
-    put in place of shared ones (copy on write). `samples` says whether the last position's logits are sampled: false
-    while a prompt is not yet complete.
+    The one form for blocks that are appended, put in place of shared ones (copy on write) or released (the null block).
+    """
+
+    group: int
+    index: int
+    block_ids: tuple[int, ...]
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
+
+    The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, more where
+    guessed tokens are checked.
     """
 
     request_id: str
     num_computed_tokens: int
     num_tokens: int
-    samples: bool
-    new_block_ids: tuple[int, ...] = ()
-    replaced_blocks: tuple[tuple[int, int], ...] = ()
+    num_sampled: int
+    table_updates: tuple[TableUpdate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the worker does in one step, as a difference to what it knows.
 
-    Order of effect: `released` rows are dropped, `new` rows made, `block_copies` (source, target) carried out, tables
-    extended, then every sequence in `scheduled` computed. Sequences with num_tokens == 1 stand first.
+    1. The rows of `released` requests are dropped.
+    2. Rows for `new` ones are made.
+    3. `block_copies` (source, target) are carried out.
+    4. The tables of `scheduled` requests are updated.
+    5. Every request in `scheduled` is computed. Those with num_tokens == 1 stand first.
     """
 
     step_id: int
-    scheduled: tuple[ScheduledSequence, ...]
-    new: tuple[NewSequence, ...] = ()
+    scheduled: tuple[ScheduledRequest, ...]
+    new: tuple[NewRequest, ...] = ()
     released: tuple[str, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
 
@@ -253,38 +273,90 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What came of a StepPlan: for each scheduled sequence that samples, in plan order, its new tokens."""
+class SampledLogprobs:
+    """Of a request that asked: one entry for each of its new tokens."""
 
-    step_id: int
-    request_ids: tuple[str, ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """For sequences in prefill that asked: one entry a position computed in this step, for the token that *follows* it."""
-    embeddings: dict[str, bytes] = field(default_factory=dict)
-    """Of pooled sequences that are complete: float32 in the machine's order."""
-    vectors: bytes = b""
-    """Of a TextsPlan, float32 [S, E]."""
+    request_id: str
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """News of one sequence after a step, from the engine core to whoever turns tokens into text."""
+class PromptLogprobs:
+    """Of a request in prefill that asked: for each position from `start` on, those of the token that *follows* it. A prompt
+    that is computed again begins anew."""
+
+    request_id: str
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledVector:
+    """Of a pooled request that is complete: its vector or its scores, float32 in the machine's order."""
+
+    request_id: str
+    vector: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextVectors:
+    """Of a TextsPlan: float32 [S, E] in the machine's order."""
+
+    vectors: bytes
+
+
+Extra: TypeAlias = SampledLogprobs | PromptLogprobs | PooledVector | TextVectors
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a plan.
+
+    `token_ids` are the new tokens of all requests that sample, in plan order; `num_tokens` says how many each of them got, at
+    least one and at most its `num_sampled` (None: one each).
+    """
+
+    step_id: int
+    token_ids: Sequence[int] = ()
+    num_tokens: Sequence[int] | None = None
+    extras: tuple[Extra, ...] = ()
+
+
+class TokenOutput(NamedTuple):
+    """News of a request that generates, from the engine core to whoever turns tokens into text."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, if one did
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
-    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache; with the first token
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
-    embedding: bytes | None = None  # of a pooled sequence, or its scores: float32; of a TextsRequest, of some of its texts
-    first_text: int = 0  # of these, and how many they are
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOutput:
+    """News of a request for vectors or scores: of `num_texts` of its texts from `first_text` on, float32 in the machine's
+    order. The end of a request that failed brings none."""
+
+    request_id: str
+    vectors: bytes = b""
+    first_text: int = 0
     num_texts: int = 0
-    prompt_logprobs_start: int = 0  # position of the first of `prompt_logprobs`; a prompt computed again begins anew
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+EngineOutput: TypeAlias = TokenOutput | VectorOutput
+
+
+def tokens_of(outputs: Iterable[EngineOutput]) -> list[TokenOutput]:
+    return [output for output in outputs if isinstance(output, TokenOutput)]
+
+
+def vectors_of(outputs: Iterable[EngineOutput]) -> list[VectorOutput]:
+    return [output for output in outputs if isinstance(output, VectorOutput)]
 
 
 # --- What a user gets ---------------------------------------------------------------------------------------------
@@ -307,6 +379,20 @@ class PositionLogprobs:
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        """By token id, as vLLM has it: `logprobs[i][token_id].logprob`. KeyError for a token that is not among them."""
+        for entry in (self.chosen, *self.top):
+            if entry.token_id == token_id:
+                return entry
+        raise KeyError(token_id)
+
+    def __contains__(self, token_id: object) -> bool:
+        return any(entry.token_id == token_id for entry in (self.chosen, *self.top))
+
+    def __iter__(self) -> Iterator[int]:
+        """The token ids, the chosen one first."""
+        return iter(dict.fromkeys(entry.token_id for entry in (self.chosen, *self.top)))
 
 
 @dataclass(slots=True)
@@ -382,20 +468,25 @@ ExpertTokens: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """The engine's state at a moment, and totals since it started. Token counts; `_s` are seconds. `expert_load` is there if it
-    was asked for."""
+class SchedulerStats:
+    """The scheduler's state at a moment, and totals since it started. Counts of tokens and blocks."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_blocks: int = 0
+    num_blocks: int = 0  # that sequences can hold
     num_free_blocks: int = 0
     kv_cache_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # of them found
     num_preemptions: int = 0
-    kv_allocated_tokens: int = 0
-    kv_wasted_tokens: int = 0
+    kv_allocated_tokens: int = 0  # that the blocks in use have room for, each in the layers of its group
+    kv_wasted_tokens: int = 0  # of them allocated and not written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(SchedulerStats):
+    """The scheduler's figures and the engine's own. `_s` are seconds. `expert_load` is there if it was asked for."""
+
     num_steps: int = 0
     last_step_age_s: float = 0.0
     prompt_tokens_total: int = 0

@@ -15,6 +15,7 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from tests.server.conftest import serving
+from tests.server.fake_engine import FakeEngine
 
 URL = "--url=http://127.0.0.1:1"
 DUMMY = ["--load-format=dummy", "--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=8MiB"]
@@ -134,17 +135,15 @@ def test_serve_in_process(config_only, capsys, tmp_path):
     assert json.loads(output.read_text()) == found
 
 
-def test_serve_a_url(tiny_model, capsys):
-    from slipstream.engine.async_llm import AsyncLLM
-
-    args = EngineArgs(
-        model=str(tiny_model), dtype="float32", device="cpu", num_threads=1, max_num_seqs=8, kv_cache_bytes=2**24
-    )
-    with serving(start=lambda: AsyncLLM.start(args), served_model_names=("tiny",)) as server:
+def test_serve_a_url(capsys):
+    engine = FakeEngine()
+    with serving(engine, served_model_names=("tiny",)) as server:
         found = result(capsys, "serve", "--url", server.url, "--vocab-size=200", "--arrivals=closed:2", *SHORT)
         assert (found["engine"]["model"], found["arrivals"]["concurrency"]) == ("tiny", 2)
         assert (found["results"]["input_tokens"], found["results"]["output_tokens"]) == (120, 54)
         assert found["results"]["num_failed"] == 0
+        measured = [sampling for prompt, sampling, _ in engine.seen if len(prompt["prompt_token_ids"]) == 20]
+        assert [(s.max_tokens, s.ignore_eos, s.temperature) for s in measured[-6:]] == [(9, True, 0.0)] * 6
         words = ["--url", server.url, "--vocab-size=200", "--served-model-name=other"]
         told = result(capsys, "serve", *words, *SHORT, code=2)
         assert "404" in told["error"]["message"]
@@ -233,7 +232,8 @@ def test_batch_size_of_transformers(tiny_model):
 
 
 def test_roofline(config_only, capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.worker.roofline.READ_BYTES", 2**20)
+    for name, small in (("READ_BYTES", 2**20), ("MULTIPLY_ROUNDS", 1000), ("CEILING_SECONDS", 0.0)):
+        monkeypatch.setattr(f"slipstream.worker.roofline.{name}", small)
     words = ["roofline", config_only, "--batch-sizes=2", "--prompt=8", "--context=8", *DUMMY]
     found = result(capsys, *words)
     check_document(found, "roofline")

@@ -12,9 +12,9 @@ from slipstream.cli.info import describe
 from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
 from slipstream.hub import tiles_folder
-from slipstream.kernels.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.plan.hardware import GpuInfo, HostInfo
 from slipstream.plan.memory import weights_bytes
+from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.spec.description import read_spec
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -42,7 +42,8 @@ def test_info_text(capsys):
 
 def test_info_says_why_a_fast_way_does_not_cover_a_model(tiny_model, tmp_path, capsys):
     config = json.loads((tiny_model / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "granite", "residual_multiplier": 0.5}))
+    granite = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **granite}))
     assert main(["info", str(tmp_path), "--device=cpu"]) == 0
     assert "op by op, not one C++ program: residual_scale" in capsys.readouterr().out
     assert main(["info", str(tmp_path), "--device=cpu", "--json"]) == 0
@@ -144,6 +145,32 @@ def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeyp
     assert any(str(own) in m["what"] and m["needed"] for m in found["missing"])
 
 
+@pytest.mark.parametrize("lacking", doctor.PACKAGES)
+@pytest.mark.parametrize("cards", [False, True])
+def test_doctor_does_not_say_that_nothing_is_missing_while_listing_what_is(monkeypatch, capsys, lacking, cards):
+    monkeypatch.setattr(doctor, "gpus", lambda: (GPU,) if cards else ())
+    monkeypatch.setattr(doctor, "package_version", lambda name: None if name == lacking else "1.0")
+    if lacking == "torch":
+        monkeypatch.setattr(doctor, "torch_info", lambda: None)
+    else:
+        monkeypatch.setattr(doctor, "torch_info", lambda: CUDA_TORCH)
+    monkeypatch.setattr(doctor, "will_use", lambda: {"device": "cpu"})
+    monkeypatch.setattr(doctor, "cpu_choice", lambda measure: None)
+    monkeypatch.setattr(doctor, "cpu_kernels_built", lambda: True)
+    monkeypatch.setattr("slipstream.hub.list_cached", lambda: {"smollm2": Path("model")})
+    main(["doctor"])
+    listed, _, verdict = capsys.readouterr().out.partition("\n\n")
+    (line,) = (row for row in listed.splitlines() if row.startswith(f"{lacking} "))
+    assert "not there" in line
+    if lacking == "triton" and not cards:
+        assert "only a GPU's kernels use it" in line
+        assert verdict.endswith("nothing is missing\n")
+    else:
+        assert "only a GPU" not in line
+        assert "nothing is missing" not in verdict
+        assert "pip install" in verdict
+
+
 HOST = HostInfo(
     system="Linux", cpu="x", cpu_features=(), num_cores=2, num_cpus=2, memory_bytes=2**34, free_bytes=2**33
 )
@@ -165,6 +192,8 @@ ALL = {"triton": "3", "huggingface-hub": "2"}
         ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
         ((GPU,), CUDA_TORCH, {}, True, ["triton", "hub"], False),
         ((), CPU_TORCH, {}, False, ["hub", "default model"], False),
+        ((), CPU_TORCH, {**ALL, "transformers": None, "triton": None}, True, ["transformers"], False),
+        ((), CPU_TORCH, {**ALL, "numpy": None, "tokenizers": "1"}, True, ["numpy"], True),
     ],
 )
 def test_what_is_missing(gpus, torch, packages, has_model, words, needed):

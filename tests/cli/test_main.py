@@ -93,6 +93,32 @@ def test_a_mistyped_option_gets_a_hint_and_is_never_guessed(capsys):
     assert main(["run", "--max-token", "5", "hi"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["serv", "x"], "serve"),
+        (["compres", "x"], "compress"),
+        (["bench", "latnecy", "x"], "latency"),
+        (["bench", "throughput", "x", "--workload", "shared-prefx"], "shared-prefix"),
+        (["--max-tokns=5", "doctor"], "--max-tokens"),
+        (["info", "x", "--max-model-length", "5"], "--max-model-len"),
+    ],
+)
+def test_a_misspelt_argument_is_answered_with_the_likely_one(capsys, words, meant):
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+    assert main(["frobnicate"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_every_verb_is_listed_with_its_file():
+    from slipstream.cli import __path__
+
+    others = {"__init__", "answer", "console", "main", "measurements", "options", "roofline"}
+    files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
+    assert {module for module, _ in cli.VERBS.values()} == files - others
+
+
 def test_interrupt(fails_with):
     fails_with(KeyboardInterrupt())
     assert main(["doctor"]) == 130

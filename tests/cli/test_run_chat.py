@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import pytest
 
@@ -11,6 +12,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli import chat, run
 from slipstream.cli.answer import measure
 from slipstream.cli.main import main
+from slipstream.spec.description import read_spec
 from slipstream.types import CompletionOutput, RequestOutput, RequestTimes
 
 FAST = ["--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=16MiB", "--max-model-len=1024"]
@@ -33,7 +35,7 @@ def expected(llm, messages, **sampling):
 
 
 def test_run_answers_through_the_chat_template(tiny_model, llm, capsys):
-    assert main(["run", str(tiny_model), "hello", "--max-tokens=12", *FAST]) == 0
+    assert main(["run", str(tiny_model), "hello", "--max-tokens=12", "--temperature=0", *FAST]) == 0
     out, err = capsys.readouterr()
     assert out == expected(llm, [{"role": "user", "content": "hello"}], max_tokens=12) + "\n"
     assert "12 tokens at" in err
@@ -41,8 +43,8 @@ def test_run_answers_through_the_chat_template(tiny_model, llm, capsys):
 
 
 def test_run_json_is_one_object(tiny_model, llm, capsys):
-    words = ["run", "--model", str(tiny_model), "hello", "--system", "be brief", "--max-tokens=5", "--json", *FAST]
-    assert main(words) == 0
+    words = ["run", "--model", str(tiny_model), "hello", "--system", "be brief", "--max-tokens=5", "--json"]
+    assert main([*words, "--temperature=0", *FAST]) == 0
     out, _ = capsys.readouterr()
     answer = json.loads(out)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -54,7 +56,7 @@ def test_run_json_is_one_object(tiny_model, llm, capsys):
 
 def test_run_raw_continues_the_prompt(tiny_model, llm, capsys, stdin):
     stdin("hello the")
-    assert main(["run", str(tiny_model), "-", "--raw", "--max-tokens=8", *FAST]) == 0
+    assert main(["run", str(tiny_model), "-", "--raw", "--max-tokens=8", "--temperature=0", *FAST]) == 0
     (output,) = llm.generate("hello the", SamplingParams(temperature=0, max_tokens=8), progress=False)
     assert capsys.readouterr().out == output.outputs[0].text + "\n"
 
@@ -68,7 +70,7 @@ def test_run_seed_and_stop(tiny_model, llm, capsys):
     assert len(texts) == 2
     whole = expected(llm, [{"role": "user", "content": "x"}], max_tokens=24)
     stop = whole[4:7]
-    assert main(["run", str(tiny_model), "x", "--max-tokens=24", "--stop", stop, *FAST]) == 0
+    assert main(["run", str(tiny_model), "x", "--max-tokens=24", "--temperature=0", "--stop", stop, *FAST]) == 0
     assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
 
 
@@ -102,6 +104,60 @@ def test_a_long_lone_prompt_is_no_path(monkeypatch):
 def test_run_prompt_too_long(tiny_model, capsys):
     assert main(["run", str(tiny_model), "x " * 2000, "--json", *FAST]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "ContextLengthError"
+
+
+def with_files(tiny_model, folder, *, chat=True, generation=None):
+    """A copy of the tiny model: a base model without `chat`; `generation` is its generation_config.json."""
+    shutil.copytree(tiny_model, folder)
+    if not chat:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The sampling parameters that reach the engine."""
+    seen = []
+    stream = LLM.stream
+
+    def recorded(llm, prompt, sampling, **more):
+        seen.append(sampling)
+        return stream(llm, prompt, sampling, **more)
+
+    monkeypatch.setattr(LLM, "stream", recorded)
+    return seen
+
+
+@pytest.mark.parametrize("generation", [{"temperature": 0.3, "top_k": 7, "do_sample": True}, {}])
+def test_run_and_chat_draw_as_serve_does(tiny_model, tmp_path, sampled, stdin, generation):
+    folder = with_files(tiny_model, tmp_path / "model", generation=generation)
+    assert main(["run", str(folder), "hello", "--max-tokens=2", *FAST]) == 0
+    stdin("hello\n")
+    assert main(["chat", str(folder), "--max-tokens=2", *FAST]) == 0
+    from slipstream.server.protocol import ChatRequest
+
+    body = ChatRequest(model="m", messages=[{"role": "user", "content": "hello"}])
+    served = body.sampling(read_spec(folder).sampling, max_tokens=2)
+    assert sampled == [served, served]
+    assert served.temperature == generation.get("temperature", 1.0)
+    assert main(["run", str(folder), "hello", "--max-tokens=2", "--temperature=0", *FAST]) == 0
+    assert (sampled[-1].temperature, sampled[-1].top_k) == (0.0, generation.get("top_k", 0))
+
+
+def test_chat_says_of_a_base_model_that_it_is_one(tiny_model, tmp_path, capsys, stdin):
+    folder = with_files(tiny_model, tmp_path / "base", chat=False)
+    stdin("hello\n")
+    assert main(["chat", str(folder), *FAST]) == 2
+    err = capsys.readouterr().err
+    assert f"{folder} is a base model" in err
+    assert f"slipstream run --raw {folder} 'TEXT'" in err
+    assert main(["run", str(folder), "hello", "--max-tokens=2", *FAST]) == 0
+    assert "has no chat template, so the prompt is continued as it is" in capsys.readouterr().err
 
 
 def test_unknown_model_is_exit_3(capsys):

@@ -10,8 +10,8 @@ from slipstream.cli.main import main
 from slipstream.cli.serve import Banner
 from slipstream.config import DeviceInfo
 from slipstream.hub import tiles_folder
-from slipstream.kernels.autotune_table import Measured, file_name, load_tiles, read_tiles
 from slipstream.plan.memory import MemoryLedger
+from slipstream.spec.autotune_table import Measured, file_name, load_tiles, read_tiles
 from tests.plan.specs import CONFIGS
 
 GPU = DeviceInfo(

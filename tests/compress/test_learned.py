@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slipstream.compress import run as run_module
 from slipstream.compress.calibrate import FakeInputs, ObservingOps, Stream, load_layer
 from slipstream.compress.quantize.learned import Offsets, learn
-from slipstream.compress.quantize.rounding import gptq, nearest, solved
+from slipstream.compress.quantize.rounding import gptq, gptq_trace, nearest
 from slipstream.compress.recipe import parse
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
@@ -37,13 +37,13 @@ def test_what_is_learned_is_what_is_written(fmt):
     weight = torch.randn(6, 64, generator=rng)
     weight[:, :8] *= 1e-5  # of floats, between the smallest codes
     own, plain = (f(weight, fmt, torch.bfloat16, clip=True) for f in (Offsets.fitted, nearest))
-    torch.testing.assert_close(own.rounded().numbers(), plain.numbers())
+    torch.testing.assert_close(own.rounded().dequantized(), plain.dequantized())
     for _ in range(20):
-        (own.numbers() - weight.roll(1, 0)).square().sum().backward()
+        (own.dequantized() - weight.roll(1, 0)).square().sum().backward()
         own.step(0.03)
-    torch.testing.assert_close(own.numbers(), own.rounded().numbers())
+    torch.testing.assert_close(own.dequantized(), own.rounded().dequantized())
     assert float(own.offset.detach().abs().max()) == 0.5
-    assert not torch.equal(own.rounded().numbers(), plain.numbers())
+    assert not torch.equal(own.rounded().dequantized(), plain.dequantized())
 
 
 def test_an_offset_of_half_is_half_a_step_of_floats():
@@ -52,18 +52,18 @@ def test_an_offset_of_half_is_half_a_step_of_floats():
     own = Offsets.fitted(weight, FP8, torch.float32, clip=False)
     with torch.no_grad():
         own.offset += 0.49
-    assert own.rounded().numbers().tolist() == [[448.0, 18.0, 10.0, 2**-9 * 2]]
+    assert own.rounded().dequantized().tolist() == [[448.0, 18.0, 10.0, 2**-9 * 2]]
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize("act_order", [True, False])
 def test_learning_begins_at_gptqs_result(fmt, act_order):
     weight, stats = weights(6, 128), inputs(300, 128)
-    made, met = solved(weight, fmt, torch.bfloat16, stats, damping=0.01, act_order=act_order, clip=True)
+    made, compensated = gptq_trace(weight, fmt, torch.bfloat16, stats, damping=0.01, act_order=act_order, clip=True)
     whole = gptq(weight, fmt, torch.bfloat16, stats, act_order=act_order)
-    begun = Offsets.of(met, made.grid).rounded()
-    assert torch.equal(made.numbers(), whole.numbers())
-    assert float((begun.numbers() != made.numbers()).float().mean()) < 0.005  # a last bit of what it met, at a tie
+    begun = Offsets.of(compensated, made.grid).rounded()
+    assert torch.equal(made.dequantized(), whole.dequantized())
+    assert float((begun.dequantized() != made.dequantized()).float().mean()) < 0.005  # a last bit of what it met, at a tie
     assert not torch.equal(nearest(weight, fmt, torch.bfloat16, clip=True, stats=stats).codes, made.codes)
 
 
@@ -81,7 +81,7 @@ def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
     fake = {name: FakeInputs("fp8") for name in products} if fmt.inputs else {}
 
     def error(made):
-        changed = {**values, **{f"{name}.weight": r.numbers() for name, r in made.items()}}
+        changed = {**values, **{f"{name}.weight": r.dequantized() for name, r in made.items()}}
         found = torch.cat(stream.run(0, changed, ObservingOps(inputs=fake)))
         return float((found - exact).square().sum())
 

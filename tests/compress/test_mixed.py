@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from slipstream.compress.quantize.mixed import Choice, solve
+from slipstream.compress.quantize.mixed import BitOption, solve_knapsack
 from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
@@ -23,18 +23,18 @@ CPU = torch.device("cpu")
 def test_the_knapsack_is_solved_exactly(seed):
     rng = random.Random(seed)
     options = [
-        [Choice(b, rng.randint(1, 30), rng.random() * (3 if rng.random() < 0.2 else 1)) for b in (2, 3, 4)] for _ in range(7)
+        [BitOption(b, rng.randint(1, 30), rng.random() * (3 if rng.random() < 0.2 else 1)) for b in (2, 3, 4)] for _ in range(7)
     ]
     lightest = sum(min(c.num_bytes for c in each) for each in options)
     budget = lightest + rng.randint(0, 60)
     best = min(
         sum(c.kl for c in each) for each in itertools.product(*options) if sum(c.num_bytes for c in each) <= budget
     )
-    found = solve(options, budget)
+    found = solve_knapsack(options, budget)
     assert sum(c.num_bytes for c in found) <= budget
     assert sum(c.kl for c in found) == pytest.approx(best)
     with pytest.raises(ConfigError):
-        solve(options, lightest - 1)
+        solve_knapsack(options, lightest - 1)
 
 
 def test_a_budget_is_spent_where_it_counts(tmp_path):
@@ -48,7 +48,7 @@ def test_a_budget_is_spent_where_it_counts(tmp_path):
     source = read_spec(tmp_path / "model")
     settings = dict(windows=WINDOWS, device=CPU, dtype=torch.float32)
     done = compress(source, recipe, tmp_path / "out", **settings)
-    bits = {p.name: p.fmt.bits for p in done.products if p.fmt is not None}
+    bits = {p.name: p.fmt.bits for p in done.weights if p.fmt is not None}
     assert {bits[n] for n in bits if n.startswith("layers.1.")} == {3}
     assert {bits[n] for n in bits if not n.startswith("layers.1.")} & {4, 6}
     assert 4.5 < done.bits_per_weight <= 5.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.cli.main import main
-from slipstream.compress.pipeline import reshape, rest, shape_after
+from slipstream.compress.pipeline import layer_recipe, reshape, reshaped_spec
 from slipstream.compress.recipe import parse, read_recipe
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
@@ -66,7 +66,7 @@ def test_a_recipe_prunes_and_distils(more, changes, model, text, tmp_path, capsy
     told = json.loads(capsys.readouterr().out)
     assert told["bytes_after"] == planned["bytes_after"] < told["bytes_before"] / 1.5
     small = read_spec(out)
-    assert small.spec == shape_after(read_spec(model), parse(steps(text)))
+    assert small.spec == reshaped_spec(read_spec(model), parse(steps(text)))
     assert (small.quantization is None) == (not more)
     assert run(load(out), [5, 6, 7]).isfinite().all()
     assert json.loads((out / "slipstream-recipe.json").read_text())[1]["prune"]["size"] == 0.6
@@ -126,9 +126,9 @@ def test_a_draft_is_a_third(tmp_path):
     folder = tmp_path / "model"
     tiny_models.build(folder, num_hidden_layers=12)
     source, recipe = read_spec(folder), read_recipe("draft:1/3")
-    small = shape_after(source, recipe)
+    small = reshaped_spec(source, recipe)
     assert small.num_parameters / source.spec.num_parameters == pytest.approx(1 / 3, abs=0.04)
-    assert rest(recipe) is None
+    assert layer_recipe(recipe) is None
     with pytest.raises(ConfigError, match="neither a file nor a preset"):
         read_recipe("draft:3/2")
 
@@ -137,10 +137,10 @@ def test_a_draft_is_a_third(tmp_path):
     ("steps", "match"),
     [
         (["quantize", {"prune": {"heads": 0.5}}], "come before"),
-        (["distill"], "nothing to win back"),
+        (["distill"], "nothing to recover"),
         (["distill", {"prune": {"heads": 0.5}}], "comes after prune"),
     ],
 )
 def test_the_order_of_steps(steps, match):
     with pytest.raises(ConfigError, match=match):
-        rest(parse(steps))
+        layer_recipe(parse(steps))

@@ -9,7 +9,15 @@ import torch
 
 from slipstream.compress.calibrate import ObservingOps, Stream, load_ends, load_layer
 from slipstream.compress.planning import plan
-from slipstream.compress.quantize.rotate import check, hadamard, order_of, rotate_ends, rotate_layer, rotation, untied
+from slipstream.compress.quantize.rotate import (
+    check,
+    hadamard,
+    hadamard_order,
+    rotate_ends,
+    rotate_layer,
+    rotation,
+    untied,
+)
 from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
@@ -34,8 +42,8 @@ def test_hadamard(size):
 
 
 def test_sizes_of_models():
-    assert all(order_of(n) for n in (576, 640, 896, 960, 1024, 1536, 2048, 3072, 3584, 4096, 5120, 8192))
-    assert order_of(6) is order_of(50) is None
+    assert all(hadamard_order(n) for n in (576, 640, 896, 960, 1024, 1536, 2048, 3072, 3584, 4096, 5120, 8192))
+    assert hadamard_order(6) is hadamard_order(50) is None
 
 
 CASES = [("llama", True), ("llama", False), ("qwen2", True), ("gemma", True), ("mixtral", False)]

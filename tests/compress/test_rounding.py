@@ -28,7 +28,7 @@ def weights(rows, inner, seed=1):
 
 
 def output_error(made, weight, stats):
-    d = made.numbers() - weight
+    d = made.dequantized() - weight
     return float(((d @ stats.hessian) * d).sum()) / stats.num_rows
 
 
@@ -51,7 +51,7 @@ def test_words_come_back(bits, num_codes):
 def test_clipping_lowers_the_error(bits, symmetric):
     weight = weights(16, 128) ** 3  # with long tails
     fmt = WeightFormat(bits=bits, group_size=32, symmetric=symmetric)
-    plain, clipped = (nearest(weight, fmt, F32, clip=clip).numbers() for clip in (False, True))
+    plain, clipped = (nearest(weight, fmt, F32, clip=clip).dequantized() for clip in (False, True))
     step = plain.unflatten(1, (-1, 32)).sub(weight.unflatten(1, (-1, 32))).abs().amax() if bits == 8 else None
     assert (clipped - weight).square().sum() < (plain - weight).square().sum() * (1.0 if bits == 8 else 0.99)
     assert step is None or step < weight.abs().max() / 100
@@ -62,7 +62,7 @@ def test_a_float_scale_puts_what_weighs_most_on_a_code():
     weight, fmt = weights(32, 64), WeightFormat(kind="float", inputs="fp8")
     stats = InputStats.empty(64, CPU)
     stats.add(torch.ones(8, 64).index_fill(1, torch.tensor([5]), 100.0), 1.0)
-    plain, searched = (nearest(weight, fmt, torch.bfloat16, clip=clip, stats=stats).numbers() for clip in (False, True))
+    plain, searched = (nearest(weight, fmt, torch.bfloat16, clip=clip, stats=stats).dequantized() for clip in (False, True))
     assert (searched - weight)[:, 5].square().sum() < 0.05 * (plain - weight)[:, 5].square().sum()
     assert (searched - weight).square().sum() < 1.5 * (plain - weight).square().sum()
 
@@ -73,7 +73,7 @@ def test_scales_are_the_ones_that_are_written():
     grid = fit(weight, WeightFormat(bits=8, group_size=64), torch.bfloat16, clip=False)
     assert grid.scales.dtype == torch.bfloat16
     inside = weight.abs() < 127 * grid.scales.float()
-    error = (nearest(weight, grid.fmt, torch.bfloat16, clip=False).numbers() - weight).abs()
+    error = (nearest(weight, grid.fmt, torch.bfloat16, clip=False).dequantized() - weight).abs()
     assert (error <= grid.scales.float() / 2 + 1e-6)[inside].all()
 
 
@@ -107,7 +107,7 @@ def test_gptq_is_optimal_brain_quantisation(act_order, symmetric, group_size, mo
     hessian = stats.hessian.numpy() / stats.num_rows
     order = np.argsort(-np.diag(hessian), kind="stable").tolist() if act_order else list(range(64))
     expected = obq(weight.numpy(), hessian, made.grid, order, 0.05)
-    np.testing.assert_allclose(made.numbers().numpy(), expected, atol=2e-3)
+    np.testing.assert_allclose(made.dequantized().numpy(), expected, atol=2e-3)
 
 
 def test_gptq_finds_a_groups_grid_when_its_turn_comes():
@@ -133,8 +133,8 @@ def test_gptq_with_inputs_that_never_come():
     stats, weight = inputs(20, 64), weights(4, 64)  # fewer rows than inputs, too
     stats.hessian[3] = stats.hessian[:, 3] = 0
     made = gptq(weight, WeightFormat(bits=4, group_size=32), F32, stats)
-    assert made.numbers().isfinite().all()
-    assert (made.numbers()[:, 3] == 0).all()
+    assert made.dequantized().isfinite().all()
+    assert (made.dequantized()[:, 3] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_eight_bits(fmt):
     weight = weights(8, 64)
     made = nearest(weight, fmt, F32, clip=True)
     assert made.grid.scales.shape == ((1, 1) if fmt.whole else (8, 1))
-    assert (made.numbers() - weight).abs().max() < weight.abs().max() / (16 if fmt.kind == "float" else 200)
+    assert (made.dequantized() - weight).abs().max() < weight.abs().max() / (16 if fmt.kind == "float" else 200)
     assert isinstance(made.grid, Grid)
     if fmt.kind == "int":
         assert int(made.codes.min()) >= -127

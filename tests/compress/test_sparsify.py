@@ -195,7 +195,7 @@ def test_presets_and_what_does_not_go_together(tmp_path):
     tiny_models.build(tmp_path)
     source = read_spec(tmp_path)
     assert plan(source, read_recipe("2:4")).needs_text
-    assert all(p.sparse and p.fmt is not None for p in plan(source, read_recipe("2:4-int8")).products if p.name != "head")
+    assert all(p.sparse and p.fmt is not None for p in plan(source, read_recipe("2:4-int8")).weights if p.name != "head")
     for steps, match in (
         ([{"sparsify": {"method": "wanda"}}, {"quantize": {"rounding": "gptq"}}], "fill the zeros"),
         ([{"sparsify": {"ignore": ["layers.9.*"]}}], "names no product"),

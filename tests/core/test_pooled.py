@@ -11,16 +11,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slipstream.core.pooled import TextScheduler, TextSequences, int32
-from slipstream.core.scheduler import Scheduler, SchedulerConfig
+from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
-from slipstream.types import EngineOutput, FinishReason, StepResult, TextsPlan, TextsRequest
-
-BLOCK = 4
+from slipstream.types import (
+    FinishReason,
+    StepResult,
+    TextsPlan,
+    TextsRequest,
+    TextVectors,
+    TokenOutput,
+    VectorOutput,
+)
+from tests.core import configs
+from tests.core.configs import BLOCK
 
 
 def config(**more):
-    sizes = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=12, block_size=BLOCK, num_blocks=6)
-    return SchedulerConfig(**{**sizes, "max_num_mixed_tokens": 16, **more})
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=12, num_blocks=6, max_num_mixed_tokens=16)
+    return configs.config(**{**sizes, **more})
 
 
 def request(name, lengths, start=0, *, num_first=(), **more):
@@ -42,7 +50,7 @@ def compute(plan: TextsPlan) -> StepResult:
         found += struct.pack("ff", tokens[begin], n)
         begin += n
     assert begin == len(tokens) == plan.num_tokens
-    return StepResult(plan.step_id, (), (), vectors=found)
+    return StepResult(plan.step_id, extras=(TextVectors(found),))
 
 
 class Texts(RuleBasedStateMachine):
@@ -50,8 +58,8 @@ class Texts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = config()
-        self.scheduler = TextScheduler(self.config, clock=lambda: 0.0)
+        self.config = config()["scheduling"]
+        self.scheduler = TextScheduler(**config(), clock=lambda: 0.0)
         self.requests: dict[str, tuple[list[int], int]] = {}  # lengths, first token
         self.order: dict[str, tuple[int, int]] = {}
         self.found: dict[str, list[float]] = {}
@@ -75,7 +83,7 @@ class Texts(RuleBasedStateMachine):
         lengths = int32(plan.lengths)
         assert 0 < len(lengths) <= self.config.max_num_seqs
         assert sum(lengths) <= self.config.max_num_batched_tokens
-        assert sum(-(-n // BLOCK) for n in lengths) <= self.config.num_blocks - 1
+        assert sum(-(-n // BLOCK) for n in lengths) <= 5
         owners = [f"r{int32(plan.token_ids)[sum(lengths[:i])] // 1000 - 1}" for i in range(len(lengths))]
         assert [self.order[o] for o in owners] == sorted(self.order[o] for o in owners)
         self.in_flight.append(plan)
@@ -86,7 +94,7 @@ class Texts(RuleBasedStateMachine):
         plan = self.in_flight.pop(0)
         for output in self.scheduler.update(plan, compute(plan)):
             assert output.request_id in self.requests, "an ended request gave news"
-            values = list(array("f", output.embedding))
+            values = list(array("f", output.vectors))
             found, (lengths, start) = self.found[output.request_id], self.requests[output.request_id]
             assert output.first_text == len(found) // 2
             assert output.num_texts == len(values) // 2
@@ -127,10 +135,10 @@ TestTexts.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 def test_what_cannot_run_is_refused():
-    scheduler = TextScheduler(config(max_queue=3))
+    scheduler = TextScheduler(**config(max_queue=3))
     for changed, length in ({}, 13), ({"num_blocks": 3}, 9), ({"max_num_batched_tokens": 10}, 11):
         with pytest.raises(ContextLengthError, match=f"{length} tokens"):
-            TextScheduler(config(**changed)).add(request("a", [1, length]))
+            TextScheduler(**config(**changed)).add(request("a", [1, length]))
     with pytest.raises(EngineOverloadedError):
         scheduler.add(request("a", [1] * 4))
     scheduler.add(request("a", [1] * 3))
@@ -144,7 +152,7 @@ def test_what_cannot_run_is_refused():
 
 
 def test_pairs_beside_texts():
-    scheduler = TextScheduler(config())
+    scheduler = TextScheduler(**config())
     scheduler.add(request("a", [3, 2], num_first=[1, 2]))
     scheduler.add(request("b", [4]))
     assert list(int32(scheduler.schedule().num_first)) == [1, 2, 4]
@@ -155,7 +163,7 @@ def test_pairs_beside_texts():
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_batches_wait_for_their_end(policy):
     now = 10.0
-    scheduler = TextScheduler(config(policy=policy, batch_window_s=1.0), clock=lambda: now)
+    scheduler = TextScheduler(**config(policy=policy, batch_window_s=1.0), clock=lambda: now)
     scheduler.add(request("a", [12, 12], arrival=10.0))
     if policy == "dynamic":
         assert scheduler.schedule() is None
@@ -181,24 +189,25 @@ def test_a_decoders_texts_are_sequences():
     sequences = texts.split(request("a", [2, 3, 1], 5, priority=1, arrival=2.0))
     assert [r.prompt_token_ids for r in sequences] == [(5, 6), (7, 8, 9), (10,)]
     assert all((r.pooled, r.max_tokens, r.priority, r.arrival) == (True, 0, 1, 2.0) for r in sequences)
-    scheduler = Scheduler(config())
+    scheduler = Scheduler(**config())
     for sequence in sequences:
         scheduler.add(sequence)
-    keys, other = [r.request_id for r in sequences], EngineOutput("other", (3,))
+    keys, other = [r.request_id for r in sequences], TokenOutput("other", (3,))
 
     def done(key, **more):
-        return EngineOutput(key, embedding=key.encode(), finish_reason=FinishReason.STOP, **more)
+        return VectorOutput(key, key.encode(), 0, 1, FinishReason.STOP, **more)
 
     first = texts.joined([done(keys[1]), other, done(keys[0])])
-    assert [(o.request_id, o.first_text, o.num_texts, o.finish_reason) for o in first] == [
-        ("a", 1, 1, None), ("other", 0, 0, None), ("a", 0, 1, None)
+    assert first[1] is other
+    assert [(o.request_id, o.first_text, o.num_texts, o.finish_reason) for o in (first[0], first[2])] == [
+        ("a", 1, 1, None), ("a", 0, 1, None)
     ]
     (last,) = texts.joined([done(keys[2])])
-    assert (last.request_id, last.finish_reason, last.embedding) == ("a", FinishReason.STOP, keys[2].encode())
+    assert (last.request_id, last.finish_reason, last.vectors) == ("a", FinishReason.STOP, keys[2].encode())
     assert texts.joined([other]) == [other]
 
     keys = [r.request_id for r in texts.split(request("b", [1, 1, 1]))]
-    (failed,) = texts.joined([EngineOutput(keys[1], finish_reason=FinishReason.ERROR, error="so it is")])
+    (failed,) = texts.joined([VectorOutput(keys[1], finish_reason=FinishReason.ERROR, error="so it is")])
     assert (failed.request_id, failed.finish_reason, failed.error) == ("b", FinishReason.ERROR, "so it is")
     assert sorted(texts.forget(["b", "other"])) == sorted(["other", keys[0], keys[2]])
     assert texts.joined([done(keys[0])])[0].request_id == keys[0]  # nobody's

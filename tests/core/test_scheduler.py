@@ -1,8 +1,9 @@
 """The scheduler against a worker that keeps the contents of every slot of the cache.
 
-The worker writes, for each token that a step computes, the hash of the whole sequence up to it into the slot that the block
-table names, and then reads back every earlier position: if any block was shared wrongly, written while shared, copied too
-early or handed out while in use, a sequence sees contents that are not its own.
+The worker writes, for each token that a step computes and each group of layers, the hash of the whole sequence up to it into
+the slot that the group's block table names. Then it reads back every earlier position that the group's attention looks at. If
+any block was shared wrongly, written while shared, copied too early, released too early or handed out while in use, a sequence
+sees contents that are not its own.
 """
 
 from __future__ import annotations
@@ -15,80 +16,118 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.core.block_pool import NULL_BLOCK
-from slipstream.core.scheduler import Scheduler, SchedulerConfig
+from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
-from slipstream.types import EngineRequest, FinishReason, SamplingParams, StepPlan, StepResult
+from slipstream.types import (
+    EngineRequest,
+    FinishReason,
+    PooledVector,
+    PromptLogprobs,
+    SampledLogprobs,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    VectorOutput,
+)
+from tests.core.configs import BLOCK, CROSS, FULL, config, window
 
-BLOCK = 4
 STOP_TOKEN = 7
 MOST_READ = 9  # tokens of an encoder's text
 
 
 class Worker:
-    """Rows, block tables and slots, as the model runner keeps them. Tokens follow from the sequence: hash modulo 11."""
+    """Rows, block tables and slots, as the model runner keeps them. Tokens follow from the sequence: hash modulo 11. Of guessed
+    tokens the first `num_right` are right."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups) -> None:
+        self.groups = groups
+        self.own = [g for g, group in enumerate(groups) if group.kind != "cross"]
         self.slots: dict[tuple[int, int], int] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.pooled: set[str] = set()
         self.texts: dict[str, tuple[int, ...]] = {}  # what an encoder read, by the name that choices share
-        self.encoded: dict[str, tuple[int, ...]] = {}  # its blocks
+        self.num_read: dict[str, int] = {}
+        self.num_right = 1
+
+    def next_token(self, name, tokens):
+        return hash((name.split("/")[0], tuple(tokens))) % 11
 
     def launch(self, plan: StepPlan) -> StepResult:
         for request_id in plan.released:
             del self.tables[request_id], self.tokens[request_id]
         for new in plan.new:
             assert new.request_id not in self.tables
-            self.tables[new.request_id], self.tokens[new.request_id] = [], list(new.token_ids)
+            self.tables[new.request_id], self.tokens[new.request_id] = [[] for _ in self.groups], list(new.token_ids)
             if new.pooled:
                 self.pooled.add(new.request_id)
-            self.encoded[new.request_id] = new.encoder_block_ids
-            assert len(new.encoder_block_ids) == -(-new.num_encoder_tokens // BLOCK)
-            if text := new.encoder_token_ids:
-                self.texts[new.request_id.split("/")[0]] = text
-                for i in range(len(text)):
-                    self.slots[new.encoder_block_ids[i // BLOCK], i % BLOCK] = hash(("encoded", text[: i + 1]))
+            self.num_read[new.request_id] = new.num_encoder_tokens
         targets = [t for _, t in plan.block_copies]
+        assert len(set(targets)) == len(targets)
         assert not set(targets) & {s for s, _ in plan.block_copies}
         for source, target in plan.block_copies:
             for offset in range(BLOCK):
                 self.slots[target, offset] = self.slots.get((source, offset), -1)
+        for s in plan.scheduled:
+            for update in s.table_updates:
+                table = self.tables[s.request_id][update.group]
+                assert update.index <= len(table), "a gap"
+                table[update.index : update.index + len(update.block_ids)] = update.block_ids
+        for new in plan.new:
+            if text := new.encoder_token_ids:
+                self.texts[new.request_id.split("/")[0]] = text
+                blocks = self.tables[new.request_id][-1]
+                assert len(blocks) == -(-len(text) // BLOCK)
+                for i in range(len(text)):
+                    self.slots[blocks[i // BLOCK], i % BLOCK] = hash(("encoded", text[: i + 1]))
         written = set()
+        guessed = {}
         for s in plan.scheduled:
-            table = self.tables[s.request_id]
-            for index, block in s.replaced_blocks:
-                table[index] = block
-            table.extend(s.new_block_ids)
             tokens = self.tokens[s.request_id]
-            for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_tokens):
-                slot = (table[position // BLOCK], position % BLOCK)
-                assert slot[0] != NULL_BLOCK
-                assert slot not in written, "two sequences write one slot"
-                written.add(slot)
-                self.slots[slot] = hash(tuple(tokens[: position + 1]))
-        ids, sampled, embeddings = [], [], {}
+            start, end = s.num_computed_tokens, s.num_computed_tokens + s.num_tokens
+            known, right = list(tokens), 0
+            for i in range(s.num_sampled - 1):  # guesses stand behind the known tokens
+                assert end - s.num_sampled + 1 == len(tokens)
+                is_right = i < self.num_right
+                right += is_right
+                known.append((self.next_token(s.request_id, known) + (not is_right)) % 11)
+            guessed[s.request_id] = known, right
+            for position in range(start, end):
+                for g in self.own:
+                    table = self.tables[s.request_id][g]
+                    slot = (table[position // BLOCK], position % BLOCK)
+                    assert slot[0] != NULL_BLOCK
+                    assert slot not in written, "two sequences write one slot"
+                    written.add(slot)
+                    self.slots[slot] = hash((g, tuple(known[: position + 1])))
+        sampled, counts, vectors = [], [], []
         for s in plan.scheduled:
-            if blocks := self.encoded[s.request_id]:
-                text = self.texts[s.request_id.split("/")[0]]
+            tables, tokens = self.tables[s.request_id], self.tokens[s.request_id]
+            if self.num_read[s.request_id]:
+                text, blocks = self.texts[s.request_id.split("/")[0]], tables[-1]
                 seen = [self.slots[blocks[i // BLOCK], i % BLOCK] for i in range(len(text))]
                 assert seen == [hash(("encoded", text[: i + 1])) for i in range(len(text))]
-            table, tokens = self.tables[s.request_id], self.tokens[s.request_id]
+            known, right = guessed[s.request_id]
             end = s.num_computed_tokens + s.num_tokens
-            for position in range(end):
-                seen = self.slots[table[position // BLOCK], position % BLOCK]
-                assert seen == hash(tuple(tokens[: position + 1])), (s.request_id, position)
-            assert end <= len(tokens)
+            for g in self.own:
+                reach = self.groups[g].window
+                first = 0 if reach is None else max(0, s.num_computed_tokens + 1 - reach)
+                for position in range(first, end):
+                    seen = self.slots[tables[g][position // BLOCK], position % BLOCK]
+                    assert seen == hash((g, tuple(known[: position + 1]))), (s.request_id, g, position)
+            assert end <= len(known)
             pooled = s.request_id in self.pooled
-            assert s.samples == (end == len(tokens) and not pooled)
+            assert bool(s.num_sampled) == (end == len(known) and not pooled)
             if pooled and end == len(tokens):
-                embeddings[s.request_id] = s.request_id.encode()
-            if s.samples:
-                token = hash((s.request_id.split("/")[0], tuple(tokens))) % 11
-                tokens.append(token)
-                ids.append(s.request_id)
-                sampled.append((token,))
-        return StepResult(plan.step_id, tuple(ids), tuple(sampled), embeddings=embeddings)
+                vectors.append(PooledVector(s.request_id, s.request_id.encode()))
+            if s.num_sampled:
+                new = [*known[len(tokens) : len(tokens) + right]]
+                new.append(self.next_token(s.request_id, [*tokens, *new]))
+                tokens += new
+                sampled += new
+                counts.append(len(new))
+        return StepResult(plan.step_id, sampled, counts if set(counts) != {1} else None, tuple(vectors))
 
 
 def request(name, prompt, max_tokens=4, **kw):
@@ -98,23 +137,13 @@ def request(name, prompt, max_tokens=4, **kw):
     )
 
 
-def config(**kw):
-    return SchedulerConfig(
-        **{
-            **dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=BLOCK, num_blocks=20),
-            "max_num_mixed_tokens": kw.get("max_num_batched_tokens", 16),
-            **kw,
-        }
-    )
-
-
 class Engine:
     """Scheduler and worker with `depth` steps in flight."""
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
+    def __init__(self, config, depth: int = 1) -> None:
         self.now = 0.0
-        self.scheduler = Scheduler(config, clock=lambda: self.now)
-        self.worker, self.depth = Worker(), depth
+        self.scheduler = Scheduler(**config, clock=lambda: self.now)
+        self.worker, self.depth = Worker(config["cache"].groups), depth
         self.in_flight: list[tuple[StepPlan, StepResult]] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
@@ -128,11 +157,13 @@ class Engine:
     def take(self, outputs):
         for o in outputs:
             assert o.request_id not in self.ends, "news of a request that has ended"
-            self.tokens.setdefault(o.request_id, []).extend(o.token_ids)
-            if o.embedding is not None:
-                assert o.embedding == o.request_id.encode()
-                assert o.finish_reason is FinishReason.STOP
-                self.embedded.add(o.request_id)
+            if isinstance(o, VectorOutput):
+                if o.num_texts:
+                    assert (o.vectors, o.first_text, o.num_texts) == (o.request_id.encode(), 0, 1)
+                    assert o.finish_reason is FinishReason.STOP
+                    self.embedded.add(o.request_id)
+            else:
+                self.tokens.setdefault(o.request_id, []).extend(o.token_ids)
             if o.finish_reason is not None:
                 self.ends[o.request_id] = o.finish_reason
 
@@ -140,7 +171,7 @@ class Engine:
         plan = self.scheduler.schedule()
         expired = self.scheduler.drain_outputs()
         self.take(expired)
-        c = self.scheduler.config
+        c = self.scheduler.scheduling
         if plan is not None:
             encoded = sum(len(new.encoder_token_ids) for new in plan.new)
             assert plan.num_tokens + encoded <= c.max_num_batched_tokens
@@ -150,6 +181,11 @@ class Engine:
                 assert plan.num_tokens + encoded <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
             assert singles == sorted(singles, reverse=True), "sequences of one token come first"
+            for s in plan.scheduled:
+                own = self.scheduler._requests[s.request_id]
+                for g in self.worker.own if s.num_computed_tokens >= own.num_prompt_tokens else ():
+                    written = own.blocks[g][s.num_computed_tokens // BLOCK]
+                    assert self.scheduler.pool.ref_counts[written] == 1, "it writes to what others hold"
             self.plans.append(plan)
             self.in_flight.append((plan, self.worker.launch(plan)))
             assert len(self.worker.tables) <= c.max_num_seqs
@@ -250,9 +286,9 @@ def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budge
             assert decoding <= scheduled, "a decode was left out"
             if prompts:
                 assert min(prompts, key=lambda r: r.order).request_id in scheduled, "a prompt starves"
-            left = any(not s.samples for s in plan.scheduled) or any(r.request_id not in scheduled for r in prompts)
+            left = any(not s.num_sampled for s in plan.scheduled) or any(r.request_id not in scheduled for r in prompts)
             left |= num_waiting > len(plan.new) and len(live) + len(plan.new) < max_num_seqs
-            assert not left or plan.num_tokens == (mixed if single else c.max_num_batched_tokens)
+            assert not left or plan.num_tokens == (mixed if single else c["scheduling"].max_num_batched_tokens)
         if not arrivals and not scheduler.has_requests and not engine.in_flight:
             break
     assert len(engine.ends) == len(requests)
@@ -261,27 +297,33 @@ def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budge
 def test_requests_of_one_step_share_a_prefix():
     engine = Engine(config(max_num_batched_tokens=64))
     for name in "abc":
-        engine.scheduler.add(request(name, [*range(12), ord(name)]))
+        engine.scheduler.add(request(name, [*range(12), ord(name), 1]))
     engine.step()
-    assert [s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)] == [13, 1, 1]
+    assert [s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)] == [14, 2, 2]
     engine.run()
     assert engine.scheduler.stats().prefix_hits == 24
 
 
-def test_a_copied_block_is_no_target_in_the_same_step():
-    """Copies run side by side on a GPU. Three prompts, each wholly cached in one block, that all need a copy of it."""
-    engine = Engine(config(num_blocks=7, max_num_batched_tokens=64))
-    prompts = {name: [ord(name), 1, 2, 3] for name in "xyz"}
-    for name, prompt in prompts.items():
-        engine.scheduler.add(request(name, prompt, max_tokens=1))
+@pytest.mark.parametrize(("length", "num_computed"), [(2, 2), (4, 4), (5, 5), (6, 2), (7, 3), (8, 4), (9, 5), (10, 2)])
+def test_a_hit_leaves_at_least_two_tokens(length, num_computed):
+    """A token alone in its step is a decode, whose kernels round otherwise than a prompt's."""
+    engine = Engine(config())
+    for name in "ab":
+        engine.scheduler.add(request(name, range(length)))
         engine.run()
-    engine.scheduler.add(request("other", [9], max_tokens=3))
-    engine.step()
-    for name, prompt in prompts.items():
-        engine.scheduler.add(request(name + "2", prompt, max_tokens=2))
-    engine.step()
-    assert len(engine.plans[-1].block_copies) >= 2
+    first = next(plan for plan in engine.plans if plan.scheduled[0].request_id == "b")
+    assert first.scheduled[0].num_tokens == num_computed
+    assert not first.block_copies
+
+
+def test_a_copied_block_is_no_target_in_the_same_step():
+    """Copies run side by side on a GPU. Three prompts of one block, each with another choice that needs a copy of it."""
+    engine = Engine(config(num_blocks=10, max_num_batched_tokens=64))
+    for name in "xyz":
+        engine.scheduler.add(request(name, [ord(name), 1, 2, 3], max_tokens=2))
+        engine.scheduler.add(request(name + "2", [ord(name), 1, 2, 3], max_tokens=2, fork_of=name))
     engine.run()  # the worker asserts it for every step
+    assert max(len(plan.block_copies) for plan in engine.plans) >= 2
 
 
 def test_a_full_queue_counts_requests_not_choices():
@@ -304,7 +346,7 @@ def test_salts_keep_prefixes_apart():
     assert engine.scheduler.stats().prefix_hits == 0
     engine.scheduler.add(request("c", range(12)))
     engine.run()
-    assert engine.scheduler.stats().prefix_hits == 11  # the last token is computed again, in a copy of its block
+    assert engine.scheduler.stats().prefix_hits == 8  # the last block is computed again
 
 
 def test_static_batches_do_not_refill_and_dynamic_ones_wait():
@@ -331,7 +373,17 @@ def test_priority_and_preemption_order():
     engine.scheduler.add(request("high", range(20, 28), max_tokens=9, priority=0))
     engine.run()
     assert list(engine.ends) == ["high", "low"]
-    assert engine.scheduler.stats().num_preemptions_total >= 1
+    assert engine.scheduler.stats().num_preemptions >= 1
+
+
+def test_a_prompt_waits_for_blocks_of_those_before_it():
+    """It is the last in order and keeps what it has, rather than give it up for nobody."""
+    engine = Engine(config(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=9, enable_prefix_caching=False))
+    engine.scheduler.add(request("first", range(8), max_tokens=4))
+    engine.scheduler.add(request("second", range(20, 41), max_tokens=1))
+    engine.run()
+    assert {"first": 1} in [scheduled(plan) for plan in engine.plans]  # the second has had its turns, and waits
+    assert engine.scheduler.stats().num_preemptions == 0
 
 
 def test_deadline():
@@ -354,14 +406,14 @@ def test_stop_tokens_and_min_tokens():
 
 
 def test_an_encoders_text_counts_where_a_request_never_fits():
-    scheduler = Scheduler(config(num_blocks=6, enable_prefix_caching=False))
+    scheduler = Scheduler(**config(num_blocks=6, enable_prefix_caching=False, groups=(FULL, CROSS)))
     usable = 5 * BLOCK
     with pytest.raises(ContextLengthError, match=f"are {usable + 2} tokens and the KV cache holds {usable}"):
         scheduler.add(request("a", [1], max_tokens=1 + BLOCK, encoder_token_ids=tuple(range(4 * BLOCK))))
 
 
 def test_what_can_never_run_is_refused():
-    scheduler = Scheduler(config(num_blocks=6, max_queue=1))
+    scheduler = Scheduler(**config(num_blocks=6, max_queue=1))
     with pytest.raises(ContextLengthError):
         scheduler.add(request("a", range(60), max_tokens=10))
     with pytest.raises(ContextLengthError):
@@ -369,6 +421,38 @@ def test_what_can_never_run_is_refused():
     scheduler.add(request("b", range(20), max_tokens=1))
     with pytest.raises(EngineOverloadedError):
         scheduler.add(request("c", [1]))
+
+
+def check_holders(scheduler: Scheduler) -> None:
+    """Each block has as many holders as tables that name it; two requests that hold one have the same tokens up to its end. A
+    window group holds no more than its bound, and everything that a later token looks at."""
+    pool, groups = scheduler.pool, scheduler.cache.groups
+    holders: dict[int, list] = {}
+    for request in scheduler._requests.values():
+        for g, table in enumerate(request.blocks):
+            held = [(i, b) for i, b in enumerate(table) if b != NULL_BLOCK]
+            for i, block in held:
+                holders.setdefault(block, []).append((g, i, request))
+            assert len({b for _, b in held}) == len(held)
+            if groups[g].kind == "cross" or not table:
+                continue
+            computed = request.num_computed_tokens
+            assert len(table) >= -(-computed // BLOCK)
+            needed = range(groups[g].first_block(computed, BLOCK), -(-computed // BLOCK))
+            assert all(table[i] != NULL_BLOCK for i in needed), "released too early"
+            if groups[g].window is not None:
+                step = scheduler.scheduling.max_num_batched_tokens
+                assert len(held) <= -(-(groups[g].window + step) // BLOCK) + 1, "held too long"
+    for block in range(1, pool.num_blocks):
+        assert pool.ref_counts[block] == len(holders.get(block, ())), block
+    for found in holders.values():
+        assert len({(g, i) for g, i, _ in found}) == 1, "one block in two places"
+        ((group, index, first), *others) = found
+        for _, _, other in others:
+            end = len(first.spec.encoder_token_ids) if groups[group].kind == "cross" else (index + 1) * BLOCK
+            end = min(end, first.num_prompt_tokens, other.num_prompt_tokens) if first.needs_copy or other.needs_copy else end
+            if groups[group].kind != "cross":
+                assert first.token_ids[:end] == other.token_ids[:end], "shared without an equal prefix"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -384,9 +468,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         mixed=st.integers(5, 24),
         policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
         encoder=st.sampled_from([False, False, True]),
+        windows=st.sampled_from([(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]),
     )
-    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy, encoder):
+    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy, encoder, windows):
         self.encoder = encoder
+        groups = [FULL if w is None else window(w) for w in windows] + [CROSS] * encoder
+        num_blocks *= len(windows)
         if encoder:  # as `resolve` has it
             caching, chunked, mixed, budget = False, True, max_num_seqs + MOST_READ, budget + max_num_seqs + MOST_READ
         self.engine = Engine(
@@ -398,6 +485,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_prefix_caching=caching,
                 enable_chunked_prefill=chunked,
                 policy=policy,
+                groups=tuple(groups),
             ),
             depth,
         )
@@ -439,7 +527,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 scheduler.add(spec)
             except ContextLengthError:
-                needed = -(-(length + max_tokens - (not pooled)) // BLOCK) + -(-len(text) // BLOCK)
+                whole, read_blocks = (-(-n // BLOCK) for n in (length + max_tokens - (not pooled), len(text)))
+                step, needed = scheduler.scheduling.max_num_batched_tokens, read_blocks
+                for group in scheduler.cache.groups[: len(scheduler.cache.groups) - self.encoder]:
+                    bound = whole if group.window is None else -(-(group.window + step) // BLOCK) + 1
+                    needed += min(whole, bound)
                 assert needed > scheduler.pool.num_usable
                 return
             self.added[spec.request_id] = max_tokens
@@ -455,6 +547,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.added)))
         self.engine.take(self.engine.scheduler.abort([name]))
 
+    @rule(data=st.data(), num_drafts=st.integers(1, 6), num_right=st.integers(0, 6))
+    def guess(self, data, num_drafts, num_right):
+        running = sorted(r.request_id for r in self.engine.scheduler._running)
+        if running:
+            self.engine.worker.num_right = num_right
+            self.engine.scheduler.draft(data.draw(st.sampled_from(running)), num_drafts)
+
     @rule()
     def forget_prefixes(self):
         self.engine.scheduler.reset_prefix_cache()
@@ -463,6 +562,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pool_is_sound(self):
         if hasattr(self, "engine"):
             self.engine.scheduler.pool.check()
+            check_holders(self.engine.scheduler)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -488,3 +588,309 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+# --- One at a time --------------------------------------------------------------------------------------------------------
+
+
+def scheduled(plan):
+    return {s.request_id: s.num_tokens for s in plan.scheduled}
+
+
+def finish_step(engine, plan):
+    engine.take(engine.scheduler.update(plan, engine.worker.launch(plan)))
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, window(5))])
+def test_no_copy_is_made_of_a_block_that_the_same_step_computes(groups):
+    """Two prompts alike, of two whole blocks, in one step. Copies run before the step, so a hit copies nothing: it ends before
+    the last block, also once that is there."""
+    engine = Engine(config(max_num_batched_tokens=64, num_blocks=60, groups=groups))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(2 * BLOCK)))
+    engine.step()
+    assert engine.plans[0].block_copies == ()
+    assert scheduled(engine.plans[0]) == {"a": 2 * BLOCK, "b": BLOCK}
+    engine.scheduler.add(request("c", range(2 * BLOCK)))
+    engine.step()  # now the blocks are there
+    assert engine.plans[1].block_copies == ()
+    assert scheduled(engine.plans[1])["c"] == BLOCK
+    engine.run()
+
+
+def test_a_share_of_the_blocks_stays_free_when_a_request_is_admitted_beside_others():
+    """Of 200 blocks 2: a second request is admitted if so many are left, and not if one fewer is."""
+    for more, admitted in ((0, True), (1, False)):
+        engine = Engine(
+            config(num_blocks=201, max_model_len=2000, max_num_batched_tokens=2000, enable_prefix_caching=False)
+        )
+        engine.scheduler.add(request("a", range(100 * BLOCK), max_tokens=3))
+        engine.step()
+        engine.scheduler.add(request("b", range(97 * BLOCK + more), max_tokens=1))
+        engine.step()  # "a" takes its 101st block
+        assert ("b" in scheduled(engine.plans[-1])) == admitted
+        engine.run()
+    engine = Engine(config(num_blocks=201, max_model_len=2000, max_num_batched_tokens=2000))
+    engine.scheduler.add(request("alone", range(200 * BLOCK - 1), max_tokens=1))
+    engine.step()
+    assert scheduled(engine.plans[-1]) == {"alone": 200 * BLOCK - 1}
+
+
+def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
+    engine = Engine(config(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=32))
+    engine.scheduler.add(request("first", range(8), max_tokens=1))
+    engine.run()
+    engine.scheduler.add(request("high", range(20, 28), max_tokens=18))
+    engine.scheduler.add(request("low", [*range(8), 9, 9], max_tokens=12))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions >= 1
+    assert stats.prefix_queries == 8 + 8 + 10
+    assert stats.prefix_hits == 8
+
+
+def test_a_prompt_that_choices_share_is_looked_up_once():
+    engine = Engine(config(max_num_batched_tokens=32, num_blocks=40))
+    engine.scheduler.add(request("a", range(9), max_tokens=2))
+    for i in (1, 2):
+        engine.scheduler.add(request(f"a/{i}", range(9), max_tokens=2, fork_of="a"))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (9, 0)
+
+
+def test_cached_tokens_are_told_with_the_first_token_only():
+    engine = Engine(config(max_num_batched_tokens=64))
+    engine.scheduler.add(request("a", range(10), max_tokens=1))
+    engine.run()
+    engine.scheduler.add(request("b", range(10), max_tokens=3))
+    told = []
+    for _ in range(3):
+        plan = engine.scheduler.schedule()
+        told += [o.num_cached_tokens for o in engine.scheduler.update(plan, engine.worker.launch(plan))]
+    assert told == [8, 0, 0]
+
+
+def test_a_prompt_cached_whole_in_all_the_blocks_there_are():
+    """Its last block is computed again, which needs one that is free."""
+    engine = Engine(config(num_blocks=6, max_num_batched_tokens=32))
+    for name in "ab":
+        engine.scheduler.add(request(name, range(5 * BLOCK), max_tokens=1))
+        engine.run()
+    assert engine.plans[1].block_copies == ()
+    assert scheduled(engine.plans[1]) == {"b": BLOCK}
+
+
+# --- Windows --------------------------------------------------------------------------------------------------------------
+
+
+def held(engine, name):
+    return [sum(b != NULL_BLOCK for b in table) for table in engine.scheduler._requests[name].blocks]
+
+
+def test_a_window_group_holds_its_window_and_no_more():
+    engine = Engine(config(num_blocks=200, max_model_len=300, max_num_batched_tokens=8, groups=(FULL, window(9))))
+    engine.scheduler.add(request("a", range(100), max_tokens=150))
+    most = 0
+    while engine.scheduler.has_requests:
+        engine.step()
+        if "a" in engine.scheduler._requests:
+            full, windowed = held(engine, "a")
+            computed = engine.scheduler._requests["a"].num_computed_tokens
+            assert full == -(-computed // BLOCK)
+            assert windowed <= -(-(9 + 8) // BLOCK) + 1
+            if computed > 110:
+                most = max(most, windowed)
+    assert most == 3  # tokens one by one: the 8 before a block's first, and that block
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+
+
+def test_what_is_released_is_there_for_the_same_request():
+    """Two sequences of two blocks each in a pool of four: each takes the block that it gives up."""
+    c = config(num_blocks=5, max_model_len=80, max_num_batched_tokens=4, groups=(window(5),), enable_prefix_caching=False)
+    engine = Engine(c)
+    for name in "ab":
+        engine.scheduler.add(request(name, [ord(name)], max_tokens=60))
+    engine.run()
+    assert engine.scheduler.stats().num_preemptions == 0
+    assert max(len(p.scheduled) for p in engine.plans) == 2
+
+
+def test_released_blocks_are_told_as_null_blocks():
+    engine = Engine(config(num_blocks=60, groups=(FULL, window(2)), max_num_batched_tokens=BLOCK))
+    engine.scheduler.add(request("a", range(3 * BLOCK), max_tokens=2))
+    for _ in range(3):
+        engine.step()
+    updates = [{(u.group, u.index): u.block_ids for u in p.scheduled[0].table_updates} for p in engine.plans]
+    assert [set(u) for u in updates] == [{(0, 0), (1, 0)}, {(0, 1), (1, 1)}, {(0, 2), (1, 2), (1, 0)}]
+    assert updates[2][1, 0] == (NULL_BLOCK,)
+
+
+def test_a_block_released_before_its_tokens_are_known_is_not_cached():
+    engine = Engine(config(num_blocks=40, groups=(FULL, window(1))), depth=4)
+    engine.scheduler.add(request("a", range(3), max_tokens=20))
+    while engine.scheduler.has_requests:
+        engine.step()
+        engine.scheduler.pool.check()
+        check_holders(engine.scheduler)
+    assert len(engine.tokens["a"]) == 20
+
+
+def test_what_a_window_released_is_still_cached():
+    """A later request takes the whole prefix back: in the full group all blocks, in the window's the last ones."""
+    engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=16))
+    engine.scheduler.add(request("a", range(41), max_tokens=1))
+    engine.run()
+    engine.scheduler.add(request("b", [*range(40), 99, 98], max_tokens=2))
+    engine.step()
+    assert scheduled(engine.plans[-1]) == {"b": 2}
+    tables = engine.scheduler._requests["b"].blocks
+    assert [b == NULL_BLOCK for b in tables[1]] == [True] * 8 + [False] * 3  # tokens 35 … are looked at
+    assert NULL_BLOCK not in tables[0]
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 40
+
+
+@pytest.mark.parametrize(("kept", "hit"), [(range(10), 40), (range(8, 10), 40), (range(4, 6), 24), (range(4), 16), ((9,), 0)])
+def test_the_longest_hit_that_every_group_has(kept, hit):
+    """Of a prompt's ten blocks in the window's group only some are cached still."""
+    engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
+    engine.scheduler.add(request("a", range(42), max_tokens=9))
+    engine.step()
+    tables = engine.scheduler._requests["a"].blocks
+    gone = [tables[1][i] for i in range(10) if i not in kept]
+    engine.take(engine.scheduler.abort(["a"]))
+    for block in gone:
+        engine.scheduler.pool.forget(block)
+    engine.scheduler.add(request("b", range(42), max_tokens=1))
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == hit
+
+
+def test_a_gap_in_the_full_group_ends_the_hit():
+    engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
+    engine.scheduler.add(request("a", range(41), max_tokens=9))
+    engine.step()
+    block = engine.scheduler._requests["a"].blocks[0][5]
+    engine.take(engine.scheduler.abort(["a"]))
+    engine.scheduler.pool.forget(block)
+    engine.scheduler.add(request("b", range(41), max_tokens=1))
+    engine.run()
+    assert engine.scheduler.stats().prefix_hits == 20
+
+
+def test_a_hit_needs_the_blocks_that_its_next_token_looks_at():
+    """A prompt of whole blocks, cached whole: its last block is computed again. The first token of that sees 4 tokens before
+    it; where their block is gone, a block less is taken."""
+    for gone, hit in (((), 8), ((1,), 4), ((0,), 8)):
+        engine = Engine(config(num_blocks=80, groups=(window(5),), max_num_batched_tokens=64))
+        engine.scheduler.add(request("a", range(12), max_tokens=9))
+        engine.step()
+        (table,) = engine.scheduler._requests["a"].blocks
+        blocks = [table[i] for i in gone]
+        engine.take(engine.scheduler.abort(["a"]))
+        for block in blocks:
+            engine.scheduler.pool.forget(block)
+        engine.scheduler.add(request("b", range(12), max_tokens=1))
+        engine.run()
+        assert engine.scheduler.stats().prefix_hits == hit
+
+
+def test_a_long_sequence_runs_in_few_blocks():
+    """Its window groups need no more blocks than their bound; only a request whose full groups are too long is refused."""
+    c = config(num_blocks=16, max_model_len=400, max_num_batched_tokens=8, groups=(window(9), window(3)))
+    engine = Engine(c)
+    engine.scheduler.add(request("a", range(100), max_tokens=200))
+    engine.run()
+    assert engine.ends == {"a": FinishReason.LENGTH}
+    with pytest.raises(ContextLengthError, match="the KV cache holds 36;"):
+        Scheduler(**{**c, "cache": config(groups=(FULL, window(9)))["cache"]}).add(request("a", range(60)))
+
+
+# --- Guesses --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_right", "accepted"), [(0, 1), (2, 3), (3, 4), (5, 4)])
+def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
+    engine = Engine(config(max_num_batched_tokens=32))
+    engine.scheduler.add(request("a", range(6), max_tokens=20))
+    engine.step()
+    engine.worker.num_right = num_right
+    engine.scheduler.draft("a", 3)
+    plan = engine.scheduler.schedule()
+    (s,) = plan.scheduled
+    assert (s.num_computed_tokens, s.num_tokens, s.num_sampled) == (6, 4, 4)
+    own = engine.scheduler._requests["a"]
+    num_blocks = len(own.blocks[0])
+    assert engine.scheduler.schedule() is None  # nobody knows where it goes on
+    finish_step(engine, plan)
+    assert len(engine.tokens["a"]) == 1 + accepted
+    assert (own.num_computed_tokens, own.num_tokens, own.num_pending) == (6 + accepted, 7 + accepted, 0)
+    assert len(own.blocks[0]) == num_blocks  # those beyond stay
+    engine.run()
+    assert len(engine.tokens["a"]) == 20
+
+
+def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
+    engine = Engine(config(num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    engine.scheduler.add(request("high", range(4), max_tokens=9))
+    engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
+    engine.step()
+    engine.scheduler.draft("low", 2)
+    plans = [engine.scheduler.schedule()]
+    results = [engine.worker.launch(plans[0])]
+    low = engine.scheduler._requests["low"]
+    while low.holds_blocks:  # until "high" wants a third block
+        plans.append(engine.scheduler.schedule())
+        results.append(engine.worker.launch(plans[-1]))
+    for plan, result in zip(plans, results, strict=True):
+        engine.take(engine.scheduler.update(plan, result))
+        assert (low.num_computed_tokens, low.num_tokens, low.num_pending) == (0, 4 + len(engine.tokens["low"]), 0)
+    assert len(engine.tokens["low"]) == 1 + 2
+    engine.run()
+    assert [len(engine.tokens[name]) for name in ("high", "low")] == [9, 9]
+
+
+def test_an_end_among_several_tokens_cuts_the_rest():
+    engine = Engine(config(max_num_batched_tokens=32))
+    engine.scheduler.add(request("a", range(6), max_tokens=20, eos_token_ids=(50,)))
+    engine.scheduler.add(request("b", range(6), max_tokens=3))
+    plan = engine.scheduler.schedule()
+    engine.scheduler.update(plan, StepResult(plan.step_id, [1, 2]))
+    for name in "ab":
+        engine.scheduler.draft(name, 4)
+    plan = engine.scheduler.schedule()
+    assert {s.request_id: s.num_sampled for s in plan.scheduled} == {"a": 5, "b": 2}  # "b" has room for two
+    counts = {s.request_id: s.num_sampled for s in plan.scheduled}
+    new = {"a": [3, 50, 4, 5, 6], "b": [7, 8]}
+    result = StepResult(plan.step_id, [t for name in counts for t in new[name]], list(counts.values()))
+    outputs = {o.request_id: o for o in engine.scheduler.update(plan, result)}
+    assert (outputs["a"].token_ids, outputs["a"].finish_reason, outputs["a"].stop_token_id) == ((3, 50), "stop", 50)
+    assert (outputs["b"].token_ids, outputs["b"].finish_reason, outputs["b"].stop_token_id) == ((7, 8), "length", None)
+    assert not engine.scheduler.has_requests
+
+
+def test_guesses_give_way_to_other_decodes():
+    """A mixed step holds so many tokens, and every running request has one of them."""
+    engine = Engine(config(max_num_batched_tokens=32, max_num_mixed_tokens=6, num_blocks=60))
+    for name in "abc":
+        engine.scheduler.add(request(name, range(ord(name), ord(name) + 6), max_tokens=9))
+    engine.step()
+    for name in "ab":
+        engine.scheduler.draft(name, 2)
+    plan = engine.scheduler.schedule()
+    assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [("a", 3), ("b", 2), ("c", 1)]
+    assert plan.scheduled[0].request_id == "c"  # of one token: first
+
+
+def test_log_probabilities_come_with_their_tokens():
+    scheduler = Engine(config()).scheduler
+    scheduler.add(request("a", range(3), max_tokens=4))
+    scheduler.add(request("b", range(12), max_tokens=4, sampling=SamplingParams(prompt_logprobs=0)))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 3, "b": 12}
+    found = tuple(TokenLogprobs(t, -1.0, 1) for t in (5, 6))
+    extras = SampledLogprobs("a", found[:1]), PromptLogprobs("b", 0, found), PromptLogprobs("gone", 0, found)
+    first, second = scheduler.update(plan, StepResult(plan.step_id, [5, 6], None, extras))
+    assert (first.request_id, first.logprobs, first.prompt_logprobs) == ("a", found[:1], None)
+    assert (second.request_id, second.logprobs, second.prompt_logprobs) == ("b", (), extras[1])

@@ -30,7 +30,7 @@ from slipstream.engine.core_process import (
 from slipstream.errors import EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import EngineOutput, EngineStats, FinishReason
+from slipstream.types import EngineStats, FinishReason, TokenOutput, VectorOutput
 from slipstream.worker.device import detect
 from tests import tiny_models
 
@@ -134,7 +134,7 @@ class World:
 
 
 def output(key, *tokens, finish=None):
-    return Outputs([EngineOutput(request_id=key, token_ids=tokens, finish_reason=finish)])
+    return Outputs([TokenOutput(request_id=key, token_ids=tokens, finish_reason=finish)])
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +426,7 @@ async def embedding(world, count=3):
 
 def some(key, first, count, finish=None, **more):
     vectors = b"".join(bytes([i]) * 8 for i in range(first, first + count))
-    return EngineOutput(key, embedding=vectors, first_text=first, num_texts=count, finish_reason=finish, **more)
+    return VectorOutput(key, vectors, first, count, finish, **more)
 
 
 async def test_vectors_of_several_steps_are_one_answer(world):
@@ -434,7 +434,8 @@ async def test_vectors_of_several_steps_are_one_answer(world):
     task, key = await embedding(world)
     other, _ = await embedding(world)
     assert engine.num_requests == 2
-    world.children[0].say(Outputs([some("nobody's", 0, 1), some(key, 2, 1)]), Outputs([some(key, 0, 2, FinishReason.STOP)]))
+    first, last = [some("nobody's", 0, 1), some(key, 2, 1)], [some(key, 0, 2, FinishReason.STOP)]
+    world.children[0].say(Outputs([], first), Outputs([], last))
     found = await task
     assert (found.data, found.prompt_token_ids) == (bytes([0] * 8 + [1] * 8 + [2] * 8), [[5, 9, 31]] * 3)
     assert engine.num_requests == 1
@@ -455,7 +456,7 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
         await task
     for reason, match in ((FinishReason.ERROR, "so it is"), (FinishReason.ABORT, "abort")):
         task, key = await embedding(world)
-        child.say(Outputs([EngineOutput(key, finish_reason=reason, error="so it is" if reason == "error" else None)]))
+        child.say(Outputs([], [VectorOutput(key, finish_reason=reason, error="so it is" if reason == "error" else None)]))
         with pytest.raises(EngineError, match=match):
             await task
     task, key = await embedding(world)

@@ -90,7 +90,7 @@ def test_texts_and_tokens_mix_and_what_is_wrong_is_named(llm):
         (["the", {"prompt_token_ids": [7, -1]}], 1),
         ([{"prompt_token_ids": [2**70]}], 0),
         ([{"prompt_token_ids": [5]}, "the", {"prompt_token_ids": []}], 2),
-        (["the", {"prompt": "cat"}], 1),
+        (["the", {"text": "cat"}], 1),
         (["the", 5], 1),
         (["the", np.array([5])], 1),
         ([{"prompt_token_ids": [5]}, {"prompt_token_ids": None}], 1),

@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
 from slipstream.kernels import native
-from slipstream.kernels.ops import has_cpu_kernels
+from slipstream.kernels.native import has_cpu_kernels
 from slipstream.model.program import compile_program
 from slipstream.plan.memory import kv_budget
 from slipstream.spec.description import read_spec
@@ -155,8 +155,8 @@ def test_prefix_cache_is_hit_and_changes_nothing(path):
     assert warm.num_cached_tokens == 32
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     (whole,) = (llm.generate([PROMPTS[2]], GREEDY),)
-    (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes only its last token
-    assert again.num_cached_tokens == 15
+    (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes its last block
+    assert again.num_cached_tokens == 0
     assert again.outputs[0].token_ids == whole[0].outputs[0].token_ids
 
 
@@ -468,7 +468,7 @@ def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
     assert found.device.dense_copies
     assert not on_a_gpu(tmp_path, dense_copies=False).device.dense_copies
     spec = read_spec(tmp_path).spec
-    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.products(spec.hidden_size))
+    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.weight_shapes(spec.hidden_size))
     copies = 2 * (all_products - 64 * 192)
     assert on_a_gpu(tmp_path, memory=4 * copies).device.dense_copies
     assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies
@@ -488,10 +488,29 @@ def test_the_cache_takes_what_is_left_of_its_share(path):
 def test_the_signature_is_that_of_the_settings(path):
     ours = inspect.signature(LLM).parameters
     theirs = inspect.signature(EngineArgs).parameters
-    assert list(ours)[:-1] == list(theirs)
-    assert all(ours[name].default == theirs[name].default for name in theirs)
-    with pytest.raises(TypeError, match="max_num_batched_token"):
-        LLM(str(path), max_num_batched_token=3)
+    assert list(ours.values()) == list(theirs.values())
+    assert ours["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY and p.annotation for p in ours.values() if p.name != "model")
+    explained = LLM.__init__.__doc__.splitlines()
+    assert [line.split(":")[0] for line in explained] == list(ours)
+    assert "dtype: type of the computation: auto, float32, bfloat16 or float16 (default: auto)" in explained
+
+
+def test_a_misspelt_setting_is_answered_with_the_likely_one(path):
+    for make_it in (LLM, EngineArgs):
+        with pytest.raises(TypeError, match="'max_num_batched_token'; did you mean 'max_num_batched_tokens'"):
+            make_it(str(path), max_num_batched_token=3)
+        with pytest.raises(TypeError, match=r"no setting 'xyzzy'$"):
+            make_it(str(path), xyzzy=3)
+
+
+def test_settings_that_are_together_already_and_the_phases_of_the_start(path):
+    told = []
+    args = EngineArgs(str(path), device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    with LLM.from_engine_args(args, progress=told.append) as llm:
+        assert llm.config.origins["max_model_len"].source == "user"
+        assert llm.config.origins["block_size"].source == "default"
+    assert (told[0], told[-1]) == ("model", "tokenizer")
 
 
 def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):

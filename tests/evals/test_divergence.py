@@ -47,6 +47,12 @@ def load(path, context=CONTEXT, **settings):
     return Scorer.load(EngineArgs(model=str(path), **given), context=context)
 
 
+@pytest.fixture(scope="module")
+def scorers(models):
+    """Of both models, as they run by default."""
+    return load(models[0]), load(models[1])
+
+
 def windows(scorer, stride=CONTEXT, context=CONTEXT):
     return list(cut([Document(text=TEXT), Document(text="and so on")], scorer.tokenizer, context=context, stride=stride))
 
@@ -59,8 +65,8 @@ def theirs(model, window):
 
 
 @pytest.mark.parametrize("stride", [CONTEXT, 24])
-def test_perplexity_is_transformers(models, stride):
-    scorer = load(models[0])
+def test_perplexity_is_transformers(models, scorers, stride):
+    scorer = scorers[0]
     cutting = windows(scorer, stride)
     nll = [torch.nn.functional.cross_entropy(*theirs(models[2], w), reduction="none") for w in cutting]
     found = perplexity(scorer, cutting)
@@ -69,8 +75,8 @@ def test_perplexity_is_transformers(models, stride):
     assert found.num_windows == len(cutting)
 
 
-def test_divergence_is_that_of_whole_logits(models):
-    a, b = load(models[0]), load(models[1])
+def test_divergence_is_that_of_whole_logits(models, scorers):
+    a, b = scorers
     cutting = windows(a)
     found = compare(a, b, cutting, num_worst=2)
     pairs = [(theirs(models[2], w)[0], theirs(models[3], w)[0]) for w in cutting]
@@ -97,15 +103,15 @@ def test_divergence_is_that_of_whole_logits(models):
     assert all(0 < c.probability <= 1 for c in (*worst.expected_a, *worst.expected_b))
 
 
-def test_what_parts_most_is_shown_once(models):
-    a, b = load(models[0]), load(models[1])
+def test_what_parts_most_is_shown_once(scorers):
+    a, b = scorers
     first, second = windows(a)[:2]
     found = compare(a, b, [first, second, first], num_worst=3, layers=False)
     assert sorted(w.window for w in found.worst) == [0, 1]
 
 
-def test_the_culprit_is_visible(models):
-    found = compare(load(models[0]), load(models[1]), windows(load(models[0]))[:2])
+def test_the_culprit_is_visible(scorers):
+    found = compare(*scorers, windows(scorers[0])[:2])
     own = [layer.own for layer in found.layers]
     state = [layer.state for layer in found.layers]
     assert own[2] > 0.05
@@ -114,8 +120,8 @@ def test_the_culprit_is_visible(models):
     assert state[3] > 1e-3  # it is carried on
 
 
-def test_the_same_model_is_the_same(models):
-    a = load(models[0])
+def test_the_same_model_is_the_same(models, scorers):
+    a = scorers[0]
     found = compare(a, load(models[0]), windows(a))
     assert found.kl.mean < 1e-9
     assert found.top1_agreement == found.top5_agreement == 1.0
@@ -125,14 +131,14 @@ def test_the_same_model_is_the_same(models):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_what_would_run_is_measured(models, kv_cache_dtype):
-    """The form of the cache counts, and so do steps and pieces: they change nothing."""
+    """The format of the cache counts."""
     a, b = load(models[0], kernels="reference"), load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype)
     found = compare(a, b, windows(a))
     assert (found.kl.mean > 1e-6) == (kv_cache_dtype != "auto")
 
 
-def test_steps_and_pieces_change_nothing(models, monkeypatch):
-    a, b = load(models[0]), load(models[1])
+def test_steps_and_rows_at_a_time_change_nothing(scorers, monkeypatch):
+    a, b = scorers
     whole = compare(a, b, windows(a))
     monkeypatch.setattr(scorer_module, "STEP_TOKENS", 7)
     monkeypatch.setattr(scorer_module, "LOGITS_BYTES", 4 * tiny_models.VOCAB * 5)
@@ -144,8 +150,8 @@ def test_steps_and_pieces_change_nothing(models, monkeypatch):
     assert found.perplexity_b == pytest.approx(whole.perplexity_b, rel=1e-5)
 
 
-def test_greedy_is_the_engines(models):
-    scorer = load(models[0])
+def test_greedy_is_the_engines(models, scorers):
+    scorer = scorers[0]
     ids = scorer.tokenizer.encode("hello the")
     with LLM(str(models[0]), dtype="float32", device="cpu", max_model_len=CONTEXT, max_num_seqs=1) as llm:
         answer = llm.generate("hello the", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
@@ -161,17 +167,17 @@ def test_impossible_tokens_add_nothing():
     assert token_kl(p, q).item() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_other_depths_have_no_layers(models, tmp_path):
+def test_other_depths_have_no_layers(scorers, tmp_path):
     tiny_models.build_with_tokenizer(tmp_path, num_hidden_layers=2)
-    a, b = load(models[0]), load(tmp_path)
+    a, b = scorers[0], load(tmp_path)
     found = compare(a, b, windows(a))
     assert found.layers == ()
     assert "4 layers" in found.why_no_layers
     assert found.kl.mean > 0
 
 
-def test_errors_say_what_to_do(models, tmp_path):
-    a = load(models[0])
+def test_errors_say_what_to_do(models, scorers, tmp_path):
+    a = scorers[0]
     with pytest.raises(ConfigError, match="no text to score"):
         perplexity(a, [Window(token_ids=(1,), num_context=1)])
     with pytest.raises(ConfigError, match="the token 5000"):
@@ -213,9 +219,9 @@ def command(tmp_path, capsys):
     return run
 
 
-def test_command_alone(models, command):
+def test_command_alone(models, scorers, command):
     code, found = command(models[0], "--json")
-    a = load(models[0])
+    a = scorers[0]
     assert code == 0
     assert found["perplexity"] == pytest.approx(perplexity(a, windows(a)[:2]).perplexity)
     assert found["text"]["num_windows"] == 2

@@ -184,9 +184,9 @@ def test_errors_name_what_is_wrong(tmp_path, tokenizer):
         read("bad.txt", b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="line 2 is no JSON"):
         read("bad.jsonl", b'{"text": "hello"}\n{"text": ')
-    with pytest.raises(ConfigError, match="entry 0: has body, id"):
+    with pytest.raises(ConfigError, match="object 0: has body, id"):
         read("other.jsonl", b'{"body": "x", "id": 1}\n')
-    with pytest.raises(ConfigError, match="entry 0: has int"):
+    with pytest.raises(ConfigError, match="object 0: has int"):
         read("number.jsonl", b"5\n")
     with pytest.raises(ConfigError, match="not a JSON array"):
         read("object.json", b'{"text": "x"}')

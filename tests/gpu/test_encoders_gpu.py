@@ -55,7 +55,7 @@ def test_graphs_of_texts(tmp_path, family):
     exact = vectors(tmp_path, dtype="float32", deterministic=True)
     assert cosines(exact, eager).min() > 1 - 1e-7
     with LLM(str(tmp_path), **settings) as llm:
-        assert llm.core.executor.isinstance(llm.core.executor.runner.texts, TextGraphs)
+        assert isinstance(llm.core.executor.runner.texts, TextGraphs)
         assert llm.ledger.graph_bytes > 0
         for texts in (TEXTS, TEXTS[::-1], TEXTS * 40):
             found = torch.tensor([output.embedding for output in llm.embed(texts)], dtype=torch.float64)

@@ -1,6 +1,8 @@
-// `instructions.cu` for a processor: the same functions, and CUDA's own that `one_token.cu` calls. Every CUDA thread is a fiber; one
-// goes on until it has to wait for others. Memory is in order: what races there, this does not see. Warps go on in turn and copies
-// arrive at once; with a seed, some warps sleep, their order is another each time, and copies arrive late.
+// `instructions.cu` for a CPU: the same functions, and the CUDA built-ins that `one_token.cu` calls. Each CUDA thread is
+// a fiber that runs until it has to wait for others. Memory is sequentially consistent: races are not seen. Without a
+// seed, warps run in turn and copies arrive at once. With a seed, some warps sleep, their order changes each round, and
+// copies arrive late.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -28,6 +30,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define DEVICE inline
 constexpr int THREADS = WARPS * 32;
 
 // --- fibers
@@ -39,7 +42,7 @@ struct Barrier {
         if (pending == 0 && bytes == 0) phase++, pending = count;
     }
 };
-struct Gate {  // of a fixed number of threads
+struct Gate {  // barrier of a fixed number of threads
     int arrived = 0;
     u32 generation = 0;
 };
@@ -54,19 +57,29 @@ struct Block {
     u8* base() { return (u8*)(((uintptr_t)memory.data() + 127) / 128 * 128); }
 };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it starts; from then on `saved`: swapcontext would make a system call each time
+    jmp_buf saved;
     std::unique_ptr<char[]> stack;
     Block* block;
     int index, program;
-    bool done = false;
+    bool started = false, done = false;
 };
-static Fiber* now;
-static ucontext_t scheduler;
+static Fiber* volatile now;
+static jmp_buf scheduler;
 static int block_size;
 static std::function<void()> body;
 static bool copies_are_late;
 static std::vector<std::function<void()>> late;
-inline void yield() { swapcontext(&now->context, &scheduler); }
+__attribute__((noinline)) static void yield() {
+    if (!_setjmp(now->saved)) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) static void resume(Fiber& fiber) {
+    now = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (now->started) _longjmp(now->saved, 1);
+    now->started = true;
+    setcontext(&now->context);
+}
 inline void pass(Gate& gate, int threads) {
     const u32 mine = gate.generation;
     if (++gate.arrived == threads) gate.arrived = 0, gate.generation++;
@@ -77,7 +90,7 @@ static void begin() {
     now->done = true;
     yield();
 }
-// 0; 1: all wait for one another for good.
+// Returns 1 if all wait for one another for ever, else 0.
 static int on_cpu(int programs, int threads, unsigned seed, std::function<void()> f) {
     body = f;
     copies_are_late = seed;
@@ -110,8 +123,7 @@ static int on_cpu(int programs, int threads, unsigned seed, std::function<void()
                 Fiber& fiber = fibers[warp * 32 + lane];
                 if (fiber.done) continue;
                 any = true;
-                now = &fiber;
-                if (!asleep) swapcontext(&scheduler, &fiber.context);
+                if (!asleep) resume(fiber);
             }
         }
         for (auto& copy : late)
@@ -153,7 +165,7 @@ inline u32 __ballot_sync(u32, bool x) {
 }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 inline u32 and_or(u32 x, u32 mask, u32 more) { return (x & mask) | more; }
-inline u32 largest(u32 x) {
+inline u32 warp_max(u32 x) {
     for (int i = 16; i; i >>= 1) x = std::max(x, __shfl_xor_sync(~0u, x, i));
     return x;
 }
@@ -168,8 +180,8 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float of_half(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
 inline u16 to_half(float x) { const _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
 inline float of_bfloat(u16 x) { return __uint_as_float((u32)x << 16); }
-inline float number(u16 x) { return HALF ? of_half(x) : of_bfloat(x); }
-inline u16 rounded(float x) {
+inline float to_float(u16 x) { return HALF ? of_half(x) : of_bfloat(x); }
+inline u16 from_float(float x) {
     if (HALF) return to_half(x);
     const u32 y = bits_of(x);
     return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
@@ -179,47 +191,44 @@ inline float of_e4m3(u8 code) {
     const float y = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return code & 128 ? -y : y;
 }
-inline u8 to_e4m3(float x) {  // to the nearest, ties to an even code
+inline u8 to_e4m3(float x) {  // to nearest, ties to even
     const float y = std::min(fabsf(x), 448.0f);
-    int best = 0;
-    for (int code = 1; code < 127; code++) {
-        const float nearer = fabsf(of_e4m3(code) - y) - fabsf(of_e4m3(best) - y);
-        if (nearer < 0 || (nearer == 0 && code % 2 == 0)) best = code;
-    }
-    return best | (x < 0 ? 128 : 0);
+    const u32 bits = bits_of(y) + 0x7ffff + (bits_of(y) >> 20 & 1);
+    const u8 code = y < 0.015625f ? (u8)nearbyintf(y * 512.0f) : (u8)((bits >> 20) - (120 << 3));
+    return code | (x < 0 ? 128 : 0);
 }
-inline u32 e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
-inline u32 halves(u32 codes) { return to_half(of_e4m3(codes & 255)) | (u32)to_half(of_e4m3(codes >> 8 & 255)) << 16; }
-inline u32 high_halves(u32 codes) { return halves(codes >> 16); }
-inline void apart(u32 x, float& low, float& high) { low = of_half((u16)x), high = of_half((u16)(x >> 16)); }
-inline float power2(float x) { return exp2f(x); }
+inline u32 pack_e4m3(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+inline u32 low_half2(u32 codes) { return to_half(of_e4m3(codes & 255)) | (u32)to_half(of_e4m3(codes >> 8 & 255)) << 16; }
+inline u32 high_half2(u32 codes) { return low_half2(codes >> 16); }
+inline void unpack_half2(u32 x, float& low, float& high) { low = of_half((u16)x), high = of_half((u16)(x >> 16)); }
+inline float exp2_fast(float x) { return exp2f(x); }
 
 // --- memory
 #define SHARED_MEMORY(name) u8* name = now->block->base()
-inline u32 shared(const void* p) { return (u32)((const u8*)p - now->block->base()); }
-inline uint4 at16(u32 address) { uint4 v; memcpy(&v, now->block->base() + address, 16); return v; }
-inline uint4 fresh16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
-inline u16 fresh2(const u16* p) { return *p; }
-inline float fresh4(const float* p) { return *p; }
-inline void together() { pass(now->block->together, THREADS); }
+inline u32 smem_address(const void* p) { return (u32)((const u8*)p - now->block->base()); }
+inline uint4 load_smem16(u32 address) { uint4 v; memcpy(&v, now->block->base() + address, 16); return v; }
+inline uint4 load_cg16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline u16 load_cg2(const u16* p) { return *p; }
+inline float load_cg4(const float* p) { return *p; }
+inline void sync_consumers() { pass(now->block->together, THREADS); }
 
 // --- barriers in shared memory
 inline Barrier& barrier_at(u32 address) { return now->block->barriers[address]; }
-inline void make_barrier(u32 address, u32 count) { barrier_at(address).count = barrier_at(address).pending = (int)count; }
-inline void barriers_made() {}
-inline void arrive(u32 address) {
+inline void barrier_init(u32 address, u32 count) { barrier_at(address).count = barrier_at(address).pending = (int)count; }
+inline void barrier_fence() {}
+inline void barrier_arrive(u32 address) {
     Barrier& barrier = barrier_at(address);
     barrier.pending--;
     barrier.check();
 }
-inline void expect(u32 address, u32 bytes) {
+inline void barrier_expect(u32 address, u32 bytes) {
     barrier_at(address).bytes += bytes;
-    arrive(address);
+    barrier_arrive(address);
 }
-inline void until(u32 address, u32 parity) {
+inline void barrier_wait(u32 address, u32 parity) {
     while ((barrier_at(address).phase & 1) == parity) yield();
 }
-inline void bring(u32 to, const void* from, u32 bytes, u32 address, u64) {
+inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 address, u64) {
     Block* block = now->block;
     auto copy = [=] {
         memcpy(block->base() + to, from, bytes);
@@ -230,16 +239,17 @@ inline void bring(u32 to, const void* from, u32 bytes, u32 address, u64) {
     if (copies_are_late) late.push_back(copy);
     else copy();
 }
-inline u64 read_once() { return 0; }
-inline u64 read_again() { return 0; }
+inline u64 evict_first_policy() { return 0; }
+inline u64 evict_normal_policy() { return 0; }
 
 // --- counters in memory
-inline void add(u32* counter) { ++*counter; }
-inline u32 read(const u32* counter) { yield(); return *counter; }
-inline void count(u64* number) { ++*number; }
-inline u32 add_and_read(u32* counter) { return (*counter)++; }
+inline void release_add(u32* counter) { ++*counter; }
+inline u32 load_acquire(const u32* counter) { yield(); return *counter; }
+inline void relaxed_add(u64* number) { ++*number; }
+inline u32 fetch_add(u32* counter) { return (*counter)++; }
 
-// --- tensor cores: a lane holds rows g and g + 8 of a, column g of b, columns 2 t and 2 t + 1 of c, g = lane / 4 and t = lane % 4
+// --- tensor cores: a lane holds rows g and g + 8 of a, column g of b, columns 2 t and 2 t + 1 of c, g = lane / 4 and t =
+// lane % 4
 struct Operands { u32 a[4], b[2]; };
 template <typename T, int WIDE, typename Number>  // WIDE numbers to a word
 inline void multiplied(T (&c)[4], const Operands& own, Number number_of) {
@@ -255,12 +265,12 @@ inline void multiplied(T (&c)[4], const Operands& own, Number number_of) {
         }
     }
 }
-inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiplied<float, 2>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) {
         const u16 x = (u16)(word >> 16 * j);
         return FORM == 1 || HALF ? of_half(x) : of_bfloat(x);
     });
 }
-inline void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+inline void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiplied<int, 4>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) { return (int)(signed char)(word >> 8 * j); });
 }

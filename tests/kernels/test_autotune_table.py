@@ -16,7 +16,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # as test_triton.py: whichever of them is 
 from slipstream.cli.main import main
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.errors import ConfigError
-from slipstream.kernels.autotune_table import (
+from slipstream.kernels.triton.tuning import SEARCH, Trial, search, tune
+from slipstream.spec.autotune_table import (
     NO_TILES,
     OPS,
     SHIPPED,
@@ -28,14 +29,13 @@ from slipstream.kernels.autotune_table import (
     read_tiles,
     write_tiles,
 )
-from slipstream.kernels.triton.tuning import SEARCH, Trial, search, tune
 from slipstream.spec.description import read_spec
 from tests.plan.specs import CONFIGS
 
 DEVICE = "NVIDIA H200"
 ENTRIES = {
     ("gemv", "bfloat16", (6144, 4096)): Measured((4, 512, 8), 10.5, 12.0),
-    ("skinny", "fp8", (6144, 4096, 32)): Measured((64, 256, 2, 3)),
+    ("skinny_gemm", "fp8", (6144, 4096, 32)): Measured((64, 256, 2, 3)),
     ("decode", "fp8", (32, 8, 128, 16, 256)): Measured((32, 1, 3), 100.0, 110.0),
 }
 TABLE = TileTable(device=DEVICE, entries=ENTRIES, made_by="hand")
@@ -44,9 +44,9 @@ TABLE = TileTable(device=DEVICE, entries=ENTRIES, made_by="hand")
 def test_look_up():
     assert TABLE.find("gemv", "bfloat16", 6144, 4096) == (4, 512, 8)
     for tokens in (17, 31, 32):
-        assert TABLE.find("skinny", "fp8", 6144, 4096, tokens) == (64, 256, 2, 3)
+        assert TABLE.find("skinny_gemm", "fp8", 6144, 4096, tokens) == (64, 256, 2, 3)
     for other in (("fp8", 6144, 4096, 16), ("fp8", 6144, 4096, 33), ("int8", 6144, 4096, 32), ("fp8", 4096, 4096, 32)):
-        assert TABLE.find("skinny", *other) is None
+        assert TABLE.find("skinny_gemm", *other) is None
     assert TABLE.find("decode", "fp8", 32, 8, 128, 16, 65) == (32, 1, 3)
     assert NO_TILES.find("gemv", "bfloat16", 6144, 4096) is None
     assert classed("decode", (1, 1, 1, 1, 99_999))[-1] == OPS["decode"].classes[-1]
@@ -88,7 +88,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 def entry(**change):
     given = {
-        "op": "skinny",
+        "op": "skinny_gemm",
         "kind": "fp8",
         "shape": {"outer": 64, "inner": 64, "tokens": 16},
         "tile": {"block_n": 64, "block_k": 64, "splits": 1, "stages": 3},
@@ -104,7 +104,7 @@ def entry(**change):
         ("", "Expecting value"),
         ('{"format": 1', "Expecting"),
         ("[]", "must be an object of format, device"),
-        ({"format": 2}, "its format is 2"),
+        ({"format": 1}, "its format is 1"),
         ({"surprise": 1}, "must be an object of"),
         ({"device": 3}, "must be text"),
         ({"device": "NVIDIA A10"}, "is for 'NVIDIA A10'"),
@@ -139,7 +139,7 @@ def entry(**change):
 )
 def test_a_file_that_is_not_right_is_refused_by_name(tmp_path, change, why):
     path = tmp_path / "table.json"
-    whole = {"format": 1, "device": DEVICE, "made_by": "", "entries": [entry()]}
+    whole = {"format": 2, "device": DEVICE, "made_by": "", "entries": [entry()]}
     path.write_text(json.dumps(whole))
     assert read_tiles(path, DEVICE).entries
     path.write_text(change if isinstance(change, str) else json.dumps({**whole, **change}))
@@ -231,7 +231,7 @@ def test_what_is_hardly_faster_or_once_only_is_not_kept():
 
 
 def test_tiles_that_can_not_run_are_not_tried():
-    key = ("skinny", "fp8", (262144, 256, 16))
+    key = ("skinny_gemm", "fp8", (262144, 256, 16))
     timer = Timer(lambda tile: 50.0)
     search(trial(key), timer)
     # 262,144 rows in tiles of 32 are too many to be counted, and a part has 128 inputs at least

@@ -29,10 +29,11 @@ from slipstream.kernels.cpu import (
     add_linear,
 )
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import AttentionParams, QKVLayout, select_ops
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.quantize import chunk_of, pack4, round_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
+from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear
 from slipstream.model.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
@@ -492,7 +493,7 @@ def test_a_step_that_was_begun(threads):
         assert torch.equal(found[:, 0], expected.argmax(-1))
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(("engine", "program", "running"))], ids="-".join)
+@pytest.mark.parametrize("order", [*itertools.permutations(("pool", "program", "running"))], ids="-".join)
 def test_a_collector_of_cycles_lets_go_in_any_order(order):
     """While a step is under way: it is waited for, and what it writes lives until then."""
     import gc

@@ -8,15 +8,17 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.triton import attention, hopper
+from slipstream.platform.arch import gpu_arch
 
 PROGRAM = """
-import json, sys
+import json, sys, types
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -40,7 +42,7 @@ from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton import hopper
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
-hopper.processors = lambda _: 132
+hopper.platform_of = lambda _: types.SimpleNamespace(multiprocessors=132)
 kind, dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
 meta = AttentionMetadata.uniform(2, 300, 400, block_size=16)
 k, v = (torch.zeros(51, 8, 16, dim, dtype=kind) for _ in range(2))
@@ -81,7 +83,8 @@ def test_tensor_cores_run_while_exponents_are_taken(kind):
 )
 def test_where_it_runs(monkeypatch, device, capability, version, there):
     """Its chip, and the versions of Triton whose Gluon it knows."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if device == "cuda":
+        monkeypatch.setattr(attention, "platform_of", lambda _: SimpleNamespace(arch=gpu_arch(capability)))
     monkeypatch.setattr(attention.triton, "__version__", version)
     found = attention._hopper.__wrapped__(torch.device(device))
     assert found is (hopper if there else None)

@@ -74,10 +74,16 @@ def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
 
 
 @pytest.mark.parametrize("ops", [CpuOps(), TritonOps()], ids=lambda o: o.name)
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 17, 70])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.num_experts_per_token}of{s.num_experts}")
+@pytest.mark.parametrize(
+    ("num_tokens", "spec"),
+    [
+        *((n, spec) for n in (0, 1, 2, 17) for spec in SPECS),  # none; not sorted; few pairs; tiles of 16
+        *((70, SPECS[i]) for i in (0, 3, 4)),  # tiles of 32 that are full, of 128, of 32 with one expert a token
+    ],
+    ids=lambda x: x if isinstance(x, int) else f"{x.num_experts_per_token}of{x.num_experts}",
+)
 def test_equals_the_reference(ops, num_tokens, spec):
-    for skew in (0.0, 30.0):  # spread; all tokens to the first experts
+    for skew in (0.0, 30.0) if num_tokens > 1 else (0.0,):  # spread; all tokens to the first experts
         x, logits, up, down = case(num_tokens, spec, skew=skew)
         expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
         ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
@@ -139,15 +145,15 @@ def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
-    x, logits, up, down = case({32: 40, 64: 90, 128: 300}[block], spec)
-    assert moe_permute.group(triton_moe.route(logits, spec)[1], 2).block == block
+    x, logits, up, down = case({32: 40, 64: 90, 128: 100}[block], spec)
+    assert moe_permute.sort_pairs(triton_moe.route(logits, spec)[1], 2).tile_m == block
     expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
     ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "int8", "int4", "int4-g32"])
-@pytest.mark.parametrize("num_tokens", [1, 19, 140])
+@pytest.mark.parametrize("num_tokens", [1, 19, 97])  # not sorted; tiles of 32; of 128 (from 97 tokens on)
 def test_rounded_experts(scheme, num_tokens):
     spec, ops = mixture(num_experts=4, size=128), TritonOps()
     x, logits, up, down = case(num_tokens, spec, inner=128)
@@ -159,18 +165,18 @@ def test_rounded_experts(scheme, num_tokens):
     assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
 
 
-@pytest.mark.parametrize(("size", "num_tokens"), [(40, 70), (200, 160), pytest.param(40, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "num_tokens"), [(40, 70), (200, 73), pytest.param(40, 400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["gated", "plain", "both halves"])
 def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
-    """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases. Tiles of 128
-    with their empty half left out, and (400 tokens) whole."""
+    """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases. Tiles of 64
+    (70 tokens), of 128 without their empty half (73 tokens that spread) and full (73 to one expert), and (400) several."""
     clamped = kind == "both halves"
     activation = ClampedSwiglu(alpha=1.7, limit=0.8) if clamped else "silu" if kind == "gated" else "relu"
     expert = DenseSpec(intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped)
     spec, ops = MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True), TritonOps()
     taken = []
-    product = grouped_gemm.grouped_gemm
-    monkeypatch.setattr(grouped_gemm, "grouped_gemm", lambda *a: taken.append(a[3].block) or product(*a))
+    both = grouped_gemm.grouped_mlp
+    monkeypatch.setattr(grouped_gemm, "grouped_mlp", lambda *a: taken.append(a[3].tile_m) or both(*a))
     for skew in (0.0, 30.0):
         x, logits, up, down = (t.half() for t in case(num_tokens, spec, inner=56, skew=skew))
         biases = (torch.randn(len(up)).half(), torch.randn(len(down)).half()) if clamped else (None, None)
@@ -195,7 +201,7 @@ def test_zero_points_of_a_checkpoint():
 
 @pytest.mark.parametrize("many", [0, 512])
 def test_equal_likelihoods_take_the_first(monkeypatch, many):
-    monkeypatch.setattr(triton_moe, "MANY_TOKENS", many)
+    monkeypatch.setattr(triton_moe, "SERIAL_TOKENS", many)
     spec = mixture(num_experts=6, top=3)
     weights, chosen = triton_moe.route(torch.zeros(2, 6), spec)
     assert chosen.tolist() == [[0, 1, 2]] * 2
@@ -209,22 +215,22 @@ def test_equal_likelihoods_take_the_first(monkeypatch, many):
 @pytest.mark.parametrize("load", ["even", "one", "few"])
 def test_groups(monkeypatch, share, many, load):
     """Every entry once, in its expert's place, in tiles that cover all and no more than there can be."""
-    monkeypatch.setattr(moe_permute, "SHARE", share)
-    monkeypatch.setattr(moe_permute, "MANY_SHARES", many)
+    monkeypatch.setattr(moe_permute, "CHUNK", share)
+    monkeypatch.setattr(moe_permute, "MANY_CHUNKS", many)
     chosen = {
         "even": torch.arange(6, dtype=torch.int32).repeat(20).view(-1, 2),
         "one": torch.full((60, 2), 3, dtype=torch.int32),
         "few": torch.tensor([[5, 0]], dtype=torch.int32),
     }[load]
-    g = moe_permute.group(chosen, 6)
+    g = moe_permute.sort_pairs(chosen, 6)
     flat, order, starts, ends = chosen.flatten().tolist(), g.order.tolist(), g.starts.tolist(), [0, *g.tile_ends.tolist()]
     assert sorted(order) == list(range(len(flat)))
-    assert g.places is not None
-    assert [order[place] for place in g.places.tolist()] == list(range(len(flat)))
+    assert g.inverse is not None
+    assert [order[place] for place in g.inverse.tolist()] == list(range(len(flat)))
     for e in range(6):
         entries = order[starts[e] : starts[e + 1]]
         assert entries == [i for i, x in enumerate(flat) if x == e]
-        assert ends[e + 1] - ends[e] == -(-len(entries) // g.block)
+        assert ends[e + 1] - ends[e] == -(-len(entries) // g.tile_m)
     assert starts[6] == len(flat)
     assert ends[6] <= g.max_tiles
 
@@ -268,7 +274,7 @@ def test_routers_of_deepseek(monkeypatch, router, normalize):
         total = float(p[best].sum()) if normalize else 1.0
         assert chosen[token].tolist() == best
         torch.testing.assert_close(weights[token], p[best] / total * spec.weight_scale)
-    monkeypatch.setattr(triton_moe, "MANY_TOKENS", 512 if normalize else 0)
+    monkeypatch.setattr(triton_moe, "SERIAL_TOKENS", 512 if normalize else 0)
     ours = triton_moe.route(logits, spec, correction)
     torch.testing.assert_close(ours[0], weights)
     assert torch.equal(ours[1].long(), chosen)

@@ -1,10 +1,11 @@
-"""A decode step of one sequence as one kernel: for which decoders, what the kernel is told, and the kernel itself, compiled for
-this processor with other instructions (`instructions_on_cpu.h`). On a GPU: tests/gpu."""
+"""The one-token kernel: which decoders it takes, its definitions, and the kernel itself, compiled for the CPU with
+`instructions_on_cpu.h`. On a GPU: tests/gpu."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import hashlib
 import re
 import shutil
 import subprocess
@@ -258,17 +259,18 @@ extern "C" int run(int programs, int threads, void** a) {
 
 class OnCpu(one_token.OneTokenStep):
     seed = 0
-    """Of the order in which warps go on (`instructions_on_cpu.h`)."""
+    """Of the order of warps (`instructions_on_cpu.h`)."""
 
     def compiled(self, definitions):
-        folder = self.folder
+        """One library for equal sources and definitions, in the session's folder."""
         kernel = "".join(source.read_text() for source in one_token.SOURCES[1:])
         text = Path(__file__).with_name("instructions_on_cpu.h").read_text() + kernel + RUN
-        (folder / "kernel.cpp").write_text(text)
         names = [f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={int(v)}" for k, v in definitions.items()]
-        library = folder / "kernel.so"
-        options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", *names]
-        subprocess.run([shutil.which("g++"), *options, folder / "kernel.cpp", "-o", library], check=True)
+        options = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *names]
+        library = self.folder.parent / (hashlib.sha256(repr((text, options)).encode()).hexdigest() + ".so")
+        if not library.exists():
+            given = [shutil.which("g++"), *options, "-x", "c++", "-", "-o", library]
+            subprocess.run(given, check=True, input=text, text=True)
         run = ctypes.CDLL(str(library)).run
 
         def launch(programs, threads, arguments):
@@ -354,17 +356,15 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
 
 
 # --- how tests/gpu judges it
-def judged(path, scheme, cache, ops, lengths):
-    """A decoder with `ops` beside one with the reference."""
+def judged(path, scheme, cache, ops, lengths, known=None):
+    """A decoder with `ops` beside one with the reference. `known` keeps the reference's models and steps for further calls."""
     named = SCHEMES[scheme] if scheme else None
-    exact, theirs, ours = (
-        load_model(path, ops=own, device=CPU, dtype=dtype, scheme=named)
-        for own, dtype in (
-            (one_token_steps.Exact(), torch.float32),
-            (ReferenceOps(), torch.bfloat16),
-            (ops, torch.bfloat16),
-        )
-    )
+    ways = ((one_token_steps.Exact(), torch.float32), (ReferenceOps(), torch.bfloat16))
+    known = {} if known is None else known
+    if scheme not in known:
+        known[scheme] = [load_model(path, ops=own, device=CPU, dtype=dtype, scheme=named) for own, dtype in ways], {}
+    (exact, theirs), made = known[scheme]
+    ours = load_model(path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named)
     torch.manual_seed(0)
     kv = one_token_steps.caches(ours.spec, cache, CPU)
     table = torch.randperm(one_token_steps.NUM_BLOCKS - 1, dtype=torch.int32)[None] + 1
@@ -378,7 +378,9 @@ def judged(path, scheme, cache, ops, lengths):
     with torch.inference_mode():
         for length in lengths:
             meta = one_token_steps.last_of(length, table)
-            found.step(length, step(exact, meta)[0], step(theirs, meta), step(ours, meta))
+            if length not in made:
+                made[length] = step(exact, meta)[0], step(theirs, meta)
+            found.step(length, *made[length], step(ours, meta))
     found.together()
 
 
@@ -481,9 +483,10 @@ def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
 
 @pytest.fixture(scope="module")
 def gptj(tmp_path_factory):
+    """Its folder, and what `judged` keeps for it."""
     path = tmp_path_factory.mktemp("gptj")
     one_token_steps.build(path, "gptj")
-    return path
+    return path, {}
 
 
 class Spoilt(ReferenceOps):
@@ -520,4 +523,4 @@ class Spoilt(ReferenceOps):
 )
 def test_faults_that_the_judgement_sees(gptj, scheme, fault):
     with pytest.raises(AssertionError):
-        judged(gptj, scheme, torch.float8_e4m3fn, Spoilt(fault), one_token_steps.LENGTHS)
+        judged(gptj[0], scheme, torch.float8_e4m3fn, Spoilt(fault), one_token_steps.LENGTHS, gptj[1])

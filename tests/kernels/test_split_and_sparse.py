@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.autotune_table import NEVER, Measured, TileTable
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import SplitLinear
+from slipstream.spec.autotune_table import NEVER, Measured, TileTable
 from slipstream.spec.scheme import SCHEMES
 
 
@@ -36,11 +36,11 @@ def test_outliers_are_not_rounded(num_tokens, with_bias):
 def test_halves_are_seen(dtype):
     score = torch.rand(192, 128) + 0.1
     weight = (score * keep(score, 0.5, "2:4", by_row=True) * -50).to(dtype)
-    assert sparse24.has_halves(weight)
+    assert sparse24.is_sparse24(weight)
     more = weight.clone()
     more.view(torch.int8 if dtype.itemsize == 1 else dtype)[150, 8:12] = 1
-    assert not sparse24.has_halves(more)
-    assert not sparse24.has_halves(weight[:40])  # no multiple of what the library takes
+    assert not sparse24.is_sparse24(more)
+    assert not sparse24.is_sparse24(weight[:40])  # no multiple of what the library takes
 
 
 @pytest.mark.parametrize(("kind", "usual"), [("bfloat16", None), ("int8", 256), ("fp8", None)])
@@ -51,7 +51,7 @@ def test_the_table_says_from_when_on_the_sparse_product_is_taken(monkeypatch, ki
     weight = (torch.randn(128, 64) * keep(torch.rand(128, 64), 0.5, "2:4", by_row=True)).bfloat16()
 
     def from_tokens(*entry):
-        entries = {("halves", kind, (128, 64)): Measured(entry)} if entry else {}
+        entries = {("sparse24", kind, (128, 64)): Measured(entry)} if entry else {}
         ops = TritonOps(TileTable(device="", entries=entries))
         w = ops.quantize_weight(weight, None, None if kind == "bfloat16" else SCHEMES[kind])
         return None if w.sparse is None else w.sparse.from_tokens

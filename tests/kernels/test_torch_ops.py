@@ -20,9 +20,10 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.ops import AttentionParams, QKVLayout, select_ops
+from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference import draw as reference_draw
+from slipstream.kernels.select import select_ops
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, sampling_cases, step
 

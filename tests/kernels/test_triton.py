@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams, QKVLayout
@@ -27,12 +26,13 @@ from slipstream.kernels.reference import (
 )
 from slipstream.kernels.triton import TritonOps, linear, mla, mla_prefill, pointwise, sampling, tuning
 from slipstream.kernels.triton.attention import num_splits, paged_attention
-from slipstream.kernels.triton.fp8_block import blocks, has_library, library
-from slipstream.kernels.triton.int4_groupwise import expand, grouped, grouped_gemv
-from slipstream.kernels.triton.linear import GROUPED_FEW, gemv, skinny, tiled
-from slipstream.kernels.triton.pointwise import rows_at_once
+from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
+from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
+from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
+from slipstream.kernels.triton.pointwise import rows_per_program
 from slipstream.kernels.triton.split_k import Scratch
 from slipstream.kernels.weights import Quantized
+from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases
@@ -116,9 +116,8 @@ def test_latent_attention(data, splits):
     assert torch.equal(*copied)
 
 
+@pytest.mark.parametrize(("interleaved", "splits"), [(True, 1), (False, 4)])
 @pytest.mark.parametrize("lens", [((1, 20), (1, 3)), ((1, 0),), ((1, 40),) * 9, ((6, 5), (9, 0)), ((1, 7), (3, 2))], ids=len)
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("splits", [1, 4])
 def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
     monkeypatch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
@@ -150,7 +149,7 @@ def test_prompts_of_latents_as_long_as_a_grid_may_be(monkeypatch):
             grids.append(grid)
             return lambda *_, **__: None
 
-    monkeypatch.setattr(mla, "_latent_kernel", Kernel())
+    monkeypatch.setattr(mla, "_mla_kernel", Kernel())
     step = cases.step(cases.Shape(sequences=((1, 2), (5, 0), (2, 0)), num_kv_heads=1, head_dim=24))
     q, kv = torch.empty(16384, 128, 2, dtype=torch.float16), LayerKV(step.kv.k, step.kv.k[..., 23:])
     mla.mla_paged_attention(q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0)
@@ -168,19 +167,28 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("sizes", [(3, 20, 8, 72, 24), (4, 32, 32, 64, 16), (2, 16, 12, 40, 40)], ids=str)
-@pytest.mark.parametrize("lens", PROMPTS.values(), ids=PROMPTS)
+SIZES = (3, 20, 8, 72, 24), (4, 32, 32, 64, 16), (2, 16, 12, 40, 40)
+"""Heads, non-rotary and rotary numbers, latent, values: none a power of two; all; rotary pairs that fill no power of two."""
+
+
+@pytest.mark.parametrize(
+    ("lens", "sizes", "interleaved"),
+    [
+        *(pytest.param(PROMPTS["ragged"], sizes, i, id=f"ragged-{sizes}-{i}") for sizes in SIZES for i in (1, 0)),
+        *(pytest.param(PROMPTS[name], SIZES[0], i % 2, id=name) for i, name in enumerate(PROMPTS) if name != "ragged"),
+    ],
+)
 def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
-    """With keys and values of their own: results and cache are the reference's."""
-    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
+    """With expanded keys and values: results and cache are the reference's. How prompts are found does not depend on sizes, so
+    each list of prompts has one of them, and one has all."""
+    monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     heads, plain, rotary, rank, width = sizes
     step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
     meta, num_tokens = dataclasses.replace(step.meta, from_start=True), len(step.q)
     q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
     keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
     cos_sin = torch.ones(200, rotary).cumsum(0).sin()
-    options = dict(keys=keys, values=values, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=interleaved, scale=0.05)
+    options = dict(keys=keys, values=values, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=bool(interleaved), scale=0.05)
     made = []
     for ops in (OURS, REFERENCE):
         k = step.kv.k.clone()
@@ -192,7 +200,7 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
 
 def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
     """Of two equal prompts of 33 tokens that come together the second computes its last one, over the first one's blocks."""
-    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     step = cases.step(cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24))
     table = step.meta.block_table.clone()
     table[0, :2] = table[1, :2]
@@ -219,7 +227,7 @@ def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
 @triton.jit
 def _find_kernel(starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr):
     unit = triton.language.program_id(0)
-    seq, tile = mla_prefill._find(unit, starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
+    seq, tile = mla_prefill._find_tile(unit, starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
     triton.language.store(out_ptr + 2 * unit, seq)
     triton.language.store(out_ptr + 2 * unit + 1, tile)
 
@@ -234,6 +242,8 @@ def test_units_of_prompts(lens):
     _find_kernel[(len(of_need),)](starts, of_need, first, len(lens), 0, BLOCK_M=16)
     assert [tuple(unit) for unit in of_need[: len(wanted)].tolist()] == wanted
     assert of_need[len(wanted) :, 0].tolist() == [len(lens)] * 3  # there are no more
+    if len(lens) > 256:  # passes of 256 sequences are of the search alone
+        return
     even = torch.empty(tiles * (len(lens) - first), 2, dtype=torch.int32)
     _find_kernel[(len(even),)](starts, even, first, len(lens), tiles, BLOCK_M=16)
     found = [tuple(unit) for unit in even.tolist()]
@@ -244,14 +254,14 @@ def test_units_of_prompts(lens):
 def test_high_tiles_of_prompts_fit_in_smaller_chips():
     """DeepSeek's sizes, by what Triton 3.9 says that each takes (on Hopper 172,032 bytes and 131,072; else as below)."""
     for of_chip, taken in ((232448, 172032), (166912, 90112), (101376, 90112)):
-        tile = mla_prefill.prompt_tile(torch.bfloat16, 320, 1000, of_chip)
+        tile = mla_prefill.default_tile(torch.bfloat16, 320, 1000, of_chip)
         assert {(128, 64, 8, 3): 172032, (128, 64, 8, 2): 90112}[tile] == taken <= of_chip
 
 
 def test_which_steps_have_keys_of_their_own(monkeypatch):
     """Steps of enough tokens behind the decodes, if nothing of theirs is in the cache."""
     asked = []
-    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
+    monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     monkeypatch.setattr(mla_prefill, "mla_attention", lambda *_, **__: asked.append("own"))
     monkeypatch.setattr("slipstream.kernels.triton.mla_paged_attention", lambda *_, **__: asked.append("absorbed"))
     names = "keys", "values", "norm", "eps", "cos_sin", "interleaved", "scale"
@@ -360,11 +370,11 @@ def test_several_rows_of_a_program_are_the_same_bit_for_bit(monkeypatch, num_row
     one = [run() for run in runs]
     asked = []
     monkeypatch.setattr(pointwise, "MANY_ROWS", 8)
-    monkeypatch.setattr(pointwise, "rows_at_once", lambda *given: asked.append(rows_at_once(*given)) or asked[-1])
+    monkeypatch.setattr(pointwise, "rows_per_program", lambda *given: asked.append(rows_per_program(*given)) or asked[-1])
     for ours, theirs in zip([run() for run in runs], one, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert asked == [4 if num_rows > 7 else 1] * 4
-    assert rows_at_once(4096, 4096) == rows_at_once(4098, 64) == 1  # wide rows, and such as four don't divide
+    assert rows_per_program(4096, 4096) == rows_per_program(4098, 64) == 1  # wide rows, and such as four don't divide
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
@@ -379,9 +389,9 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
         scratch = Scratch(torch.device("cpu"))
         theirs = REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
-            close(skinny(x, w, scratch, tile=tile), theirs)
+            close(skinny_gemm(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
-        close(tiled(x, w, tile=(16, 32, 32, 4, 1)), theirs)
+        close(gemm(x, w, tile=(16, 32, 32, 4, 1)), theirs)
         close(TritonOps(deterministic=True).linear(x, w), theirs)
 
 
@@ -399,7 +409,7 @@ def test_products_by_blocks(num_tokens, outer, inner, tile):
         x = quantize_rows(torch.randn(num_tokens, inner) * torch.logspace(-1, 1, inner), "fp8-block")
         scratch, theirs = Scratch(torch.device("cpu")), REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
-            close(blocks(x, w, scratch, tile=tile), theirs)
+            close(fp8_tile_linear(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
         close(OURS.linear(x, OURS.pack_weight(w)), theirs)
         close(TritonOps(deterministic=True).linear(x, w), theirs)
@@ -419,8 +429,8 @@ def test_the_librarys_product_by_blocks_gets_what_it_wants(monkeypatch, num_toke
     x = quantize_rows(torch.randn(num_tokens, 512), "fp8-block")
     for bias in (None, torch.randn(200)):
         w = round_linear(torch.randn(200, 512), bias, SCHEMES["fp8-block"])
-        close(library(x, w), REFERENCE.linear(x, w))
-    assert not has_library(x, w)  # on a CPU
+        close(fp8_tile_scaled_mm(x, w), REFERENCE.linear(x, w))
+    assert not has_scaled_mm(x, w)  # on a CPU
 
 
 @pytest.mark.parametrize(
@@ -433,20 +443,23 @@ def test_4_bit_products(size, inner):
         w = round_linear(torch.randn(outer, inner).half(), bias, scheme)
         if bias is not None:
             w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape).half())
-        close(expand(w, torch.float32), dequantize(w))
+        close(dequantize_int4(w, torch.float32), dequantize(w))
         x = torch.randn(3, inner).half()
         for splits in (1, 2, 3):
-            ours = grouped(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
+            ours = int4_linear(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
         kept = TritonOps(dense_copies=True).pack_weight(w)
-        many = torch.randn(GROUPED_FEW + 1, inner).half()
-        assert torch.equal(kept.dense, expand(w, torch.float16))
+        many = torch.randn(INT4_DENSE_TOKENS + 1, inner).half()
+        assert torch.equal(kept.dense, dequantize_int4(w, torch.float16))
         torch.testing.assert_close(
             TritonOps(dense_copies=True).linear(many, kept), REFERENCE.linear(many, w), rtol=1e-2, atol=1e-2 * inner**0.5
         )
-        if inner % 64 == 0:  # one token
-            ours = grouped_gemv(x[:1], w, 16, rows=5 if bias is None else 10)
-            torch.testing.assert_close(ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5)
+        # One token, of few rows: the interpreter takes each by itself. Several steps along K, groups within one and across.
+        w = round_linear(torch.randn(20, inner).half(), None if bias is None else bias[:20], scheme)
+        if bias is not None:
+            w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape).half())
+        ours = int4_gemv(x[:1], w, 16 if size == 32 else 32, rows=5 if bias is None else 10)
+        torch.testing.assert_close(ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5)
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only])
@@ -468,8 +481,13 @@ def test_rounding_keeps_to_its_error(name):
     assert torch.equal(dequantize(w)[3], torch.zeros(256))
 
 
-def spied(patch, name):
-    """The tiles that a function of `linear` is called with, and then runs with."""
+FUNCTIONS = {"fp8_block": "fp8_tile_linear", "int4_groupwise": "int4_linear"}
+"""Of `linear`, for the ops whose names are others."""
+
+
+def spied(patch, op):
+    """The tiles that an op's function is called with, and then runs with."""
+    name = FUNCTIONS.get(op, op)
     seen, real = [], getattr(linear, name)
     patch.setattr(linear, name, lambda *a, tile=None, **k: seen.append(tile) or real(*a, tile=tile, **k))
     return seen
@@ -479,12 +497,12 @@ def spied(patch, name):
     ("op", "scheme", "kind", "tokens", "size", "tile"),
     [
         ("gemv", None, "float32", 1, (), (4, 32, 4)),
-        ("skinny", "fp8", "fp8", 3, (16,), (32, 32, 1, 1)),
-        ("skinny", "int8", "int8", 17, (32,), (32, 64, 2, 1)),
-        ("tiled", "int8", "int8", 70, (256,), (32, 32, 32, 4, 1)),
-        ("blocks", "fp8-block", "fp8-block", 2, (16,), (16, 2, 4, 1)),
-        ("grouped", "int4-g32", "int4-g32", 2, (16,), (32, 1, 1)),
-        ("grouped", "int4", "int4", 2, (16,), (32, 2, 1)),
+        ("skinny_gemm", "fp8", "fp8", 3, (16,), (32, 32, 1, 1)),
+        ("skinny_gemm", "int8", "int8", 17, (32,), (32, 64, 2, 1)),
+        ("gemm", "int8", "int8", 70, (256,), (32, 32, 32, 4, 1)),
+        ("fp8_block", "fp8-block", "fp8-block", 2, (16,), (16, 2, 4, 1)),
+        ("int4_groupwise", "int4-g32", "int4-g32", 2, (16,), (32, 1, 1)),
+        ("int4_groupwise", "int4", "int4", 2, (16,), (32, 2, 1)),
     ],
 )
 def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, size, tile):
@@ -493,10 +511,10 @@ def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, s
     key = (op, kind, (outer, inner, *size))
     ops = TritonOps(TileTable(device="", entries={key: Measured(tile)}))
     weight = torch.randn(outer, inner)
-    w = ops.quantize_weight(weight.half() if op == "grouped" else weight, None, SCHEMES[scheme] if scheme else None)
-    x = torch.randn(tokens, inner).to(w.scales.dtype if op == "grouped" else weight.dtype)
+    w = ops.quantize_weight(weight.half() if op == "int4_groupwise" else weight, None, SCHEMES[scheme] if scheme else None)
+    x = torch.randn(tokens, inner).to(w.scales.dtype if op == "int4_groupwise" else weight.dtype)
     ours, theirs = ops.linear(x, w), REFERENCE.linear(x, w)
-    assert seen == [tile if op != "blocks" else (16, *tile)]  # whose first number follows from the tokens
+    assert seen == [tile if op != "fp8_block" else (16, *tile)]  # whose first number follows from the tokens
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * inner**0.5)
     ops.with_tiles(NO_TILES).linear(x, w)
     assert seen[1:] == [None]
@@ -526,19 +544,20 @@ def test_attention_takes_the_tables_tiles(monkeypatch):
 def test_a_models_trials_run_and_agree(monkeypatch, scheme):
     """Every key that is tuned for a model is one that the engine looks up: with a tile of its own, each op is given it."""
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
+    monkeypatch.setattr(tuning, "PREFILL_TOKENS", 50)  # two prompts of 20: 204 of them took most of this test's time
     spec = dataclasses.replace(make_spec(kv_heads=(2,)), vocab_size=40)
     dtype = torch.float16 if scheme == "int4-g32" else torch.float32
     bench = tuning._Bench(NO_TILES, torch.device("cpu"), dtype)
     cache = "int8" if scheme == "int8" else None
     trials = bench.trials(spec, SCHEMES[scheme] if scheme else None, cache, 16, 20, 3)
     assert len({t.key for t in trials}) == len(trials)
-    ops = {None: {"gemv"}, "int8": {"gemv", "skinny", "tiled"}, "int4-g32": {"gemv", "grouped"}}[scheme]
+    ops = {None: {"gemv"}, "int8": {"gemv", "skinny_gemm", "gemm"}, "int4-g32": {"gemv", "int4_groupwise"}}[scheme]
     assert {t.key[0] for t in trials} == ops | {"decode", "prefill"}
     layers = [dataclasses.replace(s, attention=dataclasses.replace(s.attention, causal=False)) for s in spec.layers]
     whole = dataclasses.replace(spec, layers=tuple(layers))  # an encoder's attention has no tiles in the table
     assert {t.key[0] for t in bench.trials(whole, SCHEMES[scheme] if scheme else None, None, 16, 20, 3)} == ops
     tiles = {
-        "gemv": (2, 32, 4), "skinny": (16, 32, 1, 1), "tiled": (64, 64, 64, 4, 1), "grouped": (16, 1, 1),
+        "gemv": (2, 32, 4), "skinny_gemm": (16, 32, 1, 1), "gemm": (64, 64, 64, 4, 1), "int4_groupwise": (16, 1, 1),
         "decode": (16, 4, 1), "prefill": (16, 16, 4, 1),
     }  # fmt: skip
     asked = []
@@ -555,7 +574,7 @@ def test_trials_of_products_by_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
     bench = tuning._Bench(NO_TILES, torch.device("cpu"), torch.float32)
     trials = bench._products((48, 256), SCHEMES["fp8-block"])
-    assert [t.key for t in trials] == [("blocks", "fp8-block", (48, 256, n)) for n in (16, 32, 64)]
+    assert [t.key for t in trials] == [("fp8_block", "fp8-block", (48, 256, n)) for n in (16, 32, 64)]
     assert tuning.results_agree(trials[0].prepare(trials[0].key), (16, 2, 4, 1))
 
 

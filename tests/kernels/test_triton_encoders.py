@@ -60,7 +60,7 @@ def t5_logits(model):
     kv = [caches(model, num_blocks) for _ in range(3)]
     model.decoder.encode(torch.tensor([t for text in TEXTS for t in text], dtype=torch.int32), kv, read)
     tokens = torch.tensor([t for a in answers for t in a], dtype=torch.int32)
-    return model.decoder.logits(model.decoder.forward(tokens, kv, dataclasses.replace(step, cross=cross)))
+    return model.decoder.logits(model.decoder.forward(tokens, kv, step.with_groups(cross)))
 
 
 def test_an_encoder_decoder(tmp_path):
@@ -83,10 +83,10 @@ def step_of(lengths, num_tokens):
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
-    lengths=st.lists(st.sampled_from([1, 1, 2, 15, 16, 31, 32, 33, 65]), min_size=1, max_size=6),
-    shape=st.sampled_from([(1, 1, 16), (4, 2, 16), (3, 3, 24), (6, 1, 32)]),
+    lengths=st.lists(st.sampled_from([1, 1, 2, 15, 16, 31, 32, 33, 65]), min_size=1, max_size=4),
+    shape=st.sampled_from([(1, 1, 16), (4, 2, 16), (3, 3, 24), (4, 1, 32)]),
     turned=st.sampled_from([None, False, True]),
-    more=st.sampled_from([0, 1, 40]),
+    more=st.sampled_from([0, 1, 33]),
 )
 def test_whole_attention(data, lengths, shape, turned, more):
     num_heads, num_kv_heads, head_dim = shape

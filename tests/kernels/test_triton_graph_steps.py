@@ -41,9 +41,9 @@ def test_whole_prompts_of_latents_say_the_same(tmp_path, monkeypatch, family):
         taken.append((len(q) - len(k), len(k)))
         return attend(q, k, *given, **options)
 
-    attend = mla_prefill.prompt_attention
-    monkeypatch.setattr(mla_prefill, "prompt_attention", prompt_attention)
-    monkeypatch.setattr(mla_prefill, "WHOLE_TOKENS", 8)
+    attend = mla_prefill.prefill_attention
+    monkeypatch.setattr(mla_prefill, "prefill_attention", prompt_attention)
+    monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: TritonOps())
     found, _ = answers(str(tmp_path), False, sampling, lengths, **settings)
     assert {(0, 40), (2, 38)} <= set(taken)  # by themselves, and behind decodes

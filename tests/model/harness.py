@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.one_token import compile_one_token
@@ -174,7 +174,7 @@ def written(model: LoadedModel, texts: list[list[int]], answers: list[list[int]]
     cross = dataclasses.replace(
         read, query_start_loc=step.query_start_loc, max_query_len=step.max_query_len, num_decodes=num_decodes
     )
-    step = dataclasses.replace(step, num_decodes=num_decodes, cross=cross)
+    step = dataclasses.replace(step, num_decodes=num_decodes).with_groups(cross)
     kv = [caches(model, num_blocks) for _ in model.spec.layers]
     way = fast(model.decoder)
     way.encode(torch.tensor([t for text in texts for t in text], dtype=torch.int32), kv, read)

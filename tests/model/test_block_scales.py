@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from slipstream.cli.info import estimate
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.ops import select_ops
 from slipstream.kernels.quantize import dequantize, round_linear
-from slipstream.kernels.weights import BlockScaledLinear, Linear
+from slipstream.kernels.select import select_ops
+from slipstream.kernels.weights import Linear, TileScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.plan.memory import held_bytes, weights_bytes
 from slipstream.spec.description import read_spec
@@ -139,7 +139,7 @@ def test_numbers_are_the_checkpoints(tmp_path, family, config):
     for layer in held.decoder.layers:
         a = layer.attention
         products = [a.out, a.q, a.q_latent, a.latent] if family == "deepseek_v3" else [a.out, a.qkv]
-        assert all(isinstance(w, BlockScaledLinear) for w in (*products, layer.mlp.up, layer.mlp.down))
+        assert all(isinstance(w, TileScaledLinear) for w in (*products, layer.mlp.up, layer.mlp.down))
 
 
 @pytest.mark.parametrize("family", list(MODELS))
@@ -189,7 +189,7 @@ def test_parts_that_share_a_block_are_expanded(tmp_path, monkeypatch):
     theirs = write(tmp_path, "qwen3")
     held = load(tmp_path)
     assert type(held.decoder.layers[0].attention.qkv) is Linear
-    assert isinstance(held.decoder.layers[0].mlp.up, BlockScaledLinear)
+    assert isinstance(held.decoder.layers[0].mlp.up, TileScaledLinear)
     assert 1e-4 < error(run(held, TOKENS), theirs) < 0.1
 
 

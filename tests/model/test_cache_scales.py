@@ -88,7 +88,7 @@ def test_the_checkpoint_decides_what_auto_is(tmp_path, scheme, kind):
         with LLM(str(tmp_path), **settings) as llm:
             assert llm.core.config.cache.dtype == kind
             assert llm.core.config.origins["kv_cache_dtype"].source == "model"
-            assert "calibrate" not in llm.core.phases
+            assert "calibrate" not in llm.core.executor.phases
             assert all(layer.k_scale is not None for layer in llm.core.executor.runner.kv)
         found[size] = log_probabilities(tmp_path)
     exact = log_probabilities(tmp_path, kv_cache_dtype="float32")
@@ -126,7 +126,7 @@ def test_dummy_weights_are_calibrated(tmp_path):
     settings = dict(kernels="reference", dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
     with LLM(str(tmp_path), load_format="dummy", **settings) as llm:
         assert llm.core.config.cache.dtype == "fp8"
-        assert "calibrate" in llm.core.phases
+        assert "calibrate" in llm.core.executor.phases
 
 
 @pytest.mark.parametrize(

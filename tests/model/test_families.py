@@ -307,7 +307,7 @@ def test_a_sharded_checkpoint_is_the_same(tmp_path):
 
 
 def test_dummy_weights_need_only_a_config(tiny):
-    from slipstream.kernels.ops import select_ops
+    from slipstream.kernels.select import select_ops
     from slipstream.model.loader import load_model
 
     (tiny / "model.safetensors").unlink()

@@ -724,7 +724,9 @@ def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
         opened.append(path)
         reading(self, path)
 
-    tiny_models.build(tmp_path / "hf", "llama", hidden_size=32, intermediate_size=64, vocab_size=256)
+    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())["byte_level"]
+    sizes = dict(hidden_size=32, intermediate_size=64, vocab_size=len(tokens["tokens"]))
+    tiny_models.build(tmp_path / "hf", "llama", **sizes)
     spec = read_spec(tmp_path / "hf").spec
     shapes = parameters(spec)
     tensors = {
@@ -732,7 +734,6 @@ def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
         for name, place in find_gguf_family("llama").gguf.names(spec).items()
         if (s := shapes.get(place.target)) is not None
     }
-    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())["byte_level"]
     metadata = {f"llama.{k}": v for k, v in {**LEAST, "block_count": 2, "attention.head_count_kv": 2}.items()}
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
     write(tmp_path / "model.gguf", tensors, **metadata)

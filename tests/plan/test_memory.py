@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.plan.memory import MAX_HOST_CACHE_BYTES, MemoryLedger, block_bytes, host_cache_budget, plan_kv
+from slipstream.spec.model import CacheGroup
 from tests.plan.specs import LLAMA_8B, make_spec
 
 GIB = 2**30
@@ -69,7 +70,8 @@ def test_ledger_adds_up():
 
 
 def test_beside_an_encoder_prompt_and_answer_have_blocks_each():
-    twice = ledger(tables_per_seq=2)
+    twice = ledger(groups=(CacheGroup(kind="full"), CacheGroup(kind="cross")))
+    assert twice.num_kv_tokens == (35 * 1024 - 1) * 16
     assert twice.num_full_sequences == 34  # of 35,839 usable blocks each takes 2 · 512
     assert "34 sequences of 8,192, prompt and answer each" in "\n".join(twice.describe())
     assert ledger(num_blocks=11, max_model_len=24).num_full_sequences == 5  # a block is nobody else's

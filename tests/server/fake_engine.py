@@ -42,7 +42,10 @@ class ByteTokenizer:
     def id_to_token(self, token_id):
         return "<s>" if token_id == 0 else chr(token_id)
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+    chat_template = "{{ reasoning_effort }}"
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True, **variables):
+        self.variables = variables
         if messages[0]["content"] == "template error":
             raise RequestError("the template wants something else", field="messages")
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)

@@ -10,10 +10,11 @@ import httpx
 import openai
 import pytest
 
+from slipstream.compress.context import Shortener
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.types import EngineOutput, FinishReason, TokenLogprobs
+from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 
@@ -112,14 +113,16 @@ class SentencePieceEngine(FakeEngine):
     async def generate(self, prompt, sampling, *, request_id=None, priority=0):
         request = self.into.prepare(prompt, sampling)
         self.out.add(request)
-        before = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])
+        found = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])
+        before = PromptLogprobs(request.engine_requests[0].request_id, 0, found)
         for token in self.answer:
             reason = FinishReason.LENGTH if token == self.answer[-1] else None
             logprobs = (TokenLogprobs(token, -1.0, 1),)
-            news = EngineOutput(request.engine_requests[0].request_id, (token,), logprobs, before, reason)
+            key = request.engine_requests[0].request_id
+            news = TokenOutput(key, (token,), reason, logprobs=logprobs, prompt_logprobs=before)
             for delta in self.out.process([news])[0]:
                 yield delta
-            before = ()
+            before = None
 
 
 @pytest.mark.parametrize("prompt", ["text", "ids"])
@@ -364,7 +367,8 @@ def test_the_models_own_defaults_hold_where_a_request_says_nothing(serve):
 def test_a_conversation_is_shortened(serve):
     """By a small model; system messages and the question stay as they are, and so does what is protected."""
     server = serve(FakeEngine())
-    small = server.state.context_engine = FakeEngine()
+    small = FakeEngine()
+    server.state.shortener = Shortener(small)
     context = "one two three four five 42 six seven eight nine\n\n"
     messages = [
         {"role": "system", "content": "be very very brief"},

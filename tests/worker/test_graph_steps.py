@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.platform.cuda import CudaGraphs
-from slipstream.types import ScheduledSequence, StepPlan
+from slipstream.spec.model import CacheGroup
+from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.forward import NO_PLAN, InputBatch
 from slipstream.worker.graphs import MIXED_PROMPTS, MixedInputs, StepGraphs, mixed_inputs, mixed_prompts
 from slipstream.worker.input_batch import (
@@ -79,7 +81,7 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
         return found, runner.graphs
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gptj", "mixtral", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gptj", "mixtral", "bloom", "gemma3_text"])
 def test_padded_steps_say_the_same(tmp_path, family):
     """Prompts in chunks, decodes among them, a prefix that is in the cache."""
     tiny_models.build(tmp_path, family)
@@ -101,15 +103,15 @@ def test_what_has_no_graph(tmp_path):
     assert kinds(graphs) == {"decodes"}  # the smallest has 32 tokens
     assert graphs.covers(InputBatch.of(torch.zeros(1), graphs.kv, None)) == NO_PLAN
     _, graphs = answers(str(tmp_path), True, sampling)
-    decodes = [ScheduledSequence(str(i), 5, 1, True) for i in range(9)]
+    decodes = [ScheduledRequest(str(i), 5, 1, True) for i in range(9)]
 
     def covers(*scheduled):
         return graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled), None))
 
     assert "more sequences" in covers(*decodes)
-    assert "more sequences" in covers(*decodes, ScheduledSequence("b", 0, 2, True))
-    assert "more prompt tokens" in covers(ScheduledSequence("b", 0, 65, True))
-    assert covers(*decodes[1:], ScheduledSequence("b", 0, 64, True)) is None
+    assert "more sequences" in covers(*decodes, ScheduledRequest("b", 0, 2, True))
+    assert "more prompt tokens" in covers(ScheduledRequest("b", 0, 65, True))
+    assert covers(*decodes[1:], ScheduledRequest("b", 0, 64, True)) is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_the_inputs_of_a_mixed_step():
     scheduled, size = [], (16, 64)
     for i, (computed, tokens, samples) in enumerate([(30, 1, True), (7, 1, True), (0, 5, True), (16, 20, False), (3, 2, True)]):
         table.rows[str(i)] = SimpleNamespace(index=8 - i)
-        scheduled.append(ScheduledSequence(str(i), computed, tokens, samples))
+        scheduled.append(ScheduledRequest(str(i), computed, tokens, samples))
     host, sampled = mixed_inputs(table, tuple(scheduled), size)
     parts = MixedInputs(host, size)
     assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
@@ -226,9 +228,10 @@ def test_prompt_logprobs_of_a_mixed_step(tmp_path):
     for replayed in (False, True):
         with LLM(str(tmp_path), **SETTINGS) as llm:
             graphs = replay(llm.core.executor.runner) if replayed else None
-            (output,) = llm.generate({"prompt_token_ids": list(range(5, 40))}, prompt)
-            found.append([p.chosen.logprob for p in output.prompt_logprobs[1:]])
-    assert "mixed" in kinds(graphs)
+            given = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (1, 35, 9)]  # the first is a decode to a step
+            outputs = llm.generate(given, prompt)
+            found.append([p.chosen.logprob for output in outputs for p in output.prompt_logprobs[1:]])
+    assert (8, 64) in graphs.used
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
@@ -266,19 +269,28 @@ def test_uploads_begin_where_kernels_expect_them():
 
 
 def test_a_step_is_the_same_looked_up_on_either_side():
-    table = RowTable(4, 50, 16, ReferenceOps(), torch.device("cpu"), 0)
+    groups = CacheGroup(kind="full"), CacheGroup(kind="window", window=9), CacheGroup(kind="cross")
+    table = RowTable(4, 50, 16, ReferenceOps(), torch.device("cpu"), 0, groups=groups)
+    table.encoder_lens[:] = torch.tensor([3, 5, 40, 0, 0])
     table.tokens.random_(0, 99)
-    table.block_table.random_(1, 9)
+    table.block_tables.random_(1, 9)
     # a decode of row 2 at position 30, tokens 3 … 7 of row 0; both sample
     arrays = [[2, 0, 0, 0, 0], [30, 3, 4, 5, 6], [0, 1, 5], [31, 7], [2, 0], [2, 0], [31, 7], [0, 4]]
     given = table, [np.array(a, np.int64) for a in arrays]
-    sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=0)
+    sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=40)
     (ids, meta, more), (ids_too, meta_too, more_too) = (
         look(*given, **sizes) for look in (_gather_inputs_on_host, _gather_inputs_after_upload)
     )
     assert torch.equal(ids, ids_too)
-    for name in ("query_start_loc", "seq_lens", "block_table", "positions", "slot_mapping"):
-        assert torch.equal(getattr(meta, name), getattr(meta_too, name)), name
+    for g in range(3):
+        for name in ("query_start_loc", "seq_lens", "block_table", "positions", "slot_mapping", "max_seq_len"):
+            ours, theirs = getattr(meta.of_group(g), name), getattr(meta_too.of_group(g), name)
+            assert np.array_equal(ours, theirs), (g, name)
+    for g, row in itertools.product(range(2), range(2)):  # the group's own blocks
+        blocks = table.block_tables[g, (2, 0)[row], : -(-(31, 7)[row] // 16)]
+        assert torch.equal(meta.of_group(g).block_table[row, : len(blocks)], blocks)
+    assert meta.of_group(1).slot_mapping[0] == table.block_tables[1, 2, 30 // 16] * 16 + 30 % 16
+    assert meta.of_group(2).seq_lens.tolist() == [40, 3]
     assert meta.from_start
     assert meta_too.from_start
     for ours, theirs in zip(more, more_too, strict=True):

@@ -42,7 +42,7 @@ def test_the_account_of_a_step(tiny_model, given):
         assert attention.operations == spec.num_layers * pairs * 4 * a.q_size
         products = [o for o in step.operators if "linear" in o.operator]
         head = step.num_seqs * spec.vocab_size * spec.hidden_size
-        body = sum(p.rows * p.inner for layer in spec.layers for p in layer.products(spec.hidden_size))
+        body = sum(p.rows * p.inner for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size))
         assert sum(o.operations for o in products) == 2 * (head + step.num_seqs * step.num_new * body)
         for o in step.operators:
             if o.floor_s is not None:

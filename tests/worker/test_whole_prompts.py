@@ -51,8 +51,8 @@ def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
         assert run(prompt(20, 1), prompt(30, 2)) == [([20, 30], True)]
         ((lens, from_start),) = run(prompt(40, 3), prompt(100))  # one of the two has something in the cache
         assert (len(lens), from_start) == (2, False)
-        # the second computes its last token, over blocks that the same step fills
-        assert run(prompt(33, 6), prompt(33, 6)) == [([1, 33], True)]
+        # the second begins behind a block that the same step fills
+        assert run(prompt(33, 6), prompt(33, 6)) == [([33, 17], False)]
         run(prompt(64, 4), prompt(30, 5))  # the second begins beside the first one's decode
         assert ([1, 30], [0], True) in seen
         assert all(from_start == (not any(contexts)) for lens, contexts, from_start in seen if max(lens) > 1)

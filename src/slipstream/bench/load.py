@@ -1,6 +1,6 @@
-"""Sending requests as users would: at once, in a closed loop, or at random times; and timing what comes back.
+"""Sends requests at once, in a closed loop or at random times, and times what comes back.
 
-The times are this process's, at the moment it gets hold of a delta: what a client sees.
+A time is taken when this process receives a delta: what a client sees.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of an answer. `num_tokens` is how many it brings; `usage` (input, output), once, the engine's own count.
+    """A part of an answer: `num_tokens` tokens; `usage` is the engine's own count (input, output), sent once.
 
     Where an endpoint does not say how many tokens a piece of text is, `num_tokens` is 1 and `usage` puts the sum right.
     """

@@ -1,4 +1,4 @@
-"""What was measured, and the one place where it is turned into numbers."""
+"""Records of requests, and their summary. Every figure is computed here."""
 
 from __future__ import annotations
 

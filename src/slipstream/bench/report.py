@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.bench.environment import info
 from slipstream.bench.metrics import DEFINITIONS, Distribution, Summary
+from slipstream.plan.environment import environment
 
 
 def document(kind: str, **parts: Any) -> dict[str, Any]:
     """`parts` with everything that is needed to read them later."""
-    return {"benchmark": kind, **info(), **parts, "definitions": DEFINITIONS}
+    return {"benchmark": kind, **environment(), **parts, "definitions": DEFINITIONS}
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, ...]]:

@@ -1,1 +1,1 @@
-"""The command `slipstream`: one file a verb, each with `register(sub)`; what is heavy is imported in its handler."""
+"""The command `slipstream`. Each verb has a file with `add_arguments(parser)` and `run(args)`; `main` imports it at need."""

@@ -1,4 +1,4 @@
-"""What `run` and `chat` share: a model opened with its phases shown, and one answer streamed and timed."""
+"""What `run` and `chat` share: start an engine and show its phases; stream one answer and measure its speed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Measured in this process. TTFT counts from the request; `decode_tokens_per_s` is (tokens − 1) over the time after
-    the first token. `start_s` is from the start of the process until the model was ready."""
+    """Measured in this process. TTFT counts from the request. `decode_tokens_per_s` is (tokens − 1) / time after the first
+    token. `start_s` counts from the start of the process until the model was ready."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -43,13 +43,12 @@ class Speed:
 
 @contextmanager
 def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
-    """The engine in this process, and the seconds from the process's start until it was ready."""
+    """An engine in this process, and the seconds from the process's start until it was ready."""
     with phases(f"starting {args.model}") as on_phase:
         from slipstream.engine.llm import LLM
         from slipstream.plan.hardware import seconds_since_process_start
 
-        settings = {name: getattr(args, name) for name in args.__slots__ if name != "model"}
-        llm = LLM(args.model, progress=on_phase, **settings)
+        llm = LLM.from_engine_args(args, progress=on_phase)
         start_s = seconds_since_process_start()
     with llm:
         yield llm, start_s
@@ -63,10 +62,8 @@ def stream_answer(
     *,
     start_s: float | None = None,
 ) -> tuple[RequestOutput, Speed]:
-    """Write the answer to a text or a conversation as it comes; the whole, and how fast it was.
-
-    An exception of `write`, or an interrupt, cancels the request.
-    """
+    """Write the answer to a text or a conversation as it comes; return the whole answer and its speed. An exception of
+    `write`, or an interrupt, cancels the request."""
     from slipstream.engine.output import merge
 
     text = prompt if isinstance(prompt, str) else apply_template(llm, prompt)
@@ -84,7 +81,12 @@ def stream_answer(
 def apply_template(llm: LLM, messages: Sequence[Message]) -> str:
     tokenizer = llm.get_tokenizer()
     if tokenizer.chat_template is None:
-        raise ConfigError("the model has no chat template; use `slipstream run --raw`", field="model")
+        model = llm.config.model.model
+        raise ConfigError(
+            f"{model} is a base model: it has no chat template, so it continues a text and holds no conversation. Take a model "
+            f"that was trained to chat, or slipstream run --raw {model} 'TEXT'",
+            field="model",
+        )
     return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
 
 

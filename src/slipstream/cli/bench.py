@@ -1,27 +1,26 @@
 """`slipstream bench latency|throughput|serve|roofline`: measure, with the definitions printed beside every result.
 
-Greedy, end-of-sequence ignored, and, unless said otherwise, random token ids and no prefix cache. docs/benchmarking.md
-explains each number. An option that the chosen workload or engine has no use for is refused, since a result would show
-it as if it had been measured.
+Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no prefix cache, unless
+options say otherwise. docs/benchmarking.md explains each number. An option without effect on the chosen workload or engine is
+refused: the result would show it as if it had been measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.bench.environment import plain
-from slipstream.cli.console import phases, print_json, progress_bar, say
-from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.console import phases, progress_bar, say
+from slipstream.cli.measurements import bench_args, check_output, deliver, parse_sizes, positive
+from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options
 from slipstream.cli.roofline import add_arguments as add_roofline
 from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
+from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
     from slipstream.bench.metrics import RequestRecord, Summary
@@ -35,7 +34,7 @@ PEERS = {
     "llamacpp": ("num_threads", "max_model_len", "download_dir", "seed"),
     "openvino": ("num_threads", "download_dir", "seed"),
 }
-"""Other engines, and the settings that they take."""
+"""Other engines and the settings that they have."""
 
 CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
     "input_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
@@ -49,12 +48,11 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "api_key": ("--url", None, lambda args: args.url is not None),
     "ignore_eos": ("--url", True, lambda args: args.url is not None),
 }
-"""Options that not every choice uses: what they belong to, their default, and whether that was chosen. Without being
-given they leave no attribute behind; `settle` puts the default there."""
+"""Options that only some choices use: what they belong to, their default, and whether that was chosen. An option that is not
+given leaves no attribute behind; `settle` adds the default."""
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("bench", help="measure latency, throughput, a server", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
 
     latency = kinds.add_parser("latency", help="time to first token and decode step, by batch size")
@@ -338,7 +336,7 @@ def cpu_peer(args: argparse.Namespace, settings: EngineArgs, path: Path, on_phas
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Refuse what was given and would have no effect; what was not given gets its default."""
+    """Refuse options that have no effect; give the others their defaults."""
     for name, (owner, default, is_used) in CONDITIONAL.items():
         if hasattr(args, name) and not is_used(args):
             raise _unused(name, owner)
@@ -358,7 +356,7 @@ def settle(args: argparse.Namespace) -> None:
 def refuse_engine_options(
     args: argparse.Namespace, *, text: bool, only: tuple[str, ...] | None = None, owner: str = ""
 ) -> None:
-    """Those given that are not among `only`, and --tokenizer where no text is tokenised."""
+    """Refuse engine options outside `only`, and --tokenizer where no text is tokenised."""
     for name in (field.name for field in dataclasses.fields(EngineArgs)):
         if name == "model" or not hasattr(args, name):
             continue
@@ -372,13 +370,6 @@ def refuse_engine_options(
 def _unused(name: str, owner: str) -> ConfigError:
     option = "--" + name.replace("_", "-")
     return ConfigError(f"{option} belongs to {owner}, and has no effect here; leave it out", field=name)
-
-
-def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
-    """The engine's settings: no tokenizer unless the workload is text, prefix caching only if prefixes are shared."""
-    model = getattr(args, "model", None) or ""
-    settings = engine_args(args, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
-    return settings if settings.model else engine_args(args, **{**plain(settings), "model": model})
 
 
 def vocab_size(settings: EngineArgs) -> int:
@@ -426,22 +417,6 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
     return make.fixed(count, args.input_len, args.output_len, vocab_size=vocab, seed=seed)
 
 
-def parse_sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if any(size < 1 for size in sizes):
-        raise ConfigError(f"batch_sizes={text!r} is not a list of whole numbers such as 1,2,4", field="batch_sizes")
-    return sizes
-
-
-def positive(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}", field=name)
-
-
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -459,27 +434,8 @@ def latency_of(runs: list[list[RequestRecord]]) -> dict[str, float | None]:
     return found
 
 
-def check_output(args: argparse.Namespace) -> None:
-    """Whether the result can be written, before it is measured."""
-    if args.output is not None:
-        folder = Path(args.output).resolve().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():
-            raise ConfigError(f"cannot write {args.output}: {folder} is no folder that can be written to", field="output")
-
-
-def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.json:
-        print_json(result)
-    if args.output is not None:
-        text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
-        try:
-            Path(args.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.output}: {error.strerror}", field="output") from None
-
-
 def _verdict(summary: Summary) -> int:
-    """A run in which a request failed is no measurement."""
+    """The exit code: a run in which a request failed is no measurement."""
     return 1 if summary.num_failed else 0
 
 

@@ -1,7 +1,7 @@
 """`slipstream chat [MODEL]`: a conversation in the terminal. The end of the input, or /quit, ends it.
 
-What was said stays in the KV cache, so that each turn computes only what is new. Ctrl-C stops an answer; between
-answers it ends the conversation. With standard input from a pipe each line is a turn, and nothing is asked.
+What was said stays in the KV cache, so each turn computes only what is new. Ctrl-C stops an answer; between answers it ends
+the conversation. From a pipe, each line of standard input is a turn.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_json, say
 from slipstream.cli.options import (
     MODEL_HELP,
+    SAMPLING_TITLE,
     TEXT_ONLY,
     add_engine_options,
     add_output_options,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream import LLM, SamplingParams
     from slipstream.cli.answer import Message, Speed
 
-DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": None}
+DEFAULTS: dict[str, Any] = {"max_tokens": None}  # the rest of the context
 HELP = """/reset        forget the conversation (the system message stays)
 /system TEXT  set the system message; without TEXT, remove it
 /save FILE    write the conversation as JSON
@@ -38,27 +39,21 @@ HELP = """/reset        forget the conversation (the system message stays)
 /quit         end"""
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser(
-        "chat",
-        help="talk with a model",
-        description=__doc__,
-        epilog="commands in the chat:\n" + HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = "commands in the chat:\n" + HELP, argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     add_output_options(parser)
-    add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
+    add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import open_llm
 
-    sampling = sampling_params(args, **DEFAULTS)
+    sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
+        sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         conversation = Conversation(llm, sampling, args.system, quiet=args.json)
         conversation.template("")  # a model without a chat template is refused before the first turn
         if sys.stdin.isatty():
@@ -71,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Conversation:
-    """The history, and what a line typed into it does."""
+    """The history, and what each typed line does to it."""
 
     llm: LLM
     sampling: SamplingParams
@@ -105,7 +100,7 @@ class Conversation:
                 return
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False ends the conversation."""
+        """Carry out a line. False ends the conversation."""
         if not line.startswith("/"):
             if line:
                 self.turn(line)
@@ -146,7 +141,7 @@ class Conversation:
             say(str(error))
             return
         except KeyboardInterrupt:
-            # What was said so far stands; the request was cancelled.
+            # The request was cancelled. What was said so far stays.
             self.history.append({"role": "assistant", "content": "".join(parts)})
             say("\n(stopped)")
             return

@@ -1,8 +1,8 @@
 """`slipstream check-model MODEL`: compare a checkpoint here with the same one in Hugging Face transformers, layer by layer.
 
 Both compute the same random tokens in float32: decoders, encoders (with their classifier), encoder-decoders. The exit code is
-1 if they part; the first place is named. A checkpoint whose weights are rounded is compared by the reference's kernels, which
-read inputs as they are, unless others are named: the CPU's round them to 8 bits there.
+1 if they part, and the first place is named. Unless --kernels says otherwise, the reference's kernels compute a checkpoint with
+rounded weights, because the CPU's round the inputs of its products to 8 bits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from slipstream.cli.console import phases, print_info, print_json
 from slipstream.cli.options import MODEL_HELP, add_output_options
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("check-model", help="compare a checkpoint with transformers", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--num-tokens", type=int, default=64, metavar="N", help="length of the compared text (default: 64)")
     parser.add_argument(
@@ -25,7 +24,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the tokens (default: 0)")
     parser.add_argument("--download-dir", default=None, metavar="X", help="where models are kept, instead of the user's cache")
     add_output_options(parser)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all; what an interrupted run had
+w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all. What an interrupted run had
 finished is kept beside it, and the same command goes on from there.
 """
 
@@ -13,21 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import phases, print_info, print_json, progress_bar, say, size
+from slipstream.cli.console import Progress, phases, print_info, print_json, progress_bar, say, shown, size
 from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.compress.planning import Plan
+    from slipstream.compress.planning import CompressionPlan
     from slipstream.compress.recipe import Recipe
     from slipstream.compress.report import Report
     from slipstream.evals.text import TextSettings
     from slipstream.spec.description import ModelDescription
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("compress", help="write a smaller checkpoint, with a report", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
@@ -54,7 +53,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
     add_task_options(parser)
     add_output_options(parser)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _compress(args: argparse.Namespace) -> int:
     from slipstream.compress.planning import calibration, plan
     from slipstream.compress.recipe import more_bits, read_recipe
-    from slipstream.compress.run import compress, place
+    from slipstream.compress.run import compress, resolve_device
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
@@ -83,10 +81,10 @@ def _compress(args: argparse.Namespace) -> int:
         raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if recipe.reshapes:
-        from slipstream.compress.pipeline import clean, publish, reshape, rest, shape_after
+        from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape, reshaped_spec
 
         # What the layers' part will find: the sizes are known beforehand.
-        source = dataclasses.replace(original, spec=shape_after(original, recipe))
+        source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
     planned = plan(source, recipe)
     before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
     planned = dataclasses.replace(planned, bytes_before=before)
@@ -100,7 +98,7 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
 
-    device, dtype = place(args.device, args.dtype)
+    device, dtype = resolve_device(args.device, args.dtype)
     if not args.no_report:
         _check_report(args, original)
     reports: list[Report] = []
@@ -123,7 +121,7 @@ def _compress(args: argparse.Namespace) -> int:
                 download_dir=args.download_dir,
                 say=say_phase,
             )
-        if rest(recipe) is None:
+        if layer_recipe(recipe) is None:
             try:
                 publish(source, recipe, out, measure_it)
             except BudgetError as error:
@@ -137,7 +135,7 @@ def _compress(args: argparse.Namespace) -> int:
         with phases("reading text"):
             windows = calibration_windows(
                 text.text,
-                tokenizer=Tokenizer.from_pretrained(source.path),
+                tokenizer=Tokenizer.for_model(source),
                 num_windows=recipe.num_windows,
                 context=min(text.context, source.spec.max_position),
                 download_dir=args.download_dir,
@@ -198,7 +196,7 @@ def _report_text(args: argparse.Namespace, source: ModelDescription) -> TextSett
 
 
 def _check_report(args: argparse.Namespace, source: ModelDescription) -> None:
-    """ConfigError for what the report could not be made of, before the work."""
+    """ConfigError, before the work, if the report could not be made."""
     from slipstream.evals.tasks import check_tasks
     from slipstream.evals.text import read_documents
 
@@ -219,9 +217,9 @@ def _measure(
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
 
-    # As it runs here: on a CPU float8 weights, for one, are expanded, and the inputs stay as they are.
+    # Measured as it runs here: on a CPU, for example, float8 weights are expanded and inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
-    with progress_bar("report") as bar:
+    with shown(Progress("report")) as progress:
         return measure(
             original,
             dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
@@ -233,15 +231,15 @@ def _measure(
             recipe={"name": recipe.name, "steps": recipe.as_data()},
             max_kl=args.max_kl,
             tried=tried,
-            progress=lambda phase, done, total: bar(done, total),
+            progress=progress.update,
         )
 
 
-def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report | None) -> None:
+def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, report: Report | None) -> None:
     from slipstream.compress.recipe import Budget, Calibrate
     from slipstream.compress.steps import Distill, PruneSettings
 
-    done, sparse = [p for p in plan.products if p.fmt is not None], sum(p.sparse for p in plan.products)
+    done, sparse = [w for w in plan.weights if w.fmt is not None], sum(w.sparse for w in plan.weights)
     if args.json:
         info: dict[str, Any] = {
             "recipe": {"name": recipe.name, "steps": recipe.as_data()},
@@ -259,7 +257,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: Plan, report: Report |
     after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
         kind, budget = str(p.fmt), None if p.settings is None else p.settings.bits
-        if args.dry_run and isinstance(budget, Budget):  # which gets how many is known when it is measured
+        if args.dry_run and isinstance(budget, Budget):  # measuring decides which weight gets how many bits
             kind = f"{', '.join(map(str, budget.choices))} bits, as they are worth most, {budget.average:g} on average"
             assert p.fmt is not None
             after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(p.rows, p.inner, plan.scale_bytes)

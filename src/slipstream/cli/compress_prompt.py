@@ -1,7 +1,7 @@
-"""`slipstream compress-prompt [MODEL] TEXT`: a shorter prompt; what a small model could have guessed is left out.
+"""`slipstream compress-prompt [MODEL] TEXT`: shorten a prompt by what a small model could have guessed.
 
-One word is the text, for the default model; two are a small model and a text; `-` reads the text from standard input. The
-shortened text goes to standard output, what was kept to standard error.
+One word is a text for the default model. Two are a small model and a text. `-` reads the text from standard input. The
+shortened text goes to standard output, the share that was kept to standard error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from slipstream.compress.context import AnswerChange, Part
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("compress-prompt", help="shorten a prompt", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="[MODEL] TEXT", help=f"MODEL: {MODEL_HELP}")
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same")
     parser.add_argument("--before", metavar="TEXT", default="", help="protected text before it, such as instructions")
@@ -33,7 +32,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,17 +1,21 @@
-"""Where the command writes: answers and JSON to standard output, everything else to standard error.
+"""What the command writes: answers and JSON to standard output, everything else to standard error.
 
-Nothing moves and nothing is coloured unless standard error is a terminal.
+Without a terminal nothing moves or has colours: progress is then a line every few seconds.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slipstream.bench.environment import plain
+from slipstream.plan.environment import plain
+
+LINE_EVERY_S = 5.0
 
 
 def print_json(value: Any) -> None:
@@ -23,31 +27,89 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Progress:
+    """How far a task is, as text: its phase, the steps done, and an estimate of the time left from the first step on."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.phase = ""
+        self.done = self.total = 0
+        self._begin = self._heard = self._counted_from = time.monotonic()
+        self._done_before = 0
+
+    def set_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def set_done(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if total != self.total or done < self.done:  # other steps than before
+            # One step was made since the last news. More were made by an interrupted run, and say nothing of the speed.
+            self._counted_from, self._done_before = (self._heard, 0) if done == 1 else (now, done)
+        self.done, self.total, self._heard = done, total, now
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        self.set_phase(phase)
+        self.set_done(done, total)
+
+    def seconds_left(self) -> float | None:
+        new = self.done - self._done_before
+        if new <= 0:
+            return None
+        step_s = (self._heard - self._counted_from) / new
+        return max(0.0, step_s * (self.total - self.done) - (time.monotonic() - self._heard))
+
+    def line(self) -> str:
+        parts = [self.what + (f": {self.phase}" if self.phase else "")]
+        if self.total:
+            parts.append(f"{self.done} of {self.total}")
+        left = self.seconds_left()
+        parts.append(f"{time.monotonic() - self._begin:.0f} s" + ("" if left is None else f", about {left:.0f} s left"))
+        return ", ".join(parts)
+
+
 @contextmanager
-def phases(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner with the current phase on a terminal, nothing elsewhere. Yields the function that names the phase."""
+def shown(progress: Progress) -> Iterator[Progress]:
+    """Show how far a task is: on a terminal one line that changes, elsewhere a new line every `LINE_EVERY_S` seconds."""
+    ended = threading.Event()
+    with _way_to_show(progress) as (interval_s, show):
+
+        def repeat() -> None:
+            while not ended.wait(interval_s):
+                show()
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield progress
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def _way_to_show(progress: Progress) -> Iterator[tuple[float, Callable[[], None]]]:
+    """How often a line is due, and what shows it."""
     if not sys.stderr.isatty():
-        yield lambda phase: None
+        yield LINE_EVERY_S, lambda: say(f"slipstream: {progress.line()}")
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what) as status:
-        yield lambda phase: status.update(f"{what}: {phase}")
+    with Console(stderr=True).status(progress.what) as status:
+        yield 0.2, lambda: status.update(progress.line())
+
+
+@contextmanager
+def phases(what: str) -> Iterator[Callable[[str], None]]:
+    """Show a task of several phases. Yields the function that names the current one."""
+    with shown(Progress(what)) as progress:
+        yield progress.set_phase
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with the time left on a terminal, nothing elsewhere. Yields a function of (done, total)."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    """Show a task of many steps. Yields a function of (done, total)."""
+    with shown(Progress(what)) as progress:
+        yield progress.set_done
 
 
 def print_info(title: str, rows: list[tuple[str, str]]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slipstream.worker.cpu_choice import CpuChoice
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers")
+GPU_ONLY = ("triton",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +42,11 @@ class TorchInfo:
     sees_gpu: bool
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("doctor", help="what this machine has and lacks", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="measure anew what the CPU runs fastest, instead of what was found before"
     )
     add_output_options(parser)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         *((f"tiles of {name}", found) for name, found in tables.items()),
         *([] if cards else [("GPU", "none that nvidia-smi shows")]),
         ("torch", "not there" if torch is None else f"{torch.version}, {cuda_text(torch)}"),
-        *((name, found or "not there") for name, found in packages.items() if name != "torch"),
+        *((name, found or absent(name, cards)) for name, found in packages.items() if name != "torch"),
         ("cache folder", str(cache_folder())),
         (f"model {DEFAULT_MODEL}", str(model or "not fetched yet")),
     ]
@@ -129,6 +128,10 @@ def cuda_text(torch: TorchInfo) -> str:
     return f"built for CUDA {torch.cuda_build}, " + ("sees a GPU" if torch.sees_gpu else "sees no GPU")
 
 
+def absent(name: str, cards: tuple[GpuInfo, ...]) -> str:
+    return "not there; only a GPU's kernels use it" if name in GPU_ONLY and not cards else "not there"
+
+
 def package_version(name: str) -> str | None:
     try:
         return version(name)
@@ -141,7 +144,7 @@ def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
     out of the way."""
     from slipstream.errors import ConfigError
     from slipstream.hub import tiles_folder
-    from slipstream.kernels.autotune_table import load_tiles
+    from slipstream.spec.autotune_table import load_tiles
 
     found: dict[str, str] = {}
     broken: list[Missing] = []
@@ -167,7 +170,7 @@ def will_use() -> dict[str, Any]:
     import torch
 
     from slipstream.hub import machine_folder
-    from slipstream.kernels.ops import select_ops
+    from slipstream.kernels.select import select_ops
     from slipstream.worker.device import detect
 
     info = detect("auto", machine_folder())
@@ -189,7 +192,7 @@ def cpu_choice(*, measure: bool) -> CpuChoice:
 
 
 def cpu_kernels_built() -> bool:
-    from slipstream.kernels.ops import has_cpu_kernels
+    from slipstream.kernels.native import has_cpu_kernels
 
     return has_cpu_kernels()
 
@@ -203,7 +206,8 @@ def find_missing(
     has_model: bool,
     has_cpu_kernels: bool = True,
 ) -> list[Missing]:
-    """What would make more work, most needed first. Pure."""
+    """What is missing here, the most needed first: everything that the list of packages shows as absent, except what only a
+    GPU needs where there is none. Pure."""
     found = []
     if torch is None:
         found.append(Missing(what="torch", command="pip install 'torch>=2.11'", needed=True))
@@ -226,8 +230,14 @@ def find_missing(
 
         lost = "no quantization, no 8-bit cache, GGUF's weights expanded, and torch's kernels are several times slower"
         found.append(Missing(what=f"the C++ kernels for the CPU (without them: {lost})", command=remedy()))
+    for name in ("numpy", "safetensors", "tokenizers"):
+        if name in packages and packages[name] is None:
+            found.append(Missing(what=name, command=f"pip install {name}", needed=True))
     if packages.get("huggingface-hub") is None:
         found.append(Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'"))
+    if "transformers" in packages and packages["transformers"] is None:
+        uses = "transformers, for check-model and for bench --engine transformers"
+        found.append(Missing(what=uses, command="pip install 'slipstream[dev]'"))
     if not has_model:
         found.append(Missing(what="the default model", command="slipstream pull smollm2"))
     if host.free_bytes < 2**30:

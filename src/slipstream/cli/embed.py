@@ -1,6 +1,6 @@
 """`slipstream embed MODEL TEXT ...`: a vector for each text, or how alike the texts are.
 
-One vector a line, as numbers with spaces between; `-` reads texts from standard input, one a line. With --similarity: the
+A vector is a line of numbers with spaces between. `-` reads texts from standard input, one a line. --similarity prints the
 cosine of each text with each.
 """
 
@@ -14,8 +14,7 @@ from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, ad
 from slipstream.errors import ConfigError
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("embed", help="texts as vectors", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text; a single - reads them from standard input")
     parser.add_argument("--similarity", action="store_true", help="print the cosine of each text with each instead")
@@ -23,7 +22,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long instead of refusing them")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.console import phases, print_info, print_json, progress_bar, say, size
+from slipstream.cli.console import Progress, phases, print_info, print_json, progress_bar, say, shown, size
 from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -32,8 +32,7 @@ OPTIONS = (
 TWINS = ("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "kernels")
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("eval", help="perplexity of a model, or how far one is from another", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=MODEL_HELP)
     parser.add_argument("b", metavar="B", nargs="?", help="what is compared with A")
     add_text_options(parser)
@@ -49,7 +48,6 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name in TWINS:
         flag = f"--{name.replace('_', '-')}-b"
         engine.add_argument(flag, default=argparse.SUPPRESS, metavar="X", help=f"the same for B: {ENGINE_HELP[name]}")
-    parser.set_defaults(handler=run)
 
 
 def add_text_options(parser: argparse._ActionsContainer) -> None:
@@ -118,7 +116,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
         except OSError as error:
             raise ConfigError(f"--report {args.report}: no folder can be made there: {error}", field="report") from error
     args_a = engine_args(args, model=args.a)
-    with progress_bar("loading") as bar:
+    with shown(Progress("report")) as progress:
         report = measure(
             args_a,
             dataclasses.replace(args_a, model=args.b or args.a, **twins),
@@ -129,7 +127,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
             tasks=task_names(args),
             limit=args.limit,
             max_kl=args.max_kl,
-            progress=lambda phase, done, total: bar(done, total),
+            progress=progress.update,
         )
     if folder is not None:
         write_report(report, folder)
@@ -159,7 +157,7 @@ def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
         from slipstream.evals.tasks import run_tasks
 
         again = dataclasses.replace(engine_args(args, model=args.a), dtype=str(a.settings["dtype"]))
-        with LLM(**{f.name: getattr(again, f.name) for f in dataclasses.fields(again)}) as llm:
+        with LLM.from_engine_args(again) as llm:
             results = run_tasks(llm, names, limit=args.limit)
     if args.json:
         model = {"model": a.name, "run_as": a.settings, "weights_bytes": a.weights_bytes}

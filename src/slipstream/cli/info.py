@@ -1,6 +1,6 @@
-"""`slipstream info MODEL`: what a model is, what it weighs, and what would fit on this machine. Loads no weights.
+"""`slipstream info MODEL`: what a model is, what it weighs, and what fits on this machine. It loads no weights.
 
-The memory part is an estimate: activations and graphs are only known once the engine has measured them at its start.
+The memory part is an estimate: only an engine that starts can measure activations and graphs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ if TYPE_CHECKING:
     from slipstream.spec.reason import Reason
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("info", help="what a model is and needs", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...)), for the memory part"))
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if (recipe := recipe_of(path)) is not None:
             made_by = ", ".join(name for step in recipe.as_data() for name in step)
-    except ConfigError as error:  # another version's: an engine needs none
+    except ConfigError as error:  # of another version; an engine does not need the recipe
         made_by = str(error)
     if args.json:
         print_json(
@@ -86,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tied = " (output head tied to the embeddings)" if spec.tied_embeddings else ""
     kept = " (for the time of a step)" if spec.is_encoder else ""
+    if any(spec.group_of_layer):  # several groups share the blocks
+        kept = f" of {len(spec.cache_groups[0].layers)} layers"
     q = description.quantization
     rows = [
         ("path", f"{path} ({description.format}, {size(files_bytes(path))})"),
@@ -128,14 +128,14 @@ def describe_way(name: str, reason: Reason | None) -> str:
 
 
 def stored_as(description: ModelDescription) -> str:
-    """A GGUF file's types, and which of them are not blown up on a CPU."""
+    """A GGUF file's types, and which of them a CPU uses without expanding them."""
     kept = ", ".join(t.name for t in description.stored if t.name in CPU_BLOCK_BYTES)
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
     return types + (f"; on a CPU {kept} used as is" if kept else "")
 
 
 def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
-    """The share of zeros in a checkpoint's products, and how they stand there; None if it does not say that there are any."""
+    """The share of zeros in a checkpoint's products, and how they are stored; None if it names no zeros."""
     from slipstream.compress.steps import Sparsify
 
     made: Sparsify | None = None if recipe is None else recipe.one(Sparsify)
@@ -258,5 +258,6 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=config.model.max_model_len,
-        tables_per_seq=config.cache.tables_per_seq,
+        groups=config.cache.groups,
+        max_step_tokens=config.scheduling.max_num_batched_tokens,
     )

@@ -1,40 +1,37 @@
-"""The command line. Each verb's file has `register(sub)`, which sets `handler(args) -> exit code`.
+"""The command line. A verb's file has `add_arguments(parser)` and `run(args) -> exit code`, and is imported when it is named.
 
 Exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 the model or its download, 130 interrupted.
-With --json exactly one JSON object goes to standard output, in case of an error `{"error": {...}}`. Nothing heavy is
-imported before a handler runs: `slipstream --help` answers at once.
+With --json exactly one JSON object goes to standard output; for an error it is `{"error": {...}}`. `slipstream --help` answers
+at once: it imports no verb, and a verb imports what is heavy only in `run`.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from slipstream import __version__
-from slipstream.cli import (
-    bench,
-    chat,
-    check_model,
-    compress,
-    compress_prompt,
-    doctor,
-    embed,
-    evaluate,
-    info,
-    pull,
-    run,
-    serve,
-    tune,
-)
 from slipstream.errors import ConfigError, DownloadError, ModelError, RequestError, SlipstreamError
-from slipstream.plan.hardware import bound_spinning
 
-VERBS = (run, chat, embed, serve, pull, info, doctor, check_model, compress, compress_prompt, evaluate, bench, tune)
+VERBS = {  # the verb: its file, and its line of the help
+    "run": ("run", "answer a prompt"),
+    "chat": ("chat", "talk with a model"),
+    "embed": ("embed", "texts as vectors"),
+    "serve": ("serve", "serve a model over OpenAI's HTTP API"),
+    "pull": ("pull", "fetch a model"),
+    "info": ("info", "what a model is and needs"),
+    "doctor": ("doctor", "what this machine has and lacks"),
+    "check-model": ("check_model", "compare a checkpoint with transformers"),
+    "compress": ("compress", "write a smaller checkpoint, with a report"),
+    "compress-prompt": ("compress_prompt", "shorten a prompt"),
+    "eval": ("evaluate", "perplexity of a model, or how far one is from another"),
+    "bench": ("bench", "measure latency, throughput, a server"),
+    "tune": ("tune", "measure the GPU kernels' tiles for a model"),
+}
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 model or download, 130 interrupted"
@@ -49,26 +46,47 @@ class UsageError(SlipstreamError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is raised like every other, so that --json and the exit codes hold for it too, and an option is
-    never guessed from its beginning."""
+    """argparse with three differences. An error is raised like every other, so that --json and the exit codes hold for it. An
+    option is never guessed from its beginning. A verb's file is imported, and its arguments added, when they are needed."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+        self._module = module
+
+    def _complete(self) -> None:
+        if self._module is not None:
+            verb, self._module = importlib.import_module(f"slipstream.cli.{self._module}"), None
+            self.description = verb.__doc__
+            if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
+                self.set_defaults(handler=verb.run)
+            verb.add_arguments(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """What a verb does not know is refused here, with the verb's usage; argparse would leave it to the parser above."""
+        """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
+        self._complete()
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        words = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized arguments") else []
-        near = [m for word in words for m in difflib.get_close_matches(word, self._all_options(), n=1)]
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(message + hint, self.format_usage().strip())
+        raise UsageError(message + self._hint(message), self.format_usage().strip())
+
+    def _hint(self, message: str) -> str:
+        """What was likely meant by an unknown option, verb or choice that is named in argparse's message."""
+        import difflib
+        import re
+
+        if message.startswith("unrecognized arguments"):
+            words, known = re.findall(r"--[\w-]+", message), self._all_options()
+        else:
+            words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
+            known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
+        near = [found for word in words for found in difflib.get_close_matches(word, sorted(known), n=1)]
+        return f"; did you mean {', '.join(near)}?" if near else ""
 
     def _all_options(self) -> set[str]:
+        self._complete()
         found = set(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -82,8 +100,8 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
     sub = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.register(sub)
+    for verb, (module, text) in VERBS.items():
+        sub.add_parser(verb, module=module, help=text)
     return parser
 
 
@@ -94,9 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = words[: words.index("--")] if "--" in words else words
     debug, json = "--debug" in options, "--json" in options
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
-    bound_spinning()
     try:
         args = build_parser().parse_args(words)
+        from slipstream.plan.hardware import bound_spinning
+
+        bound_spinning()  # before torch loads
         code: int = args.handler(args)
         sys.stdout.flush()  # here, where a closed pipe can still be told from success
         return code

@@ -10,12 +10,10 @@ from slipstream.cli.console import phases, print_json, size
 from slipstream.cli.options import add_output_options
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("pull", help="fetch a model", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a name such as smollm2, ORG/NAME on a hub, or a path (which is only checked)")
     parser.add_argument("--download-dir", metavar="DIR", help="keep it here instead of the user's cache folder")
     add_output_options(parser)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document, print_table
-    from slipstream.cli.bench import bench_args, deliver, parse_sizes, positive
     from slipstream.cli.console import print_info
+    from slipstream.cli.measurements import bench_args, deliver, parse_sizes, positive
     from slipstream.worker.executor import LocalExecutor
     from slipstream.worker.roofline import measure_roofline
 

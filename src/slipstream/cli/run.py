@@ -1,6 +1,6 @@
 """`slipstream run [MODEL] PROMPT`: answer one prompt, streamed, and say how fast.
 
-One word is the prompt, for the default model; two are a model and a prompt; `-` reads the prompt from standard input.
+One word is a prompt for the default model. Two are a model and a prompt. `-` reads the prompt from standard input.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from slipstream.cli.console import print_json, say
 from slipstream.cli.options import (
     MODEL_HELP,
+    SAMPLING_TITLE,
     TEXT_ONLY,
     add_engine_options,
     add_output_options,
@@ -22,19 +24,17 @@ from slipstream.cli.options import (
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 
-DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
+DEFAULTS: dict[str, Any] = {"max_tokens": 256}
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("run", help="answer a prompt", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help=f"MODEL: {MODEL_HELP}")
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
     add_output_options(parser)
-    add_sampling_options(parser.add_argument_group("sampling"), **DEFAULTS)
+    add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=TEXT_ONLY)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,13 +43,16 @@ def run(args: argparse.Namespace) -> int:
     model, prompt = choose(args.words, args.model_option)
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template; leave out --raw", field="system")
-    sampling = sampling_params(args, **DEFAULTS)
+    sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
         if args.system is not None and not templated:
             raise ConfigError(
                 "the model has no chat template, so --system cannot be told; leave it out", field="system"
             )
+        if not templated and not args.raw:
+            say(f"slipstream: {model} has no chat template, so the prompt is continued as it is, as with --raw")
+        sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         messages = [{"role": "user", "content": prompt}]
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_model(word: str) -> bool:
-    """Whether a lone word names a model. Most are prompts, and too long for a path."""
+    """Whether a single word names a model. Most are prompts, which may be too long for a path."""
     try:
         return word == DEFAULT_MODEL or (Path(word) / "config.json").is_file() or is_gguf(word)
     except (OSError, ValueError):

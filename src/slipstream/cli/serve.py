@@ -32,8 +32,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("serve", help="serve a model over OpenAI's HTTP API", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     add_output_options(parser)
     server = parser.add_argument_group("server")
@@ -47,12 +46,18 @@ def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--api-key-file", metavar="FILE", help="keys, one a line: other users cannot see it, unlike --api-key"
     )
     server.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose pages may ask from a browser, such as https://chat.example; * for any; may be repeated (default: none)",
+    )
+    server.add_argument(
         "--context-model",
         metavar="MODEL",
         help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
     )
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
-    parser.set_defaults(handler=run)
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -61,7 +66,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     given = {name: value for name, value in vars(args).items() if name in names}
     keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
-    return ServerSettings(**given, api_keys=keys, served_model_names=tuple(args.served_model_name))
+    names_served, origins = tuple(args.served_model_name), tuple(args.cors_origin)
+    return ServerSettings(**given, api_keys=keys, served_model_names=names_served, cors_origins=origins)
 
 
 def kept(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from slipstream.cli.console import phases, print_json
+    from slipstream.compress.context import Shortener
     from slipstream.config import EngineArgs
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.server.run import bind, configure_logging, serve, url
@@ -120,7 +127,12 @@ def run(args: argparse.Namespace) -> int:
             info = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
             print_json(info) if args.json else print(info, flush=True)
 
-        await serve(engine, settings, listener, on_ready=announce, context_engine=small)
+        try:
+            shortener = None if small is None else Shortener(small)
+            await serve(engine, settings, listener, on_ready=announce, shortener=shortener)
+        finally:
+            if small is not None and small is not engine:
+                await small.shutdown()
 
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -1,8 +1,8 @@
-"""`slipstream tune MODEL`: measure the tiles of the GPU's kernels for a model's shapes, and keep the winners for later starts.
+"""`slipstream tune MODEL`: measure tiles of the GPU's kernels for a model's shapes, and keep the fastest for later starts.
 
-The model's settings decide what is measured: its products as --quantization holds them, its attention over a cache of
---kv-cache-dtype. No weights are loaded: random ones have the same shapes. The table goes to the user's cache folder, one file
-for each kind of GPU, where an engine finds it at its next start (--tile-table auto); tiles of other shapes in it stay.
+The settings decide what is measured, such as --quantization and --kv-cache-dtype. No weights are loaded: random ones have the
+same shapes. The table goes to the user's cache folder, one file for each kind of GPU. The next engine finds it there
+(--tile-table auto). Tiles of other shapes in it stay.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
 
 
-def register(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = sub.add_parser("tune", help="measure the GPU kernels' tiles for a model", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="X", help="begin no measurement later (default: 120)")
     parser.add_argument("--out", metavar="FILE", help="write the table here, instead of the user's cache folder")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), without=UNUSED)
-    parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.config import resolve
     from slipstream.hub import machine_folder, resolve_model, tiles_folder
-    from slipstream.kernels.autotune_table import file_name, load_tiles, read_tiles, write_tiles
+    from slipstream.spec.autotune_table import file_name, load_tiles, read_tiles, write_tiles
     from slipstream.spec.description import read_spec
     from slipstream.worker.device import detect
 
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     base = load_tiles("shipped", info.name, tiles_folder())
     path = Path(args.out) if args.out else tiles_folder() / file_name(info.name)
     if path.is_file():
-        read_tiles(path, info.name)  # what can't be extended is told before the work, not after it
+        read_tiles(path, info.name)  # refuses, before the work, a file that can't be extended
 
     from slipstream.kernels.triton.tuning import tune_model
 

@@ -1,1 +1,1 @@
-"""A model made smaller or faster, and the receipt that says what it cost."""
+"""Compresses models, and reports what that costs."""

@@ -1,8 +1,8 @@
-"""Calibration: text through a model layer by layer, with one layer's weights in memory, and what each product's inputs are.
+"""Calibration: runs text through a model layer by layer and collects statistics of the inputs of each product.
 
-The decoder has no hooks: a layer is run with an op set that computes as the others do and looks at what passes. Between layers
-the hidden states of all windows wait on the device, or in host memory where they are large; `InputStats` of one product are as
-large as its inputs squared.
+One layer's weights are in memory at a time. The decoder has no hooks: a layer runs with an op set that observes its calls.
+Between layers the hidden states of all windows stay on the device, or in host memory if they are large. The `InputStats` of one
+product take (number of inputs)² floats.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import FORMAT_MAX, InputFormat
 
 SAMPLE_ROWS = 1024
-"""Inputs of a product that are kept as they are, spread over the text."""
+"""How many inputs of a product are kept as a sample, spread over the text."""
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens that go through a layer together, whole windows of them."""
+"""Tokens that go through a layer together, in whole windows."""
 
 HELD_BYTES = 3 * 2**30
-"""Hidden states that stay on a GPU between layers; more of them wait on the host."""
+"""Hidden states up to this size stay on the GPU between layers; larger ones go to host memory."""
 
 
 @dataclass(slots=True)
 class InputStats:
-    """Of a product's inputs x, [n] in all: `hessian` is the sum of x xᵀ, float32 [in, in], and `shift`, where the original
-    model's inputs x° are known as well, of (x° − x) xᵀ."""
+    """Statistics of a product's inputs x. `hessian` is Σ x xᵀ, float32 [in, in]. `shift` is Σ (x° − x) xᵀ, where x° are the
+    inputs in the original model; None if these were not observed."""
 
     hessian: Tensor
     absmax: Tensor  # [in]
@@ -55,7 +55,7 @@ class InputStats:
         return cls(torch.zeros(inner, inner, device=device), zeros, 0, torch.empty(0, inner, device=device))
 
     def add(self, x: Tensor, share: float, original: Tensor | None = None) -> None:
-        """x [T, in]; of its rows `share` are kept. `original` are the x° beside them."""
+        """Add x [T, in], and the x° of the same tokens. `share` of the rows go to the sample."""
         x = x.float()
         self.hessian.addmm_(x.T, x)
         if original is not None:
@@ -70,18 +70,18 @@ class InputStats:
 
     @property
     def mean_square(self) -> Tensor:
-        """Of each input, [in]."""
+        """The mean of x², [in]."""
         return self.hessian.diagonal() / max(1, self.num_rows)
 
     def scaled(self, by: Tensor) -> InputStats:
-        """As of the inputs times `by` [in]."""
+        """The statistics of the inputs times `by` [in]."""
         shift = None if self.shift is None else self.shift * by * by[:, None]
         return InputStats(self.hessian * by * by[:, None], self.absmax * by, self.num_rows, self.sample * by, shift)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeInputs:
-    """How a product's inputs are rounded: token by token, or by one scale; `columns` of them not."""
+    """Rounds a product's inputs: each token with its own scale, or all with the given one. `columns` are left as they are."""
 
     form: InputFormat
     scale: float | None = None
@@ -101,8 +101,8 @@ class FakeInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Through:
-    """Inputs rounded, with the gradients of inputs that are not."""
+class StraightThrough:
+    """Rounds inputs, and passes their gradients through unchanged."""
 
     fake: FakeInputs
 
@@ -110,13 +110,14 @@ class Through:
         return x + (self.fake(x.detach()) - x.detach())
 
 
-class Enough(Exception):  # noqa: N818 (it is no error)
-    """What was to be seen has been seen; the rest of a layer need not run."""
+class StopLayer(Exception):  # noqa: N818 (it is no error)
+    """Raised to skip the rest of a layer when all that was wanted has been observed."""
 
 
 class ObservingOps(AutogradOps):
-    """`watch` maps products (by name in the layer) to what is done with their inputs; after the one named `last` the layer
-    stops. `inputs` are rounded before their products. `on_cache` sees each layer's cache after a batch."""
+    """Ops that observe a layer. `watch` maps products, by name in the layer, to functions that get their inputs. The layer
+    stops after the product `last`. `inputs` maps products to functions that round their inputs. `on_cache` gets the KV
+    cache."""
 
     name = "observing"
 
@@ -131,8 +132,8 @@ class ObservingOps(AutogradOps):
         self._watch, self._last, self._inputs, self._on_cache = watch or {}, last, inputs or {}, on_cache
         self._names: dict[int, str] = {}
 
-    def meets(self, layer: Layer) -> None:
-        """Learn the layer's products, by where their weights lie: an expert's is a part of its layer's."""
+    def bind(self, layer: Layer) -> None:
+        """Remember the layer's products by the addresses of their weights. An expert's weight is a view of its layer's."""
         self._names = {w.data_ptr(): name for name, w in product_weights(layer)}
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
@@ -141,7 +142,7 @@ class ObservingOps(AutogradOps):
         if name in self._watch:
             self._watch[name](x)
         if name and name == self._last:
-            raise Enough
+            raise StopLayer
         fake = self._inputs.get(name.partition("@")[0])
         return super().linear(x if fake is None else fake(x), w)
 
@@ -152,8 +153,8 @@ class ObservingOps(AutogradOps):
 
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """(name in the layer, weight) of all products that may be rounded; each expert's alone, as "experts.up@3"."""
-    assert isinstance(layer.attention, Attention), "`check_writable` has seen to it"
+    """(name in the layer, weight) of all products that may be rounded. Experts come one by one, as "experts.up@3"."""
+    assert isinstance(layer.attention, Attention), "`check_writable` refuses others"
     yield "attention.qkv", layer.attention.qkv.weight
     yield "attention.out", layer.attention.out.weight
     if not isinstance(layer.mlp, MoE):
@@ -170,19 +171,13 @@ def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 
 class Stream:
-    """Windows of text on their way through a model: `states` are what layer i reads, after i calls of `advance`.
+    """Windows of text between two layers of a model. After i calls of `advance`, `states` are the inputs of layer i.
 
-    Layers are given their parameters by the names of `spec.parameters` without "layers.i.", in any type; products run in
-    `dtype`.
+    Layers get their parameters by the names of `spec.parameters` without "layers.i.", in any type; they compute in `dtype`.
     """
 
     def __init__(
-        self,
-        description: ModelDescription,
-        windows: Sequence[Sequence[int]],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, description: ModelDescription, windows: Sequence[Sequence[int]], *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.spec, self.device, self.dtype = description.spec, device, dtype
         longest = max(len(w) for w in windows)
@@ -196,6 +191,30 @@ class Stream:
         ends = load_ends(description, device=device, dtype=dtype)
         with torch.no_grad():
             self.states = [ends.embedded(b.token_ids, b.meta).to(self.home) for b in self.batches]
+        self.catch_up, self.original = 0.0, list[Tensor]()
+
+    def keep_original(self, catch_up: float) -> None:
+        """From now on keep the original layers' outputs as well, if compressed layers compensate a share `catch_up` > 0 of
+        the difference."""
+        self.catch_up, self.original = catch_up, list(self.states) if catch_up else []
+
+    def target_states(self) -> list[Tensor] | None:
+        """The layer inputs whose outputs learned rounding aims at; None: the `states`."""
+        if not self.catch_up:
+            return None
+        return [torch.lerp(now, was, self.catch_up) for now, was in zip(self.states, self.original, strict=True)]
+
+    def advance(
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        inputs: Mapping[str, FakeInputs],
+        load_original: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        """Run the compressed layer `index`, with its inputs rounded, and the original one if its outputs are kept."""
+        self.states = self.run(index, parameters, ObservingOps(inputs=inputs))
+        if self.original:
+            self.original = self.run(index, load_original(), ObservingOps(), self.original)
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps) -> Layer:
         own = {name: value.to(self.dtype) for name, value in parameters.items()}
@@ -205,19 +224,19 @@ class Stream:
     def run(
         self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """What layer `index` makes of the states, or of those given; for a batch that stopped early, what it read."""
+        """The outputs of layer `index` for `states`, or for its current inputs. A batch that stopped early gives its inputs."""
         return list(self._each(index, parameters, ops, self.states if states is None else states))
 
     def _each(
         self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         layer = self.layer(index, parameters, ops)
-        ops.meets(layer)
+        ops.bind(layer)
         for batch, state in zip(self.batches, states, strict=True):
             try:
                 pending, residual = run_layer(layer, ops, state.to(self.device), None, batch)
                 yield (pending if residual is None else pending + residual).to(self.home)
-            except Enough:
+            except StopLayer:
                 yield state
 
     @torch.no_grad()
@@ -228,13 +247,13 @@ class Stream:
         products: Collection[str],
         *,
         inputs: Mapping[str, FakeInputs],
-        original: tuple[Mapping[str, Tensor], Sequence[Tensor]] | None = None,
+        original: Mapping[str, Tensor] | None = None,
     ) -> dict[str, InputStats]:
-        """Statistics of the inputs of those `products` of the layer (experts by their own names). With `original`, the layer's
-        parameters and states in the original model, also of what these inputs were there; of experts, whose tokens are others
-        there, not."""
+        """The statistics of the inputs of `products`, experts by their own names. If original outputs are kept and `original`
+        has the layer's original parameters, `InputStats.shift` is found too, except for experts: there they get other
+        tokens."""
         stats: dict[str, InputStats] = {}
-        theirs: dict[str, Tensor] = {}  # a batch's, by product
+        theirs: dict[str, Tensor] = {}  # the original inputs of one batch, by product
         share = 2 * SAMPLE_ROWS / max(1, self.num_tokens)
 
         def watcher(name: str) -> Callable[[Tensor], None]:
@@ -250,19 +269,16 @@ class Stream:
         last = wanted[-1] if wanted and "@" not in wanted[-1] and not wanted[-1].startswith("shared.") else None
         watching = ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs)
         ours = self._each(index, parameters, watching, self.states)
-        if original is None:
+        if original is None or not self.original:
             deque(ours, maxlen=0)
             return stats
         paired = {n: partial(theirs.__setitem__, n) for n in wanted if "@" not in n}
-        # In step, batch by batch: the original's inputs are there when ours are seen.
-        deque(
-            zip(self._each(index, original[0], ObservingOps(paired, last=last), original[1]), ours, strict=True),
-            maxlen=0,
-        )
+        # Batch by batch, the original first: its inputs are there when ours are observed.
+        deque(zip(self._each(index, original, ObservingOps(paired, last=last), self.original), ours, strict=True), maxlen=0)
         return stats
 
     def cache_range(self, index: int, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The largest magnitude of keys and of values for each kv head, float32 [K]."""
+        """The largest magnitudes of keys and of values by kv head, float32 [K] each."""
         seen: list[tuple[Tensor, Tensor]] = []
 
         def see(kv: LayerKV) -> None:
@@ -274,13 +290,13 @@ class Stream:
 
 
 def load_layer(description: ModelDescription, index: int, device: torch.device) -> dict[str, Tensor]:
-    """A layer's parameters in float32, by their names without "layers.i."."""
+    """A layer's parameters in float32, by their names in the layer."""
     prefix = f"layers.{index}."
     found = load_parameters(description, dtype=torch.float32, device=device, wanted=lambda n: n.startswith(prefix))
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
 def load_ends(description: ModelDescription, *, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """What comes before and after the layers."""
+    """The model without its layers: embeddings, last norm and output head."""
     own = load_parameters(description, dtype=dtype, device=device, wanted=lambda n: not n.startswith("layers."))
     return Decoder(description.spec, own, AutogradOps(), max_model_len=1, layers=())

@@ -1,9 +1,9 @@
-"""What a quantised checkpoint holds, and the folder in which one comes to be.
+"""The format of a quantised checkpoint, and the work folder in which it is made.
 
-The result is compressed-tensors in safetensors: beside a module's name stand weight_packed (or weight), weight_scale,
-weight_shape, weight_zero_point and input_scale in place of `weight`, and config.json says which module is in which format.
-All else is as in the source. Layers are written to a *work folder* beside the result, one file each, as soon as they are
-done; a run that was interrupted finds them there and goes on. The result appears whole, at the end.
+The result is compressed-tensors in safetensors. A rounded module has the tensors weight_packed (or weight), weight_scale,
+weight_shape, weight_zero_point and input_scale; config.json says which module has which format. Everything else is as in the
+source. Each layer is written to a file in a *work folder* beside the result as soon as it is done, so that an interrupted run
+can continue. The result appears at the end, complete.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.compress.dense import write_tokenizer
 from slipstream.compress.quantize.rounding import Grid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.compressed import expanded
 from slipstream.model.packing import pack_words, unpack_words
-from slipstream.model.save import copy_surroundings, new_folder, stored, write_config, write_tensors
+from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import place, transform
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product
@@ -32,34 +33,31 @@ from slipstream.spec.parameters import Placement, Transpose, parameters
 from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
-FORMAT_NAMES = {True: "pack-quantized", False: "int-quantized"}
-
 
 class Names:
-    """The checkpoint's names for one model's parameters, with the prefix that transformers writes before them."""
+    """The checkpoint's names for a model's parameters, with the prefix that transformers writes."""
 
     def __init__(self, description: ModelDescription) -> None:
         family = description.family
-        prefix = family.prefixes[-1]  # the bare names stand first, for the writers that leave it out
+        prefix = family.prefixes[-1]  # the first are for files whose writers leave it out
         self.tied = description.spec.tied_embeddings
         self.places: dict[str, Placement] = {
-            ("" if at.target.startswith("head.") else prefix) + name: at
-            for name, at in family.names(description.spec).items()
+            ("" if at.target.startswith("head.") else prefix) + name: at for name, at in family.names(description.spec).items()
         }
         self.shapes = parameters(description.spec)
 
     def of(self, target: str) -> list[str]:
-        """The names of the tensors that fill a parameter."""
+        """The names of the tensors that make up a parameter."""
         return [name for name, at in self.places.items() if at.target == target]
 
     def check(self, targets: Iterable[str]) -> None:
-        """UnsupportedModelError if a weight to be rounded is stored in a way that compressed-tensors has no form for."""
+        """UnsupportedModelError if compressed-tensors has no format for the way in which one of these weights is stored."""
         wanted = set(targets)
         for name, at in self.places.items():
             if at.target in wanted and (isinstance(at.transform, Transpose) or at.copies is not None):
                 raise UnsupportedModelError(
-                    f"{name} is no [out, in] matrix of one module, which is all that compressed-tensors has a form for; this "
-                    "kind of model can't be quantised",
+                    f"{name} is not the [out, in] matrix of one module, and compressed-tensors has no other format; this kind "
+                    "of model can't be quantised",
                     field=name,
                 )
 
@@ -70,7 +68,7 @@ class Names:
         input_scales: Mapping[str, float],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors of some parameters (by our names): `rounded` ones as they are written, others in `dtype`."""
+        """The checkpoint's tensors of these parameters: `rounded` ones in their formats, others in `dtype`."""
         for name, at in self.places.items():
             if at.target in rounded:
                 module = name.removesuffix(".weight")
@@ -105,7 +103,7 @@ class Names:
         return found
 
     def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, Grid]:
-        """The grids of those rounded weights, of `formats` by our names, whose modules are in a file of `tensors`."""
+        """The grids of the rounded weights in a file of `tensors`; `formats` are by parameter name."""
         from safetensors import safe_open
 
         found: dict[str, Grid] = {}
@@ -147,8 +145,8 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
 
 
 def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredFormats:
-    """How the checkpoint says which module is in which format; `formats` are by our names of weights. The format of most
-    modules is that of "Linear", others are named."""
+    """The formats by module, as the config has them; `formats` are by parameter name. The most frequent format is that of
+    "Linear", modules with other formats are named."""
     modules: dict[WeightFormat, list[str]] = {}
     ignored = ["lm_head"] if names.tied else []
     for name, at in names.places.items():
@@ -165,8 +163,8 @@ def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredF
 
 
 def quantization_config(formats: StoredFormats, kv_cache: Mapping[str, Any] | None) -> dict[str, Any]:
-    """For config.json."""
-    kinds = [_format_name(fmt) for _, fmt in formats.groups]
+    """The quantization_config of config.json. Without formats, only the cache is quantised."""
+    kinds = [_format_name(fmt) for _, fmt in formats.groups] or ["dense"]
     return {
         "quant_method": "compressed-tensors",
         "format": kinds[0] if len(set(kinds)) == 1 else "mixed-precision",
@@ -192,20 +190,8 @@ def cache_config(form: RowFormat, per: str) -> dict[str, Any]:
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
 
 
-def cache_only_config(kv_cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint whose weights are as they were."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "quantization_status": "compressed",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": dict(kv_cache),
-    }
-
-
 def _format_name(fmt: WeightFormat) -> str:
-    return "float-quantized" if fmt.kind == "float" else FORMAT_NAMES[fmt.packed]
+    return "float-quantized" if fmt.kind == "float" else "pack-quantized" if fmt.packed else "int-quantized"
 
 
 def _weights(fmt: WeightFormat) -> dict[str, Any]:
@@ -235,15 +221,15 @@ def work_folder(out: Path) -> Path:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Whole, or as it was."""
+    """Replace the file atomically."""
     temporary = file.with_suffix(".unfinished")
     temporary.write_bytes(data)
     os.replace(temporary, file)
 
 
 class Attempts:
-    """What attempts at `out` cost that cost too much, in a file beside it, so that a command that backs off and is interrupted
-    doesn't make them again. An attempt is told by everything that its cost depends on."""
+    """The KL of attempts at `out` that were above the limit, in a file beside it. A command with --back-off that was
+    interrupted does not repeat them. An attempt is identified by everything that its KL depends on."""
 
     def __init__(self, out: Path, *, restart: bool) -> None:
         self.out, self.path = out, out.parent / f".{out.name}.tried.json"
@@ -252,11 +238,11 @@ class Attempts:
         self.costs: dict[str, float] = json.loads(self.path.read_text()) if self.path.is_file() else {}
 
     def cost(self, attempt: Mapping[str, Any]) -> float | None:
-        """None if it was not made."""
+        """The KL of an attempt; None if it was not made."""
         return self.costs.get(self._key(attempt))
 
     def add(self, attempt: Mapping[str, Any], cost: float) -> None:
-        """Its layers are dropped first: an interruption in between has them made again."""
+        """Add an attempt. Its layers are deleted first, so that an interruption in between can't leave them to the next."""
         shutil.rmtree(work_folder(self.out), ignore_errors=True)
         self.costs[self._key(attempt)] = cost
         _write(self.path, json.dumps(self.costs).encode())
@@ -270,18 +256,18 @@ class Attempts:
 
 
 def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
-    """Make the folder `work`, or take what an interrupted run with the same `plan` left there. ConfigError if that was another
-    one, or if `out` is there already."""
+    """Make the folder `work`, or take over the one that an interrupted run with the same `plan` left. ConfigError if its plan
+    was another, or if `out` exists."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
+        raise ConfigError(f"out={str(out)!r} exists; remove it or name another folder", field="out")
     text = json.dumps(plan, sort_keys=True)
     if restart:
         shutil.rmtree(work, ignore_errors=True)
     kept = work / "plan.json"
     if kept.is_file() and kept.read_text() != text:
         raise ConfigError(
-            f"{work} holds what an interrupted run with another recipe, model or text had finished; give --restart to drop it, "
-            "or another --out",
+            f"{work} holds the work of an interrupted run with another recipe, model or text; give --restart to delete it, or "
+            "another --out",
             field="out",
         )
     try:
@@ -292,8 +278,8 @@ def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> N
 
 
 class WorkFolder:
-    """Where finished layers wait, beside the result. `plan` is everything that a layer's numbers depend on: what was left by a
-    run with another one is not taken."""
+    """The folder beside the result that holds finished layers. `plan` is everything that their numbers depend on; the work of a
+    run with another plan is refused."""
 
     def __init__(self, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
         self.out, self.path = out, work_folder(out)
@@ -303,13 +289,13 @@ class WorkFolder:
         return self.path / f"{name}.safetensors"
 
     def note(self, name: str) -> dict[str, Any] | None:
-        """What was noted with a part; None if it is not finished."""
+        """The note of a part; None if the part is not finished."""
         file = self.path / f"{name}.json"
         found: dict[str, Any] | None = json.loads(file.read_text()) if file.is_file() else None
         return found
 
     def finish(self, name: str, tensors: Iterable[tuple[str, Tensor]], note: Mapping[str, Any]) -> None:
-        """Write a part; it counts from the moment its note is there."""
+        """Write a part. It is finished when its note is written."""
         from safetensors.torch import save_file
 
         held = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors}
@@ -326,18 +312,17 @@ class WorkFolder:
         recipe: Any,
         finish: Callable[[Path], None],
     ) -> None:
-        """Make the result of the finished parts, with `config` over the source's own, let `finish` look at it, and remove this
-        folder. A GGUF file's tokenizer is written anew.
-        """
+        """Make the result of the finished parts, with `config` over the source's, call `finish` on it, and remove this
+        folder."""
         with new_folder(self.out) as folder:
-            write_tensors(folder, self._tensors(parts))
+            write_tensors(folder, self.tensors(parts))
             write_config(folder, {**huggingface_config(source), **config})
-            write_surroundings(folder, source)
+            write_tokenizer(folder, source)
             (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
             finish(folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         from safetensors import safe_open
 
         for part in parts:
@@ -346,21 +331,10 @@ class WorkFolder:
                     yield name, opened.get_tensor(name)
 
 
-def write_surroundings(folder: Path, source: ModelDescription) -> None:
-    """The tokenizer and what else stands beside weights, unchanged."""
-    copy_surroundings(folder, source)
-    if source.format == "gguf":
-        from slipstream.engine.tokenizer import Tokenizer
-
-        Tokenizer.from_pretrained(source.path).save(folder)
-
-
 def fingerprint(source: ModelDescription) -> str:
-    """Tells one checkpoint from another, by its files' names, sizes and times, not their contents."""
+    """A hash of the names, sizes and times of a checkpoint's files."""
     files = (
-        [source.path]
-        if source.path.is_file()
-        else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
+        [source.path] if source.path.is_file() else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
     )
     info = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps(info).encode()).hexdigest()

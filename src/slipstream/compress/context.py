@@ -1,16 +1,19 @@
-"""Shorter prompts: what a small model could have guessed is left out.
+"""Prompt compression: removes what a small model can predict.
 
-The measure is self-information, −ln p(token | all before it), by a small model. What goes or stays as a whole is a *unit*: a
-token, a word with the space after it, or a sentence. Two methods:
-    selective   one pass over the whole text; the units that say least go (Selective Context, Li et al. 2023)
-    iterative   segment by segment, each read after what was kept of those before, so that what repeats itself goes, too
-                (LLMLingua, Jiang et al. 2023, Alg. 2), every segment with the same share
-A unit's information is the mean of its tokens'. `keep` is the share of the tokens that stays, of those that are free to go:
-*protected* spans (a question, instructions, numbers) stay to the letter and are not counted. At least that share stays, and at
-most one unit more than it takes.
+A *unit* (a token, a word with the space after it, or a sentence) is removed as a whole. Its information is the mean
+self-information of its tokens, −ln p(token | all before it), by the small model. There are two methods:
 
-The small model may be any (`Score`): an `LLM`'s answers carry the log-probabilities of their prompts, and so do a server's.
-No torch here.
+    selective   one pass over the whole text, then the units with the least information are removed (Selective Context, Li et
+    al.
+                2023)
+    iterative   segment by segment, each read after what was kept of those before, so that repetitions are removed too
+                (LLMLingua, Jiang et al. 2023, Alg. 2); every segment keeps the same share
+
+*Protected* spans (a question, instructions, numbers) stay as they are. Of all other tokens at least the share `keep` stays, and
+at most one unit more than needed.
+
+Any small model will do (`Score`): answers of an `LLM` and of a server have the log-probabilities of their prompts. No torch
+here.
 """
 
 from __future__ import annotations
@@ -23,26 +26,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.types import PositionLogprobs, SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.engine.async_llm import AsyncLLM
     from slipstream.engine.llm import LLM
 
 Method: TypeAlias = Literal["selective", "iterative"]
 Unit: TypeAlias = Literal["token", "word", "sentence"]
 Score: TypeAlias = Callable[[list[int]], list[float]]
-"""Token ids → the self-information, in nats, of all but the first."""
+"""From token ids to the self-information in nats of all but the first."""
 
 Steps: TypeAlias = Generator[list[int], list[float], "Compressed"]
-"""Asks for scores, and ends with the result."""
+"""Yields token ids, is sent their scores, and returns the result."""
 
 _WORD = re.compile(r"\S+\s*|\s+")
 _SENTENCE = re.compile(r".+?(?:[.!?…]+[\"'”’)\]]*\s+|\n+|\Z)", re.DOTALL)
 
 
 class Encoder(Protocol):
-    """Of a tokenizer, what is needed."""
+    """What is needed of a tokenizer."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -52,8 +56,8 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSettings:
-    """`keep` of the free tokens stay. `protect` are regular expressions of what stays to the letter. `segment` tokens are
-    chosen among at a time (iterative), and `context` is what the small model can read."""
+    """`keep` is the share of unprotected tokens that stay. `protect` are regular expressions of protected text. `segment` is
+    the number of tokens in a segment (iterative), `context` the number of tokens that the small model reads."""
 
     keep: float = 0.5
     method: Method = "iterative"
@@ -81,7 +85,7 @@ class ContextSettings:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a prompt; a protected one is read, and stays."""
+    """A part of a prompt. A protected one is read, and stays."""
 
     text: str
     protected: bool = False
@@ -89,7 +93,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """`parts` are those that were given, shortened. Tokens are the small model's."""
+    """`parts` are the given parts, shortened. Tokens are the small model's."""
 
     parts: tuple[str, ...]
     num_tokens_before: int
@@ -105,8 +109,8 @@ class Compressed:
 
 
 @dataclass(slots=True)
-class _Piece:
-    """A unit on its way."""
+class _TextUnit:
+    """A unit of the text, of the part with this index."""
 
     part: int
     text: str
@@ -119,7 +123,7 @@ class _Piece:
 def compress(
     prompt: str | Sequence[Part], tokenizer: Encoder, score: Score, settings: ContextSettings | None = None
 ) -> Compressed:
-    """The prompt, shortened. `score` is called as often as the method needs."""
+    """Shorten the prompt. `score` is called as often as the method needs."""
     steps = compressing(prompt, tokenizer, settings or ContextSettings())
     try:
         asked = next(steps)
@@ -136,7 +140,7 @@ async def compress_async(
     score: Callable[[list[int]], Awaitable[list[float]]],
     settings: ContextSettings,
 ) -> Compressed:
-    """`compress` where scores take their time."""
+    """`compress` with an asynchronous `score`."""
     steps = compressing(prompt, tokenizer, settings)
     try:
         asked = next(steps)
@@ -148,55 +152,55 @@ async def compress_async(
 
 
 def compressing(prompt: str | Sequence[Part], tokenizer: Encoder, settings: ContextSettings) -> Steps:
-    """The method itself, which yields the token ids that it wants scored."""
+    """The method as a generator, which yields token ids to score."""
     parts = [Part(prompt)] if isinstance(prompt, str) else list(prompt)
-    pieces = _pieces(parts, tokenizer, settings)
-    before = sum(len(p.token_ids) for p in pieces)
-    if settings.keep < 1 and any(not p.protected for p in pieces):
+    units = _split_units(parts, tokenizer, settings)
+    before = sum(len(p.token_ids) for p in units)
+    if settings.keep < 1 and any(not p.protected for p in units):
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        yield from (_selective if settings.method == "selective" else _iterative)(pieces, first, settings)
+        yield from (_selective if settings.method == "selective" else _iterative)(units, first, settings)
     texts = ["" for _ in parts]
-    for piece in pieces:
-        if piece.stays:
-            texts[piece.part] += piece.text
-    after = sum(len(p.token_ids) for p in pieces if p.stays)
+    for unit in units:
+        if unit.stays:
+            texts[unit.part] += unit.text
+    after = sum(len(p.token_ids) for p in units if p.stays)
     return Compressed(parts=tuple(texts), num_tokens_before=before, num_tokens_after=after)
 
 
-def _selective(pieces: list[_Piece], first: list[int], settings: ContextSettings) -> Generator[list[int], list[float], None]:
-    """Windows of the context that overlap by half, but for the first each token with half a window before it at least."""
+def _selective(units: list[_TextUnit], first: list[int], settings: ContextSettings) -> Generator[list[int], list[float], None]:
+    """Score windows that overlap by half, so that every token after the first window has half a window before it."""
     half = settings.context // 2
-    done: list[_Piece] = []
-    for chunk in _segments(pieces, half):
+    done: list[_TextUnit] = []
+    for chunk in _segments(units, half):
         yield from _inform(done, chunk, first, settings.context)
         done += chunk
-    _choose(pieces, settings.keep)
+    _choose(units, settings.keep)
 
 
-def _iterative(pieces: list[_Piece], first: list[int], settings: ContextSettings) -> Generator[list[int], list[float], None]:
-    done: list[_Piece] = []
-    for chunk in _segments(pieces, settings.segment):
+def _iterative(units: list[_TextUnit], first: list[int], settings: ContextSettings) -> Generator[list[int], list[float], None]:
+    done: list[_TextUnit] = []
+    for chunk in _segments(units, settings.segment):
         yield from _inform([p for p in done if p.stays], chunk, first, settings.context)
         _choose(chunk, settings.keep)
         done += chunk
 
 
-def _segments(pieces: list[_Piece], size: int) -> list[list[_Piece]]:
-    found: list[list[_Piece]] = [[]]
+def _segments(units: list[_TextUnit], size: int) -> list[list[_TextUnit]]:
+    found: list[list[_TextUnit]] = [[]]
     count = 0
-    for piece in pieces:
-        if found[-1] and count + len(piece.token_ids) > size:
+    for unit in units:
+        if found[-1] and count + len(unit.token_ids) > size:
             found.append([])
             count = 0
-        found[-1].append(piece)
-        count += len(piece.token_ids)
+        found[-1].append(unit)
+        count += len(unit.token_ids)
     return found
 
 
 def _inform(
-    before: Sequence[_Piece], chunk: Sequence[_Piece], first: list[int], context: int
+    before: Sequence[_TextUnit], chunk: Sequence[_TextUnit], first: list[int], context: int
 ) -> Generator[list[int], list[float], None]:
-    """Set what each unit of `chunk` says, read after as much of `before` as the model takes."""
+    """Set the information of the units of `chunk`, read after as much of `before` as fits in the context."""
     own = [i for p in chunk for i in p.token_ids]
     room = context - len(first) - len(own)
     past = [i for p in before for i in p.token_ids]
@@ -204,71 +208,72 @@ def _inform(
     tokens = (first + past + own)[-context:]
     if len(tokens) < 2:
         return
-    # The first token of all has nothing before it: it counts as saying much.
+    # The first token has nothing before it and is kept.
     found = [float("inf"), *(yield tokens)][-len(own) :]
     found = [float("inf")] * (len(own) - len(found)) + found
     at = 0
-    for piece in chunk:
-        values = found[at : at + len(piece.token_ids)]
-        piece.information = sum(values) / len(values)
+    for unit in chunk:
+        values = found[at : at + len(unit.token_ids)]
+        unit.information = sum(values) / len(values)
         at += len(values)
 
 
-def _choose(pieces: Sequence[_Piece], keep: float) -> None:
-    """Of the free units those that say least go, as long as enough tokens stay."""
-    free = [p for p in pieces if not p.protected]
+def _choose(units: Sequence[_TextUnit], keep: float) -> None:
+    """Remove the unprotected units with the least information, as long as enough tokens stay."""
+    free = [p for p in units if not p.protected]
     total = left = sum(len(p.token_ids) for p in free)
-    for piece in sorted(free, key=lambda p: p.information):
-        if left - len(piece.token_ids) < keep * total:
+    for unit in sorted(free, key=lambda p: p.information):
+        if left - len(unit.token_ids) < keep * total:
             break
-        piece.stays = False
-        left -= len(piece.token_ids)
+        unit.stays = False
+        left -= len(unit.token_ids)
 
 
 # --- Units ------------------------------------------------------------------------------------------------------------
 
 
-def _pieces(parts: Sequence[Part], tokenizer: Encoder, settings: ContextSettings) -> list[_Piece]:
-    """The units of all parts, with the tokens of the whole text that begin in each. A unit without any joins its neighbour."""
+def _split_units(parts: Sequence[Part], tokenizer: Encoder, settings: ContextSettings) -> list[_TextUnit]:
+    """The units of all parts, with the tokens of the whole text that begin in each. A unit without tokens joins its
+    neighbour."""
     spans = [span for i, part in enumerate(parts) for span in _spans(i, part, settings)]
     text = "".join(text for _, text, _ in spans)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     spelled = [tokenizer.token_bytes(i) for i in tokens]
     whole = b"".join(spelled)
-    # SentencePiece puts a space before a text, which is not the text's.
+    # SentencePiece adds a space before the text.
     begin = len(whole) - len(text.encode())
     if begin not in (0, 1) or whole[begin:] != text.encode():
-        raise ConfigError("the small model's tokenizer changes the text, so that words can't be told apart", field="model")
+        raise ConfigError("the small model's tokenizer changes the text: use a model whose tokenizer does not", field="model")
     starts, at = [], -begin
     for word in spelled:
         starts.append(max(0, at))
         at += len(word)
     if settings.unit == "token":
         spans = [cut for span in _at_bytes(spans) for cut in _cut(span, starts)]
-    found: list[_Piece] = []
+    found: list[_TextUnit] = []
     position, next_token = 0, 0
-    for part, piece_text, protected in spans:
-        end = position + len(piece_text.encode())
+    for part, unit_text, protected in spans:
+        end = position + len(unit_text.encode())
         own = []
         while next_token < len(tokens) and starts[next_token] < end:
             own.append(tokens[next_token])
             next_token += 1
         position = end
         if own or not found or found[-1].part != part:
-            found.append(_Piece(part, piece_text, own, protected))
+            found.append(_TextUnit(part, unit_text, own, protected))
         else:
-            found[-1].text += piece_text
+            found[-1].text += unit_text
             found[-1].protected |= protected
-    for i, piece in enumerate(found):
-        if not piece.token_ids:  # all of it lies in its neighbour's last token: they are told apart by that one's fate
-            piece.protected = True
+    for i, unit in enumerate(found):
+        if not unit.token_ids:  # it lies within its neighbour's last token: both must stay
+            unit.protected = True
             if i > 0:
                 found[i - 1].protected = True
     return found
 
 
 def _spans(index: int, part: Part, settings: ContextSettings) -> list[tuple[int, str, bool]]:
-    """(part, text, protected) of each unit, without the tokens."""
+    """(part, text, protected) of each unit of a part."""
     if part.protected:
         return [(index, part.text, True)] if part.text else []
     guarded = [m.span() for pattern in settings.protect for m in re.finditer(pattern, part.text) if m.group()]
@@ -286,7 +291,7 @@ def _at_bytes(spans: Sequence[tuple[int, str, bool]]) -> list[tuple[int, int, st
 
 
 def _cut(span: tuple[int, int, str, bool], starts: Sequence[int]) -> list[tuple[int, str, bool]]:
-    """A word at the tokens that begin in it; never inside a character."""
+    """Split a word at the tokens that begin in it, but not inside a character."""
     begin, part, text, protected = span
     raw = text.encode()
     inner = starts[bisect.bisect_right(starts, begin) : bisect.bisect_left(starts, begin + len(raw))]
@@ -294,20 +299,48 @@ def _cut(span: tuple[int, int, str, bool], starts: Sequence[int]) -> list[tuple[
     return [(part, raw[a:b].decode(), protected) for a, b in pairwise(cuts) if b > a]
 
 
-# --- The small model, and what shortening costs -----------------------------------------------------------------------
+# --- The small model, and evaluation ----------------------------------------------------------------------------------
 
 
 def information(positions: Sequence[PositionLogprobs | None] | None) -> list[float]:
-    """Of the log-probabilities of a prompt, as answers carry them (None for the first)."""
+    """The self-information of a prompt's tokens from the log-probabilities in an answer (None for the first)."""
     return [-p.chosen.logprob for p in (positions or ()) if p is not None]
 
 
+SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+
+
+class Shortener:
+    """Shortens the parts of prompts with the small model of `engine`; `slipstream serve` hands it to the server."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    async def __call__(
+        self, parts: Sequence[tuple[str, bool]], *, keep: float, method: Method, unit: Unit, protect: tuple[str, ...]
+    ) -> Compressed:
+        """`parts` are texts, and whether each is protected. ConfigError or RequestError say what is wrong."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("the small model has no tokenizer (skip_tokenizer_init is set)", field="compress_prompt")
+        context = min(2048, self._engine.config.model.max_model_len - 1)
+        chosen = ContextSettings(
+            keep=keep, method=method, unit=unit, protect=protect, segment=min(200, context // 2), context=context
+        )
+        return await compress_async([Part(*part) for part in parts], tokenizer, self._score, chosen)
+
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        async for output in self._engine.generate({"prompt_token_ids": token_ids}, SCORED):
+            if output.prompt_logprobs is not None:
+                return information(output.prompt_logprobs)
+        raise RequestError("the small model gave no log-probabilities", field="compress_prompt")
+
+
 def scorer(llm: LLM) -> Score:
-    """An engine as the small model."""
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    """A `Score` function of an engine."""
 
     def score(token_ids: list[int]) -> list[float]:
-        answer = llm.generate({"prompt_token_ids": token_ids}, params, progress=False)[0]
+        answer = llm.generate({"prompt_token_ids": token_ids}, SCORED, progress=False)[0]
         return information(answer.prompt_logprobs)
 
     return score
@@ -315,8 +348,8 @@ def scorer(llm: LLM) -> Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChange:
-    """What a model answers to the whole prompt and to the shortened one (greedily). `extra_nats`: how much less likely, a
-    token, the first answer is after the shortened prompt. `overlap`: F1 of the two answers' words."""
+    """A model's greedy answers to the original and the shortened prompt. `extra_nats` is by how much the first answer's mean
+    −ln p rises after the shortened prompt. `overlap` is the F1 of the two answers' words."""
 
     answer_before: str
     answer_after: str
@@ -325,7 +358,7 @@ class AnswerChange:
 
 
 def answer_change(llm: LLM, before: str, after: str, *, max_tokens: int = 64) -> AnswerChange:
-    """Prompts as text, with whatever template they need."""
+    """Compare the answers to two prompts, which are texts with any chat template applied."""
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     first, second = llm.generate([before, after], params, progress=False)
@@ -344,7 +377,7 @@ def answer_change(llm: LLM, before: str, after: str, *, max_tokens: int = 64) ->
 
 
 def word_overlap(a: str, b: str) -> float:
-    """F1 of the words of two texts, each counted as often as it occurs; 1 for two empty ones."""
+    """The F1 of the words of two texts, with multiplicity; 1 if both are empty."""
     first, second = Counter(a.lower().split()), Counter(b.lower().split())
     if not first and not second:
         return 1.0

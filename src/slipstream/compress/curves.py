@@ -1,4 +1,4 @@
-"""Loss curves as a picture: one SVG that stands by itself, in light and dark."""
+"""Draws loss curves as one SVG file, readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STYLE = "text{font:12px sans-serif;fill:#777}.grid{stroke:#8884;stroke-width:1}.
 
 
 def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> str:
-    """Lines of (step, value > 0) by name, over a logarithmic axis. Values that are no positive number are left out."""
+    """Lines of (step, value) by name, on a logarithmic axis. Values that are not positive and finite are left out."""
     kept = {name: [(x, y) for x, y in points if y > 0 and math.isfinite(y)] for name, points in series.items()}
     kept = {name: points for name, points in kept.items() if points}
     values = [y for points in kept.values() for _, y in points] or [1.0]
@@ -39,7 +39,7 @@ def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> 
         drawn = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in _thinned(points))
         parts.append(f'<polyline class="line" stroke="{colour}" points="{drawn}"/>')
         end = at(*points[-1])
-        bottom = max(end[1] + 4, bottom + 14)  # names of lines that end together stand one below the other
+        bottom = max(end[1] + 4, bottom + 14)  # labels must not overlap
         parts.append(f'<text x="{WIDTH - RIGHT + 6}" y="{bottom:.1f}" style="fill:{colour}">{escape(name)}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 2}" text-anchor="middle">step</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
@@ -47,7 +47,7 @@ def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> 
 
 
 def _thinned(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
-    """At most so many points, each the mean of its stretch."""
+    """At most `most` points, each the mean of consecutive ones."""
     size = -(-len(points) // most)
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""A model in dense weights, in memory, between being read and being written: what pruning and distillation work on."""
+"""A dense model in memory, which pruning and distillation work on."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from slipstream.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModel:
-    """`parameters` by the names of `spec.parameters`; `config` is the config.json that reads as `spec`; family and tokenizer
-    are those of `source`."""
+    """`parameters` are by the names of `spec.parameters`. `config` is the config.json that reads as `spec`. Family and
+    tokenizer are those of `source`."""
 
     source: ModelDescription
     config: Mapping[str, Any]
@@ -39,12 +39,12 @@ class DenseModel:
         return self.source.family
 
     def write(self, out: Path, *, dtype: torch.dtype | None = None) -> None:
-        """A checkpoint folder, all of it or nothing; in `dtype`, or the parameters' own."""
+        """Write a checkpoint folder, in `dtype` or the parameters' own. It appears whole or not at all."""
         with new_folder(out) as folder:
             self.write_into(folder, dtype=dtype)
 
     def write_into(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """The checkpoint's files, in a folder that is there."""
+        """Write the checkpoint's files into a folder that exists."""
         kind = dtype or self.parameters["embed.weight"].dtype
         tensors = stored_tensors(self.family, self.spec, self.parameters)
         write_tensors(folder, ((name, tensor.to(kind)) for name, tensor in tensors))
@@ -54,7 +54,7 @@ class DenseModel:
 
 
 def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device, load_format: str = "auto", seed: int = 0) -> DenseModel:
-    """The model at `path`; quantised checkpoints are refused, a GGUF file's blocks dequantised. With load_format="dummy" the
+    """The model at `path`. A GGUF file is dequantised; other quantised checkpoints are refused. With load_format="dummy" the
     weights are random."""
     description = read_spec(path)
     check_writable(description)
@@ -66,7 +66,7 @@ def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device, load_for
 
 
 def write_tokenizer(folder: Path, source: ModelDescription) -> None:
-    """The model's tokenizer, chat template and end tokens: copied, or written out of a GGUF file."""
+    """Copy tokenizer, chat template and generation config, or write them from a GGUF file."""
     copy_surroundings(folder, source)
     if source.format == "gguf":
         from slipstream.engine.tokenizer import Tokenizer

@@ -1,10 +1,12 @@
-"""Distillation: a smaller model learns to answer as its teacher does.
+"""Distillation: trains a smaller model, the student, to predict as its teacher does.
 
-The student is any `DenseModel` of the teacher's vocabulary: a pruned one, or random weights of a config. Its weights, AdamW's
-moments and the sums of gradients are in float32; products run in bfloat16 (autocast) unless said otherwise. A step's batch
-depends on its number alone and each token counts the same however the batch is cut, so that a run which was interrupted goes on
-bit for bit as if it had not been, and more processes do the same steps faster. With torch.distributed initialised, parameters,
-gradients and moments are sharded block by block (FSDP2); the teacher, or its logits on disk, each process has for itself.
+The student is any `DenseModel` with the teacher's vocabulary: a pruned model, or random weights of a config. Weights, gradients
+and AdamW's moments are in float32; the models compute in bfloat16 (autocast) by default.
+
+1. A step's batch depends only on the step's number, so a continued run is bit for bit the uninterrupted one.
+2. Every token counts the same however a batch is split, so several processes take the same steps as one.
+3. With torch.distributed initialised, the student is sharded layer by layer (FSDP2). Each process has the whole teacher, or
+   reads its logits from disk.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from torch import Tensor
 
 from slipstream.compress.curves import curves
 from slipstream.compress.dense import DenseModel, load_dense
-from slipstream.compress.objective import Matching, Seen, TappedOps, TopK, layer_pairs, token_losses
-from slipstream.compress.steps import DistillSettings
+from slipstream.compress.objective import LayerOutputs, Matching, TappedOps, TopK, layer_pairs, token_losses
+from slipstream.compress.steps import DistillSettings, Divergence
 from slipstream.compress.teacher import Example, LogitCache, check_examples, fingerprint, read_examples
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder
@@ -33,8 +35,8 @@ from slipstream.model.sequences import SequenceBatch, WholeModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Means over a step's tokens, of divergence and nll by their weights. `held_out_*` only where
-    they were measured: forward KL at temperature 1, and the negative log-likelihood, in nats."""
+    """Means over a step's tokens; those of divergence and nll are weighted. `held_out_kl` is the forward KL at temperature 1
+    and `held_out_nll` the negative log-likelihood, in nats; None where they were not measured."""
 
     step: int
     loss: float
@@ -60,25 +62,21 @@ def distill(
     examples: Sequence[Example],
     settings: DistillSettings,
     *,
-    device: torch.device,
-    held_out: Sequence[Example] = (),
-    kept_layers: Sequence[int] | None = None,
-    work: Path | None = None,
     progress: Callable[[StepRecord], None] = lambda record: None,
+    **more: Any,
 ) -> Distilled:
-    """The student after `settings.num_steps` steps. `held_out` examples are measured on, never learnt from. `kept_layers`:
-    which of the teacher's layers the student's were. With `work`, a folder, the run is saved there and one that was
-    interrupted goes on."""
-    training = Training(
-        student, teacher, examples, settings, device=device, held_out=held_out, kept_layers=kept_layers, work=work
-    )
+    """Train the student for `settings.num_steps` steps. `more` are arguments of `Training`."""
+    training = Training(student, teacher, examples, settings, **more)
     for record in training.run():
         progress(record)
     return Distilled(model=training.result(), history=tuple(training.history))
 
 
 class Training:
-    """One run. Every process of a group makes one, of the same arguments."""
+    """One run. Every process of a group makes one with the same arguments.
+
+    `held_out` examples are for evaluation. `kept_layers` are the teacher's layers that the student's came from. With a folder
+    `work` the run saves its state there, and continues from it."""
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class Training:
         self.student, self.work = student, work
         self._check(student, teacher)
         longest = max(len(e.token_ids) for e in (*examples, *held_out))
-        # Copies: the caller's weights stay as they are.
+        # Training must not change the caller's weights.
         values = {n: p.detach().to(device, torch.float32, copy=True) for n, p in student.parameters.items()}
         self.ops, self.teacher_ops = TappedOps(), TappedOps()
         self.model = WholeModel(student.spec, values, max_len=longest, recompute=settings.recompute, ops=self.ops)
@@ -122,7 +120,7 @@ class Training:
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)
         self.step, self.history = 0, list[StepRecord]()
-        self._order: tuple[int, list[int]] = (-1, [])  # (epoch, the examples as they come in it)
+        self._order: tuple[int, list[int]] = (-1, [])  # (epoch, the order of examples in it)
         self._resume()
 
     def _check(self, student: DenseModel, teacher: DenseModel | LogitCache) -> None:
@@ -146,8 +144,8 @@ class Training:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world,))
-        for block in self.model.layers:
-            fully_shard(block, mesh=mesh)
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         if self.matching is not None:
             fully_shard(self.matching, mesh=mesh)
@@ -155,9 +153,9 @@ class Training:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[StepRecord]:
-        """Each step's record, as it is done."""
+        """Take the steps that are left, and yield the record of each."""
         while self.step < self.settings.num_steps:
-            record = self._one()
+            record = self._train_step()
             self.step += 1
             last = self.step == self.settings.num_steps
             if self.held_out and (last or self.step % self.settings.eval_every == 0):
@@ -169,7 +167,7 @@ class Training:
             yield record
 
     def indices(self, step: int) -> list[int]:
-        """Which examples a step learns from: every one once before any comes again, each time in another order."""
+        """The examples of a step. An epoch has each example once, in an order of its own."""
         count, size = len(self.examples), self.settings.batch_size
         found = []
         for place in range(step * size, (step + 1) * size):
@@ -180,7 +178,7 @@ class Training:
             found.append(self._order[1][place % count])
         return found
 
-    def _one(self) -> StepRecord:
+    def _train_step(self) -> StepRecord:
         s, indices = self.settings, self.indices(self.step)
         total = sum((len(e.token_ids) - e.num_context) * e.weight for e in (self.examples[i] for i in indices))
         num_tokens = sum(len(self.examples[i].token_ids) for i in indices)
@@ -189,10 +187,10 @@ class Training:
         sums = torch.zeros(4, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part in parts:
-            div, nll, states, looks = self._losses(part)
-            terms = torch.stack((div / total, nll / total, states / num_tokens, looks / num_tokens))
+            div, nll, states, attention = self._losses(part)
+            terms = torch.stack((div / total, nll / total, states / num_tokens, attention / num_tokens))
             weights = terms.new_tensor((s.divergence_weight, s.nll_weight, s.state_weight, s.attention_weight))
-            ((terms * weights).sum() * self.world).backward()  # FSDP takes the mean over processes
+            ((terms * weights).sum() * self.world).backward()  # FSDP averages over processes
             sums += terms.detach()
         if self.world > 1:
             dist.all_reduce(sums)
@@ -200,87 +198,75 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = s.rate(self.step)
         self.optimizer.step()
-        div, nll, states, looks = sums.tolist()
-        loss = div * s.divergence_weight + nll * s.nll_weight + states * s.state_weight + looks * s.attention_weight
+        div, nll, states, attention = sums.tolist()
+        loss = div * s.divergence_weight + nll * s.nll_weight + states * s.state_weight + attention * s.attention_weight
         if not math.isfinite(loss):
             what = f"the loss of step {self.step} is {loss}"
             raise ConfigError(f"{what}: lower learning_rate, or use dtype='float32'", field="learning_rate")
-        return StepRecord(
-            step=self.step,
-            loss=loss,
-            divergence=div,
-            nll=nll,
-            states=states,
-            attention=looks,
-            rate=s.rate(self.step),
-            grad_norm=float(_whole(norm)),
-        )
+        means = {"loss": loss, "divergence": div, "nll": nll, "states": states, "attention": attention}
+        return StepRecord(step=self.step, **means, rate=s.rate(self.step), grad_norm=float(_full(norm)))
 
     def _losses(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sums over tokens: divergence, negative log-likelihood, states, attention."""
+        """(divergence, negative log-likelihood, states, attention), sums over tokens."""
         s, matching = self.settings, self.matching
         some = [self.examples[i] for i in indices]
         batch, weights, targets = _batch(some, self.device)
-        looks = s.attention_weight > 0
+        with_attention = s.attention_weight > 0
         pairs = matching.pairs if matching is not None else ()
-        seen, each = Seen.watch(self.ops, batch, [a for a, _ in pairs], attention=looks)
+        ours, each = LayerOutputs.record(self.ops, batch, [a for a, _ in pairs], attention=with_attention)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=s.dtype == "bfloat16"):
-            theirs, teacher = self._teacher(indices, batch, [b for _, b in pairs], attention=looks)
+            theirs, teacher = self._teacher(indices, batch, [b for _, b in pairs], attention=with_attention)
 
             def read(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-                found = token_losses(
-                    self.model.logits,
-                    hidden,
-                    teacher,
-                    targets,
-                    weights,
-                    vocab_size=self.model.spec.vocab_size,
-                    kind=s.divergence,
-                    temperature=s.temperature,
-                )
-                zero = found.nll.new_zeros(())
-                self.ops.tap = None  # what is computed again in the backward pass was seen already
+                div, nll = self._token_losses(hidden, teacher, targets, weights, s.divergence, s.temperature)
+                zero = nll.new_zeros(())
+                self.ops.tap = None  # the recomputation in the backward pass is not to be recorded
                 with torch.autocast(self.device.type, enabled=False):
-                    states, attention = (zero, zero) if matching is None else matching(seen, theirs)
-                return found.divergence, found.nll, states, attention
+                    states, attention = (zero, zero) if matching is None else matching(ours, theirs)
+                return div, nll, states, attention
 
             result: tuple[Tensor, Tensor, Tensor, Tensor] = self.model(batch, read, each)
         return result
 
+    def _token_losses(
+        self,
+        hidden: Tensor,
+        teacher: Callable[[slice], Tensor] | TopK,
+        targets: Tensor,
+        weights: Tensor,
+        kind: Divergence = "forward",
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        head, vocab_size = self.model.logits, self.model.spec.vocab_size
+        return token_losses(head, hidden, teacher, targets, weights, vocab_size=vocab_size, kind=kind, temperature=temperature)
+
     def _teacher(
         self, indices: Sequence[int], batch: SequenceBatch, layers: Sequence[int], *, attention: bool
-    ) -> tuple[Seen, Callable[[slice], Tensor] | TopK]:
-        """(what matching compares, the teacher's logits)."""
+    ) -> tuple[LayerOutputs, Callable[[slice], Tensor] | TopK]:
+        """(the teacher's layer outputs, its logits)."""
         if self.cache is not None:
-            return Seen(batch.lengths, {}, {}), self.cache.of(indices, self.device)
+            return LayerOutputs(batch.lengths, {}, {}), self.cache.of(indices, self.device)
         teacher = self.teacher
         assert teacher is not None
-        seen, each = Seen.watch(self.teacher_ops, batch, layers, attention=attention)
+        outputs, each = LayerOutputs.record(self.teacher_ops, batch, layers, attention=attention)
         with torch.no_grad():
             hidden = teacher.hidden(batch, each if layers else None)
-        return seen, lambda rows: teacher.logits(hidden[rows])
+        return outputs, lambda rows: teacher.logits(hidden[rows])
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float | None, float]:
-        """(forward KL of teacher and student, if the teacher is there; negative log-likelihood) on what was held out."""
+        """(forward KL, negative log-likelihood) on held-out text. The KL is None without a teacher in memory."""
         sums = torch.zeros(3, device=self.device)
-        for begin in range(0, len(self.held_out), self.settings.micro_batch):  # every process all of it: shards are gathered
+        for begin in range(0, len(self.held_out), self.settings.micro_batch):  # every process runs all, since FSDP gathers
             batch, weights, targets = _batch(self.held_out[begin : begin + self.settings.micro_batch], self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-                hidden = None if self.teacher is None else self.teacher.hidden(batch)
+                theirs = None if self.teacher is None else self.teacher.hidden(batch)
 
-                def theirs(rows: slice, hidden: Tensor | None = hidden) -> Tensor:
-                    assert self.teacher is not None
-                    assert hidden is not None
-                    return self.teacher.logits(hidden[rows])
-
-                def read(h: Tensor, targets: Tensor = targets, weights: Tensor = weights) -> tuple[Tensor, Tensor]:
-                    other = theirs if self.teacher is not None else (lambda rows: self.model.logits(h[rows]))
-                    size = self.model.spec.vocab_size
-                    found = token_losses(
-                        self.model.logits, h, other, targets, weights, vocab_size=size, kind="forward", temperature=1.0
-                    )
-                    return found.divergence, found.nll
+                def read(
+                    ours: Tensor, theirs: Any = theirs, targets: Tensor = targets, weights: Tensor = weights
+                ) -> tuple[Tensor, Tensor]:
+                    model, h = (self.model, ours) if self.teacher is None else (self.teacher, theirs)
+                    return self._token_losses(ours, lambda rows: model.logits(h[rows]), targets, weights)
 
                 kl, nll = self.model(batch, read)
             sums += torch.stack((kl, nll, weights.sum()))
@@ -288,27 +274,27 @@ class Training:
         return None if self.teacher is None else kl / count, nll / count
 
     def result(self) -> DenseModel:
-        """The student as it is now, in float32, on the CPU."""
-        values = {n: _whole(p.detach()).cpu().clone() for n, p in self.model.named_parameters()}
+        """The student, in float32 on the CPU."""
+        values = {n: _full(p.detach()).cpu().clone() for n, p in self.model.named_parameters()}
         return replace(self.student, parameters=values)
 
-    # --- Interruptions ------------------------------------------------------------------------------------------------
+    # --- Saved state --------------------------------------------------------------------------------------------------
 
     def _plan(self) -> dict[str, Any]:
-        """What a run that goes on must share with the one that was interrupted."""
+        """What a continued run must have in common with the interrupted one."""
         shapes = {n: list(p.shape) for n, p in self.named.items()}
         plan = {"settings": asdict(self.settings), "examples": fingerprint(self.examples), "shapes": shapes}
         found: dict[str, Any] = json.loads(json.dumps(plan))
         return found
 
     def _save(self, work: Path) -> None:
-        """A state counts from the moment that state.json names it; the one before it goes then."""
+        """Write the state. It is valid when state.json names it; then the one before is deleted."""
         from safetensors.torch import save_file
 
-        tensors = {f"parameter.{n}": _whole(p.detach()).cpu() for n, p in self.named.items()}
+        tensors = {f"parameter.{n}": _full(p.detach()).cpu() for n, p in self.named.items()}
         for n, p in self.named.items():
             held = self.optimizer.state[p]
-            tensors |= {f"{key}.{n}": _whole(held[key]).cpu() for key in ("exp_avg", "exp_avg_sq")}
+            tensors |= {f"{key}.{n}": _full(held[key]).cpu() for key in ("exp_avg", "exp_avg_sq")}
         if self.rank == 0:
             work.mkdir(parents=True, exist_ok=True)
             name = f"state-{self.step}.safetensors"
@@ -342,14 +328,14 @@ class Training:
                 self.optimizer.state[p] = {"step": torch.tensor(float(self.step)), **moments}
 
 
-# --- From folder to folder --------------------------------------------------------------------------------------------
+# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """A run as it is on disk: checkpoints of teacher and student, examples as `teacher.write_examples` leaves them. `logits`
-    are used instead of the teacher where they are given. `out` gets the student's checkpoint, the record of its steps
-    (distill.json) and their picture (distill.svg); `work` what an interrupted run goes on from."""
+class DistillFiles:
+    """The files of a run: checkpoints of teacher and student, and examples written by `teacher.write_examples`. `logits`
+    replace the teacher. `out` gets the student's checkpoint, the records of its steps (distill.json) and their curves
+    (distill.svg). `work` is for saved states."""
 
     teacher: Path
     student: Path
@@ -359,19 +345,19 @@ class Files:
     held_out: Path | None = None
     logits: Path | None = None
     kept_layers: tuple[int, ...] | None = None
-    dtype: str = "bfloat16"  # that the result is written in
+    dtype: str = "bfloat16"  # of the result
 
 
 def distill_files(
-    files: Files,
+    files: DistillFiles,
     settings: DistillSettings,
     *,
     device: str,
     num_processes: int = 1,
     progress: Callable[[StepRecord], None] = lambda record: None,
 ) -> tuple[StepRecord, ...]:
-    """The record of a run, which is on disk when this returns. With several processes, each takes the GPU of its number (or all
-    share the CPU), and `progress` is told nothing."""
+    """Do the run that `files` describe; the records of its steps. Several processes take one GPU each, or share the CPU; then
+    `progress` is not called."""
     if num_processes < 1:
         raise ConfigError(f"num_processes={num_processes} must be at least 1", field="num_processes")
     if num_processes == 1:
@@ -381,7 +367,7 @@ def distill_files(
 
         from torch.multiprocessing.spawn import start_processes
 
-        with tempfile.TemporaryDirectory() as meeting:  # a file, no port: nobody else can join
+        with tempfile.TemporaryDirectory() as meeting:  # a file, not a port: no other process can join
             args = (files, settings, device, num_processes, f"file://{meeting}/group")
             start_processes(_worker, args=args, nprocs=num_processes, start_method="spawn")
     return tuple(StepRecord(**row) for row in json.loads((files.out / "distill.json").read_text())["history"])
@@ -389,7 +375,7 @@ def distill_files(
 
 def _worker(
     rank: int,
-    files: Files,
+    files: DistillFiles,
     settings: DistillSettings,
     device: str,
     world: int,
@@ -412,23 +398,13 @@ def _worker(
             teacher = LogitCache(files.logits, examples)
         else:
             teacher = load_dense(files.teacher, dtype=getattr(torch, settings.dtype), device=cpu)
-        kept, work = files.kept_layers, files.work
-        found = distill(
-            student,
-            teacher,
-            examples,
-            settings,
-            device=place,
-            held_out=held_out,
-            kept_layers=kept,
-            work=work,
-            progress=progress,
-        )
+        more: dict[str, Any] = {"device": place, "held_out": held_out, "kept_layers": files.kept_layers, "work": files.work}
+        found = distill(student, teacher, examples, settings, progress=progress, **more)
         if rank == 0:
             write(files.out, found, settings, dtype=getattr(torch, files.dtype))
         if meeting is not None:
-            # gloo's threads drop a collective's tensors, for which they need the interpreter, some time after it ended: a
-            # process that ended meanwhile would abort. While this process waits here they get the interpreter.
+            # gloo's threads release a collective's tensors some time after it ended, and need the interpreter for that. A
+            # process that exits meanwhile aborts. Waiting here gives them the interpreter.
             dist.barrier()
     finally:
         if meeting is not None:
@@ -436,44 +412,39 @@ def _worker(
 
 
 def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torch.dtype) -> None:
-    """The checkpoint, with the run's record and picture."""
+    """Write the checkpoint, the records and the curves."""
     with new_folder(out) as folder:
         found.model.write_into(folder, dtype=dtype)
         record = {"settings": asdict(settings), "history": [asdict(r) for r in found.history]}
         (folder / "distill.json").write_text(json.dumps(record, indent=1))
-        (folder / "distill.svg").write_text(picture(found.history))
-
-
-def picture(history: Sequence[StepRecord]) -> str:
-    """The run's curves."""
-    named = {"loss": "loss", "held-out KL": "held_out_kl", "held-out NLL": "held_out_nll"}
-    series = {
-        name: [(r.step + 1, float(getattr(r, key))) for r in history if getattr(r, key) is not None]
-        for name, key in named.items()
-    }
-    return curves(series, title="Distillation: loss of each step, and what was held out")
+        named = {"loss": "loss", "held-out KL": "held_out_kl", "held-out NLL": "held_out_nll"}
+        values = {name: [(r.step + 1, getattr(r, key)) for r in found.history] for name, key in named.items()}
+        series = {name: [(step, value) for step, value in points if value is not None] for name, points in values.items()}
+        title = "Distillation: loss of each step, and on held-out text"
+        (folder / "distill.svg").write_text(curves(series, title=title))
 
 
 def _batch(examples: Sequence[Example], device: torch.device) -> tuple[SequenceBatch, Tensor, Tensor]:
-    """(batch, weight of each token's prediction float32 [T], the tokens that follow [T])."""
+    """(batch, the weight of each position's prediction, float32 [T], the tokens to predict [T])."""
     batch = SequenceBatch.of([e.token_ids for e in examples], device)
     weights = []
     for e in examples:
         count = len(e.token_ids)
         weights.append(torch.full((count,), e.weight))
-        weights[-1][: e.num_context - 1] = 0.0  # predicts what is given
-        weights[-1][-1] = 0.0  # predicts nothing
+        weights[-1][: e.num_context - 1] = 0.0  # predicts context
+        weights[-1][-1] = 0.0  # has nothing to predict
     return batch, torch.cat(weights).to(device), batch.token_ids.roll(-1)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full(value: Tensor) -> Tensor:
+    """A sharded tensor, gathered."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """On the parameter's device, sharded as it is."""
+    """The tensor on the parameter's device, sharded like it."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     value = value.to(parameter.device)

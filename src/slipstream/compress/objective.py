@@ -1,12 +1,14 @@
-"""What a student is asked for: to give the teacher's distribution, its hidden states, its attention.
+"""The losses of distillation: the student matches the teacher's distribution, hidden states and attention.
 
-Distributions are compared in float32 at a temperature T, a few rows at a time, whose logits are computed again in the backward
-pass instead of kept. With teacher p and student q, over the vocabulary:
-    forward   Σ p log(p/q)     the student covers all that the teacher does (Hinton et al. 2015)
-    reverse   Σ q log(q/p)     it keeps to what the teacher is sure of (MiniLLM, Gu et al. 2024)
-    js        (forward of p and m + forward of q and m) / 2 with m = (p+q)/2
-times T², so that gradients stay as large whatever T is. Of a teacher whose top k logits were kept (`teacher.py`), all other
-tokens are one outcome: a lower bound of the divergence, exact where the rest weighs nothing.
+Distributions are compared in float32 at a temperature T, a few rows at a time. Logits are recomputed in the backward pass
+instead of kept. With teacher p and student q, over the vocabulary:
+
+    forward   Σ p log(p/q)     the student covers everything that the teacher does (Hinton et al. 2015)
+    reverse   Σ q log(q/p)     the student keeps to what the teacher is sure of (MiniLLM, Gu et al. 2024)
+    js        (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2
+
+Each is multiplied by T², so that the size of gradients does not depend on T. With cached top-k logits (`teacher.py`), all other
+tokens count as one outcome, which gives a lower bound of the divergence.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from slipstream.model.sequences import SequenceBatch
 from slipstream.spec.model import ModelSpec
 
 LOGITS_BYTES = 2**29
-"""Float32 logits that are there at once, the student's and as many of the teacher's."""
+"""The size of the float32 logits in memory at a time, of the student and as much of the teacher."""
 
 
 def divergence(kind: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
-    """[N] nats, of float32 log-probabilities [N, V]."""
+    """The divergence of each row in nats [N], from float32 log-probabilities [N, V]."""
     match kind:
         case "forward":
             return _kl(teacher, student)
@@ -48,7 +50,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """A teacher's likeliest tokens [N, k] and their log-probabilities float32 at the temperature they are compared at."""
+    """The teacher's k likeliest tokens [N, k] and their log-probabilities, float32, at the temperature of the loss."""
 
     ids: Tensor
     logprobs: Tensor
@@ -57,19 +59,10 @@ class TopK:
         return TopK(self.ids[rows], self.logprobs[rows])
 
     def outcomes(self, student: Tensor) -> tuple[Tensor, Tensor]:
-        """(teacher, student) log-probabilities [N, k + 1], all other tokens last; `student` is [N, V]."""
+        """(teacher, student) log-probabilities [N, k + 1]. The last outcome is all other tokens. `student` is [N, V]."""
         rest = (-self.logprobs.exp().sum(-1, keepdim=True)).clamp(min=-1 + 1e-7).log1p()
         others = student.scatter(-1, self.ids, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-100.0)
         return torch.cat((self.logprobs, rest), -1), torch.cat((student.gather(-1, self.ids), others), -1)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLosses:
-    """Sums over tokens, each with its weight: the divergence, the negative log-likelihood of what comes next, the weights."""
-
-    divergence: Tensor
-    nll: Tensor
-    weight: Tensor
 
 
 def token_losses(
@@ -82,13 +75,15 @@ def token_losses(
     vocab_size: int,
     kind: Divergence,
     temperature: float,
-) -> TokenLosses:
-    """`head` makes logits [n, V] of the student's final hidden states [N, E]; `teacher` gives its logits for some rows, or was
-    kept. `targets` [N] are the tokens that follow."""
+) -> tuple[Tensor, Tensor]:
+    """(the divergence, the negative log-likelihood of the next token), weighted sums over tokens.
+
+    `head` computes logits [n, V] from the student's final hidden states [N, E]. `teacher` computes its logits for a slice of
+    rows, or is cached. `targets` [N] are the next tokens."""
     at_once = max(1, LOGITS_BYTES // (4 * vocab_size))
     sums = [torch.zeros((), device=hidden.device) for _ in range(2)]
 
-    def some(h: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def losses_of(h: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         logits = head(h).float()
         student = (logits / temperature).log_softmax(-1)
         if isinstance(teacher, TopK):
@@ -99,22 +94,23 @@ def token_losses(
             pair = other, student
         w = weights[rows]
         found = (divergence(kind, *pair) * w).sum() * temperature**2
-        said = student if temperature == 1 else logits.log_softmax(-1)
-        return found, -(said.gather(-1, targets[rows][:, None])[:, 0] * w).sum()
+        unscaled = student if temperature == 1 else logits.log_softmax(-1)
+        return found, -(unscaled.gather(-1, targets[rows][:, None])[:, 0] * w).sum()
 
     for begin in range(0, len(hidden), at_once):
         rows = slice(begin, begin + at_once)
         part = hidden[rows]
-        parts = checkpoint(some, part, rows, use_reentrant=False) if torch.is_grad_enabled() else some(part, rows)
+        recompute = torch.is_grad_enabled()
+        parts = checkpoint(losses_of, part, rows, use_reentrant=False) if recompute else losses_of(part, rows)
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
-    return TokenLosses(sums[0], sums[1], weights.sum())
+    return sums[0], sums[1]
 
 
 # --- Hidden states and attention --------------------------------------------------------------------------------------
 
 
 class TappedOps(AutogradOps):
-    """`tap(q, kv, meta, scoring)` sees every attention while it is set."""
+    """Calls `tap(q, kv, meta, scoring)` before every attention, if it is set."""
 
     def __init__(self) -> None:
         self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, AttentionParams], None] | None = None
@@ -126,7 +122,7 @@ class TappedOps(AutogradOps):
 
 
 def attention_weights(q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Sequence[int]) -> list[Tensor]:
-    """For each sequence float32 [H, n, n]: what each token looks at, as `OpSet.attention` weighs it."""
+    """The attention weights of each sequence, float32 [H, n, n], as `OpSet.attention` computes them."""
     found = []
     for i, part in enumerate(q.split(list(lengths))):
         n, num_heads, _ = part.shape
@@ -146,33 +142,33 @@ def attention_weights(q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Seque
 
 
 @dataclass(slots=True)
-class Seen:
-    """What one pass leaves for matching, by layer."""
+class LayerOutputs:
+    """What one pass computes in some layers, by layer."""
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
-    attention: dict[int, tuple[Tensor, LayerKV, AttentionParams]]  # what `attention_weights` takes
+    attention: dict[int, tuple[Tensor, LayerKV, AttentionParams]]  # arguments of `attention_weights`
 
     @classmethod
-    def watch(
+    def record(
         cls, ops: TappedOps, batch: SequenceBatch, layers: Sequence[int], *, attention: bool
-    ) -> tuple[Seen, Callable[[int, Tensor], None]]:
-        """(to be filled, the `each` of `WholeModel.hidden`). The pass that fills it is the next; the tap must be off when it is
-        computed again."""
-        seen, now = cls(batch.lengths, {}, {}), 0
+    ) -> tuple[LayerOutputs, Callable[[int, Tensor], None]]:
+        """(an object that the next pass fills, the `each` for its `WholeModel.hidden`). Set `ops.tap` to None before the pass
+        is recomputed."""
+        outputs, now = cls(batch.lengths, {}, {}), 0
 
         def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, scoring: AttentionParams) -> None:
             if now in layers:
-                seen.attention[now] = q, kv, scoring
+                outputs.attention[now] = q, kv, scoring
 
         def each(i: int, state: Tensor) -> None:
             nonlocal now
             now = i
             if i - 1 in layers:
-                seen.states[i - 1] = state
+                outputs.states[i - 1] = state
 
         ops.tap = tap if attention else None
-        return seen, each
+        return outputs, each
 
     def weights(self, layer: int) -> list[Tensor]:
         q, kv, scoring = self.attention[layer]
@@ -182,8 +178,8 @@ class Seen:
 class Matching(nn.Module):
     """Learned maps from the student's sizes to the teacher's, for pairs (student's layer, teacher's layer).
 
-    States: a linear map of each pair's, and the squared error of a token over its square (after TinyBERT, Jiao et al. 2020,
-    Eq. 8). Attention: each of the teacher's heads from a learned mixture of the student's, and the KL of what a token looks at.
+    States: a linear map for each pair, and each token's squared error relative to its square (after TinyBERT, Jiao et al. 2020,
+    Eq. 8). Attention: a learned mixture of the student's heads for each of the teacher's, and the KL of the attention weights.
     """
 
     def __init__(self, student: ModelSpec, teacher: ModelSpec, pairs: Sequence[tuple[int, int]], *, attention: bool) -> None:
@@ -194,13 +190,12 @@ class Matching(nn.Module):
         self.mixtures = nn.ParameterList()
         for s, t in pairs if attention else ():
             heads, others = student.layers[s].attention.num_heads, teacher.layers[t].attention.num_heads
-            near = torch.arange(others) * heads // others  # a head begins as its nearest
+            near = torch.arange(others) * heads // others  # each head begins as the nearest one
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())
 
-    def forward(self, student: Seen, teacher: Seen) -> tuple[Tensor, Tensor]:
-        """(states, attention): sums over tokens, means over pairs and heads; 0 for what is not matched."""
-        zero = self.maps[0].new_zeros(())
-        states, looks = zero, zero
+    def forward(self, student: LayerOutputs, teacher: LayerOutputs) -> tuple[Tensor, Tensor]:
+        """(states, attention): sums over tokens, means over pairs and heads. Attention is 0 if it is not matched."""
+        states = attention = self.maps[0].new_zeros(())
         for i, (s, t) in enumerate(self.pairs):
             wanted = teacher.states[t].detach().float()
             error = (student.states[s].float() @ self.maps[i].T - wanted).square().sum(-1)
@@ -209,12 +204,12 @@ class Matching(nn.Module):
                 mix = self.mixtures[i].softmax(-1)
                 for ours, theirs in zip(student.weights(s), teacher.weights(t), strict=True):
                     mixed = torch.einsum("ts,snl->tnl", mix, ours)
-                    looks = looks + F.kl_div((mixed + 1e-9).log(), theirs.detach(), reduction="sum") / len(mix)
-        return states / len(self.pairs), looks / len(self.pairs)
+                    attention = attention + F.kl_div((mixed + 1e-9).log(), theirs.detach(), reduction="sum") / len(mix)
+        return states / len(self.pairs), attention / len(self.pairs)
 
 
 def layer_pairs(student: int, teacher: int, kept: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Each of the student's layers with the teacher's that it was, or, if it was none, that stands as deep."""
+    """(student's layer, teacher's layer) for each of the student's: the layer it came from, or the one at the same depth."""
     if kept is not None:
         return list(enumerate(kept))
     return [(i, (i + 1) * teacher // student - 1 if student <= teacher else i * teacher // student) for i in range(student)]

@@ -1,4 +1,4 @@
-"""The receipt as one page of HTML: no scripts, nothing fetched, pictures drawn as SVG in place. Text from models is escaped."""
+"""Renders the report as one HTML page with inline SVG, without scripts or external resources. Text from models is escaped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.environment import plain
+from slipstream.plan.environment import plain
 
 WIDTH, HEIGHT = 900, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
-"""Of a plot, in SVG units: the whole, and the margins that hold its labels."""
+"""The size of a plot in SVG units, and its margins."""
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The page for `Report.document`."""
+    """The page of a `Report.document`."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -25,10 +25,7 @@ def render(document: Mapping[str, Any]) -> str:
     environment.filters |= {"size": size, "percent": percent, "number": number}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     a, b = document["original"], document["compressed"]
-    sizes = [
-        ("on disk", a["file_bytes"], b["file_bytes"]),
-        ("in memory", a["weights_bytes"], b["weights_bytes"]),
-    ]
+    sizes = [("on disk", a["file_bytes"], b["file_bytes"]), ("in memory", a["weights_bytes"], b["weights_bytes"])]
     speeds = [
         (f"{batch} at once", value, b["tokens_per_s"][batch])
         for batch, value in a["tokens_per_s"].items()
@@ -46,7 +43,7 @@ def render(document: Mapping[str, Any]) -> str:
     )
 
 
-# --- Numbers for people -----------------------------------------------------------------------------------------------
+# --- Formatting -------------------------------------------------------------------------------------------------------
 
 
 def size(num_bytes: float) -> str:
@@ -61,17 +58,17 @@ def percent(share: float, digits: int = 2) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits that matter."""
+    """Four significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}" if abs(value) >= 1e-4 else f"{value:.2e}"
 
 
-# --- Pictures ---------------------------------------------------------------------------------------------------------
+# --- Plots ------------------------------------------------------------------------------------------------------------
 
 
 def histogram(kl: Mapping[str, Any]) -> str:
-    """The share of tokens by their KL, on a logarithmic axis, with the mean and p99 marked."""
+    """The share of tokens by KL, on a logarithmic axis, with mean and p99."""
     edges, counts = kl["edges"], kl["histogram"]
     low, high = math.log10(edges[0]), math.log10(edges[-1])
     total, most = sum(counts) or 1, max(counts) or 1
@@ -102,7 +99,7 @@ def histogram(kl: Mapping[str, Any]) -> str:
 
 
 def layers(found: Sequence[Mapping[str, Any]]) -> str:
-    """Bars: each layer's own error. Dots: the residual's after it."""
+    """Bars are the layers' own errors, dots the errors of the residual after them."""
     most = max(max(layer["own"], layer["state"]) for layer in found) or 1.0
     step = (WIDTH - LEFT - RIGHT) / len(found)
     every = max(1, -(-len(found) // 30))
@@ -127,7 +124,7 @@ def layers(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, float, float]], show: Any) -> str:
-    """Two bars for each row, the original's above the compressed one's."""
+    """Two bars for each row: original above compressed."""
     most = max(max(a, b) for _, a, b in rows) or 1.0
     width, bar, gap, left = 430, 15, 16, 78
     parts = []
@@ -143,7 +140,7 @@ def pairs(rows: Sequence[tuple[str, float, float]], show: Any) -> str:
 
 
 def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
-    most = f"max-width:{width}px"  # letters of one size in all pictures
+    most = f"max-width:{width}px"  # the same font size in all plots
     return f'<svg viewBox="0 0 {width} {height}" style="{most}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 

@@ -1,8 +1,8 @@
-"""A recipe from a model to a folder: first what changes the model's shape (prune, distil), then what changes its layers'
-numbers (`run.py`), which reads what the first part left as it would any checkpoint.
+"""The first part of a recipe: prune and distil, which change the model's shape. The second part, `run.py`, reads the resulting
+checkpoint like any other.
 
-The first part keeps its results in a folder beside the result, so that an interrupted run goes on: a pruned student is not
-pruned again, and training goes on from its last saved step.
+The first part keeps its results in a folder beside the result, so that an interrupted run can continue: the student is not
+pruned again, and training continues from its last saved step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ import torch
 
 from slipstream.compress.checkpoint import claim, fingerprint
 from slipstream.compress.dense import DenseModel, load_dense
-from slipstream.compress.distill import Files, StepRecord, distill_files
+from slipstream.compress.distill import DistillFiles, StepRecord, distill_files
 from slipstream.compress.planning import calibration
 from slipstream.compress.prune import prune, pruned_spec
 from slipstream.compress.recipe import RECIPE_NAME, Recipe
 from slipstream.compress.steps import Distill, PruneSettings
-from slipstream.compress.teacher import Example, cache_logits, teacher_examples, text_examples, write_examples
+from slipstream.compress.teacher import (
+    Example,
+    cache_logits,
+    read_examples,
+    teacher_examples,
+    text_examples,
+    write_examples,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
-from slipstream.evals.text import TextSettings, calibration_windows, read_documents, read_windows
+from slipstream.evals.text import Part, TextSettings, calibration_windows, read_documents, read_windows
 from slipstream.model.save import check_writable, new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
@@ -36,8 +43,8 @@ BATCH_TOKENS = 2048
 """Tokens that go through a model together while it is measured."""
 
 
-def rest(recipe: Recipe) -> Recipe | None:
-    """The second part of a recipe, if it has one. ConfigError if the parts are in each other's way."""
+def layer_recipe(recipe: Recipe) -> Recipe | None:
+    """The second part of a recipe, if it has one. ConfigError if the steps are in the wrong order."""
     kinds = [isinstance(step, (PruneSettings, Distill)) for step in recipe.steps]
     names = [type(step).__name__ for step in recipe.steps]
     others = [step for step, first in zip(recipe.steps, kinds, strict=True) if not first]
@@ -45,19 +52,19 @@ def rest(recipe: Recipe) -> Recipe | None:
     if acting and any(kinds[acting[0] :]):
         raise ConfigError("prune and distill come before the steps that round or zero weights", field="steps")
     if "Distill" in names and "PruneSettings" in names and names.index("Distill") < names.index("PruneSettings"):
-        raise ConfigError("distill comes after prune: it wins back what pruning lost", field="steps")
+        raise ConfigError("distill comes after prune: it recovers what pruning lost", field="steps")
     if "Distill" in names and "PruneSettings" not in names:
-        raise ConfigError("distill has nothing to win back: prune before it", field="steps")
+        raise ConfigError("distill has nothing to recover: prune before it", field="steps")
     return Recipe(steps=tuple(others), name=recipe.name) if acting else None
 
 
-def shape_after(source: ModelDescription, recipe: Recipe) -> ModelSpec:
-    """The spec of what the first part leaves, from sizes alone."""
+def reshaped_spec(source: ModelDescription, recipe: Recipe) -> ModelSpec:
+    """The spec after the first part, found without weights."""
     check_writable(source)
-    rest(recipe)
+    layer_recipe(recipe)
     settings = recipe.one(PruneSettings)
-    spec: ModelSpec = pruned_spec(source.family, huggingface_config(source), source.spec, settings)
-    return spec
+    assert settings is not None, "`layer_recipe` refuses others"
+    return pruned_spec(source.family, huggingface_config(source), source.spec, settings)
 
 
 def reshape(
@@ -70,28 +77,28 @@ def reshape(
     download_dir: str | None = None,
     say: Say = lambda text: None,
 ) -> ModelDescription:
-    """Carry out the first part; the description of a dense checkpoint in the work folder, `.OUT.reshaped`. `publish` makes it
-    the result, `clean` removes the folder."""
-    shape_after(source, recipe)
+    """Carry out the first part. The result is the description of a dense checkpoint in the work folder, `.OUT.reshaped`.
+    `publish` makes it the result of the recipe, `clean` removes the folder."""
+    reshaped_spec(source, recipe)
     work = work_folder(out)
     claim(work, out, {"recipe": recipe.as_data(), "source": fingerprint(source)}, restart=restart)
     student = work / "student"
     if not student.is_dir():
         say("pruning")
         _prune(source, recipe, student, device, download_dir)
-    distill: Distill | None = recipe.one(Distill)
+    distill = recipe.one(Distill)
     if distill is None:
         return read_spec(student)
     done = work / "distilled"
     if not done.is_dir():
-        say("reading what to learn from")
+        say("preparing training data")
         files = _prepare(source, distill, work, device, download_dir)
 
-        def told(record: StepRecord) -> None:
+        def report(record: StepRecord) -> None:
             held = "" if record.held_out_kl is None else f", held-out KL {record.held_out_kl:.4f}"
             say(f"distilling: step {record.step + 1} of {distill.num_steps}, loss {record.loss:.4f}{held}")
 
-        distill_files(files, distill, device=str(device), num_processes=distill.num_processes, progress=told)
+        distill_files(files, distill, device=str(device), num_processes=distill.num_processes, progress=report)
     return read_spec(done)
 
 
@@ -100,7 +107,7 @@ def work_folder(out: Path) -> Path:
 
 
 def publish(made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]) -> None:
-    """Make the first part's checkpoint the result; `finish` sees it before, and may raise."""
+    """Make the first part's checkpoint the result. `finish` gets the folder before, and may raise."""
     with new_folder(out) as folder:
         shutil.copytree(made.path, folder, dirs_exist_ok=True)
         (folder / RECIPE_NAME).write_text(json.dumps(recipe.as_data(), indent=2) + "\n")
@@ -113,13 +120,14 @@ def clean(out: Path) -> None:
 
 
 def batches(windows: list[tuple[int, ...]], device: torch.device) -> list[SequenceBatch]:
-    """Whole windows, as many together as `BATCH_TOKENS` hold."""
+    """Batches of whole windows, of at most `BATCH_TOKENS` tokens."""
     count = max(1, BATCH_TOKENS // max((len(w) for w in windows), default=1))
     return [SequenceBatch.of(windows[i : i + count], device) for i in range(0, len(windows), count)]
 
 
 def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torch.device, download_dir: str | None) -> None:
-    settings: PruneSettings = recipe.one(PruneSettings)
+    settings = recipe.one(PruneSettings)
+    assert settings is not None
     model = load_dense(source.path, dtype=torch.float32, device=device)
     text = calibration(recipe)
     windows: list[tuple[int, ...]] = []
@@ -127,7 +135,7 @@ def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torc
         context = min(text.context, source.spec.max_position)
         windows = calibration_windows(
             text.text,
-            tokenizer=Tokenizer.from_pretrained(source.path),
+            tokenizer=Tokenizer.for_model(source),
             num_windows=text.num_windows,
             context=context,
             download_dir=download_dir,
@@ -140,7 +148,7 @@ def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torc
 
 
 def _written(source: ModelDescription, recipe: Recipe) -> torch.dtype:
-    """What goes on to be trained keeps float32."""
+    """The type of the pruned checkpoint: float32 if it will be trained."""
     if recipe.one(Distill) is not None:
         return torch.float32
     found = getattr(torch, source.dtype, None)
@@ -149,33 +157,29 @@ def _written(source: ModelDescription, recipe: Recipe) -> torch.dtype:
 
 def _prepare(
     source: ModelDescription, settings: Distill, work: Path, device: torch.device, download_dir: str | None
-) -> Files:
-    """The examples, and the teacher's logits if they are to be kept."""
-    tokenizer = Tokenizer.from_pretrained(source.path)
+) -> DistillFiles:
+    """Write the examples, and the teacher's logits if the recipe caches them."""
+    tokenizer = Tokenizer.for_model(source)
     context = min(settings.context, source.spec.max_position)
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
+
+    def windows(part: Part, count: int) -> list[Example]:
+        """Also windows of short documents, since examples may differ in length."""
+        asked = TextSettings(source=settings.text, part=part, context=context, stride=context, num_windows=count)
+        return text_examples(w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir))
+
     if not train.is_file():
-        examples: list[Example] = []
-        if settings.num_windows:
-            # Short documents too: a step's examples need not be of one length.
-            asked = TextSettings(
-                source=settings.text, part="calibration", context=context, stride=context, num_windows=settings.num_windows
+        examples = windows("calibration", settings.num_windows) if settings.num_windows else []
+        if len(examples) < settings.num_windows:
+            raise ConfigError(
+                f"the calibration part of {settings.text} gives {len(examples)} windows, not {settings.num_windows}; ask for "
+                "fewer or shorter ones, or give more text",
+                field="num_windows",
             )
-            windows = [w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir)]
-            if len(windows) < settings.num_windows:
-                raise ConfigError(
-                    f"the calibration part of {settings.text} gives {len(windows)} windows, not {settings.num_windows}; ask "
-                    "for fewer or shorter ones, or give more text",
-                    field="num_windows",
-                )
-            examples += text_examples(windows)
         if settings.num_answers:
             examples += _answers(source, settings, device, context, download_dir)
         if settings.held_out:
-            where = TextSettings(
-                source=settings.text, context=context, stride=context, num_windows=settings.held_out
-            )
-            write_examples(held, text_examples(w.token_ids for w in read_windows(where, tokenizer, download_dir=download_dir)))
+            write_examples(held, windows("evaluation", settings.held_out))
         write_examples(train, examples)
     about = json.loads((work / "student" / "slipstream-pruned.json").read_text())
     logits = None
@@ -183,7 +187,7 @@ def _prepare(
         logits = work / "logits"
         if not logits.is_dir():
             _keep_logits(source, settings, train, logits, device)
-    return Files(
+    return DistillFiles(
         teacher=source.path,
         student=work / "student",
         examples=train,
@@ -199,13 +203,13 @@ def _prepare(
 def _answers(
     source: ModelDescription, settings: Distill, device: torch.device, context: int, download_dir: str | None
 ) -> list[Example]:
-    """The first questions of the calibration part that leave room for an answer, with what the teacher says."""
+    """The teacher's answers to the first questions of the calibration text that leave room for an answer."""
     from slipstream.engine.llm import LLM
 
     questions: list[str] = []
     for document in read_documents(settings.text, "calibration", download_dir=download_dir):
         asked = next((content for role, content in document.turns if role == "user"), None)
-        if asked is not None and len(asked) <= context:  # a token is a character at the least
+        if asked is not None and len(asked) <= context:  # a token has at least one character
             questions.append(asked)
         if len(questions) == settings.num_answers:
             break
@@ -227,14 +231,10 @@ def _answers(
 
 
 def _keep_logits(source: ModelDescription, settings: Distill, train: Path, folder: Path, device: torch.device) -> None:
-    from slipstream.compress.teacher import read_examples
-
     assert settings.top_k is not None
     examples = read_examples(train)
     dtype = getattr(torch, settings.dtype)
     teacher: DenseModel = load_dense(source.path, dtype=dtype, device=device)
     longest = max(len(e.token_ids) for e in examples)
     model = WholeModel(teacher.spec, teacher.parameters, max_len=longest).requires_grad_(False)
-    cache_logits(
-        model, examples, folder, k=settings.top_k, temperature=settings.temperature, device=device, dtype=dtype
-    )
+    cache_logits(model, examples, folder, k=settings.top_k, temperature=settings.temperature, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
-"""What a recipe means for a model: which products are rounded or get zeros, in which form, and what the checkpoint will weigh.
+"""Plans a recipe for a model: which products are rounded or sparsified, in which format, and how large the checkpoint will be.
 
-Everything that can be known without weights is checked here, before any is loaded.
+Everything that can be checked without weights is checked here, before any are loaded.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -25,13 +26,13 @@ from slipstream.spec.scheme import WeightFormat
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "experts.down", "shared.up", "shared.down")
-"""A layer's products in the order in which they are rounded."""
+"""A layer's products in the order in which they are compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedProduct:
-    """`settings` None: it is not rounded. Before a budget of bits is spent `fmt` has the number of bits that is next to it.
-    `sparse`: it gets zeros."""
+class PlannedWeight:
+    """The weight [rows, inner] of a product. It is rounded to `fmt` by `settings`, or not if these are None. Until a budget of
+    bits is allocated, `fmt` has the choice nearest to its average. `sparse`: it is sparsified."""
 
     name: str
     rows: int
@@ -40,12 +41,19 @@ class PlannedProduct:
     fmt: WeightFormat | None
     sparse: bool = False
 
+    @property
+    def rounding(self) -> tuple[Quantize, WeightFormat]:
+        """(settings, format) of a weight that is rounded."""
+        assert self.settings is not None
+        assert self.fmt is not None
+        return self.settings, self.fmt
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a recipe means for a model. Bytes are those of the tensors in the checkpoint."""
+class CompressionPlan:
+    """A recipe applied to a model. Bytes are those of the checkpoint's tensors."""
 
-    products: tuple[PlannedProduct, ...]
+    weights: tuple[PlannedWeight, ...]
     bytes_before: int
     bytes_after: int
     scale_bytes: int
@@ -53,30 +61,29 @@ class Plan:
 
     @property
     def formats(self) -> dict[str, WeightFormat]:
-        """By the names of weights."""
-        return {f"{p.name}.weight": p.fmt for p in self.products if p.fmt is not None}
+        """The formats of rounded weights, by parameter name."""
+        return {f"{w.name}.weight": w.fmt for w in self.weights if w.fmt is not None}
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the products that are rounded, scales and zero points included."""
-        done = [p for p in self.products if p.fmt is not None]
-        num_bytes = sum(p.fmt.num_bytes(p.rows, p.inner, self.scale_bytes) for p in done if p.fmt is not None)
-        return 8 * num_bytes / max(1, sum(p.rows * p.inner for p in done))
+        """The mean over rounded weights, scales and zero points included."""
+        done = [(w, w.fmt) for w in self.weights if w.fmt is not None]
+        num_bytes = sum(fmt.num_bytes(w.rows, w.inner, self.scale_bytes) for w, fmt in done)
+        return 8 * num_bytes / max(1, sum(w.rows * w.inner for w, _ in done))
 
 
-def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None) -> Plan:
-    """ConfigError or UnsupportedModelError if the recipe can't be carried out on the model. `bits` are a budget's, by
-    product."""
+def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None) -> CompressionPlan:
+    """Apply the recipe; `bits` are those that a budget allocated, by product. ConfigError or UnsupportedModelError if the
+    recipe can't be carried out on the model."""
     check_writable(source)
-    quantize: Quantize | None = recipe.one(Quantize)
-    sparsify: Sparsify | None = recipe.one(Sparsify)
+    quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)
     if recipe.one(Rotate) is not None:
         rotate.check(source.spec)
         source = rotate.untied(source)
     shapes, spec = parameters(source.spec), source.spec
     element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
-    products = []
+    weights = []
     for name, (rows, inner) in _product_shapes(source).items():
         settings = None if quantize is None else quantize.of(name)
         fmt = None
@@ -86,42 +93,43 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
             else:
                 fmt = settings.format(inner, bits[name] if bits is not None else settings.bits.nearest)
         sparse = sparsify is not None and sparsify.takes(name)
-        products.append(PlannedProduct(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse))
+        weights.append(PlannedWeight(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse))
+    names = [w.name for w in weights]
     if sparsify is not None:
-        _check_patterns(sparsify.ignore, [p.name for p in products])
-        if not any(p.sparse for p in products):
+        _check_patterns(sparsify.ignore, names)
+        if not any(w.sparse for w in weights):
             raise ConfigError("the recipe leaves no product to be sparsified; ignore fewer", field="ignore")
         if recipe.one(QAT) is not None:
             raise ConfigError("qat would fill the zeros again; leave one of them out", field="qat")
         if recipe.one(Rotate) is not None and sparsify.ratios == "outliers":
-            raise ConfigError("a rotation takes the outliers away; take ratios='uniform'", field="ratios")
-        for product in products:
-            if product.sparse and sparsify.pattern is not None:
-                check_inner(product.inner, sparsify.pattern)
-            if product.sparse and product.settings is not None:
-                _check_together(sparsify, product.settings)
+            raise ConfigError("a rotation removes the outliers; use ratios='uniform'", field="ratios")
+        for weight in weights:
+            if weight.sparse and sparsify.pattern is not None:
+                check_inner(weight.inner, sparsify.pattern)
+            if weight.sparse and weight.settings is not None:
+                _check_together(sparsify, weight.settings)
     if quantize is not None:
-        patterns = (*quantize.ignore, *quantize.overrides)
-        _check_patterns(patterns, [p.name for p in products])
-        if not any(p.fmt for p in products):
+        _check_patterns((*quantize.ignore, *quantize.overrides), names)
+        if not any(w.fmt for w in weights):
             raise ConfigError("the recipe leaves no product to be rounded; ignore fewer", field="ignore")
         if quantize.head and spec.tied_embeddings:
             raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
-        Names(source).check(f"{p.name}.weight" for p in products if p.fmt is not None)
-        _check_parallel(spec.layers, {p.name: p.fmt for p in products})
+        Names(source).check(f"{w.name}.weight" for w in weights if w.fmt is not None)
+        _check_parallel(spec.layers, {w.name: w.fmt for w in weights})
     before = sum(math.prod(shape) for shape in before_shapes.values()) * element
     after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(
-        p.fmt.num_bytes(p.rows, p.inner, element) - p.rows * p.inner * element for p in products if p.fmt is not None
+        w.fmt.num_bytes(w.rows, w.inner, element) - w.rows * w.inner * element for w in weights if w.fmt is not None
     )
     trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
     needs = any(step is not None and step.needs_text for step in (quantize, sparsify)) or trained
-    return Plan(products=tuple(products), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs)
+    return CompressionPlan(
+        weights=tuple(weights), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs
+    )
 
 
 def calibration(recipe: Recipe) -> Calibrate:
-    """The recipe's, or the default."""
-    found: Calibrate | None = recipe.one(Calibrate)
-    return found or Calibrate()
+    """The recipe's calibration text, or the default."""
+    return recipe.one(Calibrate) or Calibrate()
 
 
 def _product_shapes(source: ModelDescription) -> dict[str, tuple[int, int]]:
@@ -134,8 +142,6 @@ def _product_shapes(source: ModelDescription) -> dict[str, tuple[int, int]]:
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    from fnmatch import fnmatchcase
-
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
@@ -145,7 +151,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]) -> None:
-    """Two products that read one norm's result need it in one form."""
+    """Products that read the same norm's output must round their inputs alike."""
     for i, layer in enumerate(layers):
         if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
             forms = {
@@ -158,7 +164,7 @@ def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFor
 
 
 def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
-    """Rounding must leave zeros where they are."""
+    """Rounding must leave zeros as they are."""
     together = sparsify.method == "sparsegpt" and quantize.rounding == "gptq"
     if quantize.rounding != "nearest" and not together:
         raise ConfigError(
@@ -166,4 +172,4 @@ def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
             field="rounding",
         )
     if not isinstance(quantize.bits, int):
-        raise ConfigError("a budget of bits knows nothing of zeros; say how many bits, or leave sparsify out", field="bits")
+        raise ConfigError("a budget of bits does not go with sparsify: give a number of bits or drop sparsify", field="bits")

@@ -1,17 +1,18 @@
-"""Structured pruning: heads (whole kv groups), MLP channels, layers and the hidden width are taken out, and an ordinary,
-smaller dense checkpoint is left.
+"""Structured pruning: removes heads (whole kv groups), MLP channels, layers and hidden dimensions. The result is an ordinary,
+smaller dense checkpoint.
 
-Importance of units, summed over all weights of a unit:
-    magnitude    w²: needs no text
-    activation   (w · ‖x‖)² over the weights that read the unit, x its activations on calibration text (Wanda's measure, Sun et
-                 al. 2024, over structures)
-    taylor       |w · ∂L/∂w|, a batch at a time: the first-order change of the loss (LLM-Pruner, Ma et al. 2023, Eq. 5)
-    wactigrad    |w| · ‖x‖ · |∂L/∂w| over the weights that read the unit (in the manner of WActiGrad, Chitty-Venkata et al.
-                 2024)
-Layers go by block influence, 1 − cos(what goes in, what comes out) (ShortGPT, Men et al. 2024, Eq. 1).
+The importance of a unit is a sum over its weights:
 
-Where the hidden width shrinks, each norm's weight is scaled so that what stays comes out as large as before: the share of the
-energy that went is measured on the text, or taken to be none without. What is lost is for `distill.py` to win back.
+    magnitude    w²; needs no text activation   (w · ‖x‖)² of the weights that read the unit, x its activations on calibration
+    text (Wanda's measure, Sun et al.
+                 2024, for structures)
+    taylor       |w · ∂L/∂w| for each batch: the first-order change of the loss (LLM-Pruner, Ma et al. 2023, Eq. 5)
+    wactigrad    |w| · ‖x‖ · |∂L/∂w| of the weights that read the unit (after WActiGrad, Chitty-Venkata et al. 2024)
+
+Layers are ranked by block influence, 1 − cos(input, output) (ShortGPT, Men et al. 2024, Eq. 1).
+
+If the hidden width shrinks, norms' weights are scaled so that the dimensions that stay keep their size. For this the removed
+share of Σx² is measured on the text; without text it is taken to be 0. `distill.py` recovers what pruning lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from slipstream.compress.structure import (
     cut_parameters,
     cut_spec,
     num_units,
-    pieces,
+    split_experts,
 )
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.autograd import WatchedOps
@@ -50,18 +51,17 @@ NEEDS_GRADIENTS = ("taylor", "wactigrad")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What calibration text shows, by piece (`structure.pieces`): Σ x² over tokens of a product's inputs and of what a norm
-    norms, Σ |w · g| over batches, and each layer's block influence."""
+    """Measurements on calibration text. The first three are by name of `structure.split_experts`, in float32."""
 
-    energy: dict[str, Tensor] = field(default_factory=dict)  # float32 [in]
-    taylor: dict[str, Tensor] = field(default_factory=dict)  # float32, as the piece
-    gradient: dict[str, Tensor] = field(default_factory=dict)  # Σ |g|, float32, as the piece
-    influence: list[float] = field(default_factory=list)
+    energy: dict[str, Tensor] = field(default_factory=dict)  # Σ x² over tokens, of the inputs of a product or norm [in]
+    taylor: dict[str, Tensor] = field(default_factory=dict)  # Σ |w · g| over batches, the shape of the weight
+    gradient: dict[str, Tensor] = field(default_factory=dict)  # Σ |g| over batches, the shape of the weight
+    influence: list[float] = field(default_factory=list)  # block influence by layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """The smaller model. `kept` are places in the original, `influence` is of the original's layers (empty if not measured)."""
+    """The smaller model. `kept` are indices in the original. `influence` is of the original's layers, empty if not measured."""
 
     model: DenseModel
     kept: Kept
@@ -75,8 +75,8 @@ def prune(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pruned:
-    """The model made smaller (in float32 where gradients are wanted). `batches` of calibration text are needed unless
-    `settings.needs_text` is False."""
+    """Prune the model, which must be in float32 if the importance takes gradients. `batches` of calibration text are needed
+    unless `settings.needs_text` is False."""
     settings.check()
     if settings.needs_text and not batches:
         raise ConfigError(f"importance={settings.importance!r} and ranked layers need calibration text", field="text")
@@ -98,13 +98,11 @@ def prune(
 
 
 def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings) -> ModelSpec:
-    """What would be left: its sizes are known without weights. UnsupportedModelError or ConfigError if such a model could not
-    be written or would be empty."""
+    """The spec of the pruned model, found without weights. UnsupportedModelError or ConfigError if such a model could not be
+    written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
-        raise ConfigError(
-            f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers"
-        )
+        raise ConfigError(f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers")
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if not layers:
         raise ConfigError("drop_layers names every layer; at least one must stay", field="drop_layers")
@@ -150,7 +148,7 @@ def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSet
 
 
 def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
-    """How many units stay, of the kinds that lose any. A share that rounds to nothing is refused, not ignored."""
+    """How many units stay, of the kinds that lose any. ConfigError if a share rounds to none."""
     shares = {"heads": settings.heads, "channels": settings.channels, "shared": settings.channels, "hidden": settings.hidden}
     found, asked = {}, {kind for kind, share in shares.items() if share > 0 and kind != "shared"}
     for key, whole in num_units(spec).items():
@@ -167,7 +165,7 @@ def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
 
 
 def _count(whole: int, share: float, multiple: int) -> int:
-    """How many stay: the nearest multiple, at least one."""
+    """How many units stay: the nearest multiple, at least one."""
     if share == 0.0:
         return whole
     return min(whole, max(multiple, round(whole * (1.0 - share) / multiple) * multiple))
@@ -184,9 +182,9 @@ def measure(
     gradients: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
-    """One pass over the text, with `gradients` a backward pass too (of the mean loss of each batch)."""
+    """Run the text once, with `gradients` also a backward pass of each batch's mean loss."""
     found = Measured()
-    parts = pieces(spec, parameters)
+    parts = split_experts(spec, parameters)
     names = {part.data_ptr(): name for name, part in parts.items()}
     influence = torch.zeros(spec.num_layers)
     before: Tensor | None = None
@@ -217,7 +215,7 @@ def measure(
             watched.zero_grad(set_to_none=True)
             next_token_loss(logits, batch).backward()
             grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in watched.named_parameters()}
-            for name, grad in pieces(spec, grads).items():
+            for name, grad in split_experts(spec, grads).items():
                 g = grad.float().abs()
                 for into, value in ((found.gradient, g), (found.taylor, g * parts[name].float().abs())):
                     into[name] = into[name] + value if name in into else value
@@ -228,7 +226,7 @@ def measure(
 
 
 def next_token_loss(logits: Tensor, batch: SequenceBatch) -> Tensor:
-    """The mean negative log-likelihood of each token but the first of a sequence; logits [T, V]."""
+    """The mean negative log-likelihood of all tokens but the first of each sequence; logits [T, V]."""
     scored = ~batch.starts()[1:]
     return F.cross_entropy(logits[:-1][scored].float(), batch.token_ids[1:][scored])
 
@@ -236,16 +234,16 @@ def next_token_loss(logits: Tensor, batch: SequenceBatch) -> Tensor:
 def importances(
     spec: ModelSpec, parameters: Mapping[str, Tensor], importance: Importance, measured: Measured
 ) -> dict[Units, Tensor]:
-    """float32 [units] for each kind of units."""
+    """The importance of each unit, float32 [units], by kind."""
     found = {key: torch.zeros(count) for key, count in num_units(spec).items()}
-    for name, weight in pieces(spec, parameters).items():
+    for name, weight in split_experts(spec, parameters).items():
         of = axes(spec, name)
         if importance == "magnitude":
             score = weight.detach().float().square()
         elif importance == "taylor":
             score = measured.taylor[name]
         else:
-            # Only who reads a unit says what it is worth: nothing, if all its readers' weights are 0.
+            # Only the weights that read a unit count: if they are all 0, the unit has no effect.
             if weight.dim() == 1 or name not in measured.energy:
                 continue
             score = weight.detach().float().square() * measured.energy[name]
@@ -265,11 +263,11 @@ def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
     found[units].index_add_(0, unit_of[counted], score.cpu()[counted])
 
 
-# --- The width --------------------------------------------------------------------------------------------------------
+# --- Hidden width -----------------------------------------------------------------------------------------------------
 
 
 def _keep_scale(spec: ModelSpec, values: dict[str, Tensor], kept: Kept, measured: Measured) -> None:
-    """Scale the weights of the norms over the hidden width, in place: normed x is x/√(Σx²/n), and both Σ and n shrink."""
+    """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink."""
     stays = kept.units[HIDDEN]
     number = {old: new for new, old in enumerate(kept.layers)}
     norms = {name: n for name, n in (("final_norm", spec.final_norm), ("embed_norm", spec.embed_norm)) if n is not None}
@@ -287,8 +285,8 @@ def _keep_scale(spec: ModelSpec, values: dict[str, Tensor], kept: Kept, measured
 
 
 def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tensor]) -> None:
-    """Embeddings are scaled by the root of the width in some families: the table takes up the difference, and the final norm
-    what a tied head would make of that."""
+    """Some families scale embeddings by the root of the width. The embedding table is scaled to undo the difference, and the
+    final norm to undo what that does to a tied head."""
     ratio = wanted.embed_scale / read.embed_scale
     if ratio == 1.0:
         return
@@ -301,5 +299,3 @@ def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tens
         weight.copy_((weight.float() + norm.weight_offset) / ratio - norm.weight_offset)
         if norm.bias:
             values["final_norm.bias"].div_(ratio)
-
-

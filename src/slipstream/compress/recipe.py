@@ -1,14 +1,17 @@
-"""Recipes: what is done to a checkpoint, as data. No torch.
+"""Recipes: the steps of a compression, as data. No torch.
 
-A recipe is a list of steps, in YAML or in Python; each is the step's name alone or with its settings:
+A recipe is a list of steps, in YAML or in Python. A step is its name alone, or its name with settings:
 
     - calibrate: {text: sharegpt, num_windows: 64}
     - quantize: {bits: 4, group_size: 64, rounding: gptq, ignore: ["layers.0.*"]}
     - kv_cache: {form: fp8}
 
-or the name of a preset. What is unknown, missing or of another type is refused by its place ("steps[1].quantize.bits") with
-what is allowed there. Products go by our names, "layers.3.mlp.down" (attention.qkv, attention.out, mlp.up, mlp.down,
-experts.up, experts.down, shared.up, shared.down, and "head"), and patterns with * mean several.
+A recipe can also be the name of a preset. Errors name the place of a wrong setting ("steps[1].quantize.bits") and what is
+allowed there.
+
+A *product* is the matrix product of a linear layer. Its name is that of Slipstream's parameter, such as "layers.3.mlp.down";
+there are attention.qkv, attention.out, mlp.up, mlp.down, experts.up, experts.down, shared.up and shared.down in a layer, and
+"head". Patterns with * match several.
 """
 
 from __future__ import annotations
@@ -21,36 +24,44 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from slipstream.compress.steps import Distill, PruneSettings, Sparsify
+from slipstream.compress.steps import (
+    Distill,
+    PruneSettings,
+    Sparsify,
+    require,
+    require_at_least,
+    require_inside,
+    require_share,
+)
 from slipstream.errors import ConfigError
 from slipstream.evals.text import DEFAULT_TEXT
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
 RECIPE_NAME = "slipstream-recipe.json"
-"""Beside the weights of a compressed checkpoint: the recipe that made it."""
+"""A file in a compressed checkpoint: the recipe that made it."""
 
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """The text that is run through the model, `num_windows` times `context` tokens (`evals.text`)."""
+    """The calibration text: `num_windows` windows of `context` tokens (`evals.text`)."""
 
     text: str = DEFAULT_TEXT
     num_windows: int = 64
     context: int = 512
 
     def check(self) -> None:
-        _at_least("num_windows", self.num_windows, 1)
-        _at_least("context", self.context, 2)
+        require_at_least(self, 1, "num_windows")
+        require_at_least(self, 2, "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Bits chosen product by product (`quantize.mixed`), so that a weight takes `average` bits at most, scales and zero points
-    included, and the divergence that was measured is least."""
+    """Allocates bits to products (`quantize.mixed`): at most `average` bits a weight, scales and zero points included, with the
+    least measured divergence."""
 
     average: float
     choices: tuple[int, ...] = (2, 3, 4, 6, 8)
@@ -59,29 +70,27 @@ class Budget:
 
     @property
     def nearest(self) -> int:
-        """The choice next to the average."""
+        """The choice nearest to the average."""
         return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
 
     def check(self) -> None:
-        for bits in self.choices:
-            _one_of("choices", bits, (2, 3, 4, 5, 6, 7, 8))
+        require(self, lambda choices: set(choices) <= set(range(2, 9)), "numbers of bits from 2 to 8", "choices")
         if len(set(self.choices)) < 2:
             raise ConfigError("choices needs two numbers of bits or more", field="choices")
         if not min(self.choices) < self.average <= max(self.choices) + 1:
             raise ConfigError(f"average={self.average} must lie between the fewest and most bits of choices", field="average")
-        _at_least("num_windows", self.num_windows, 1)
-        _at_least("context", self.context, 2)
+        require_at_least(self, 1, "num_windows")
+        require_at_least(self, 2, "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize:
-    """Rounds the weights of the layers' products (and of the output head, with `head`).
+    """Rounds the weights of the layers' products, and of the output head with `head`.
 
-    `inputs` fp8 or int8: both sides of a product have 8 bits, token by token, or with `static_inputs` by one scale found in
-    calibration. `scaling` moves magnitude between inputs and weights first, `rounding` chooses codes, and `clip` searches each
-    scale for the least squared error. A `group_size` of auto is the largest of 128, 64 and 32 that divides a product's inputs,
-    or a row (channel) for weights that meet 8-bit inputs. `overrides` change format and rounding of the products that a
-    pattern names.
+    `inputs`: with fp8 or int8, inputs have 8 bits too, scaled token by token, or by one calibrated scale with `static_inputs`.
+    `scaling` moves magnitude between inputs and weights before rounding. `rounding` is how codes are chosen. `clip` searches
+    each scale for the least squared error. A `group_size` of auto is the largest of 128, 64 and 32 that divides a product's
+    inputs, or a row (channel) with 8-bit inputs. `overrides` change format and rounding of the products that match a pattern.
     """
 
     bits: int | Budget = 4
@@ -98,13 +107,13 @@ class Quantize:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a share of its mean
     act_order: bool = True  # GPTQ: columns of large inputs first
-    true_sequential: bool = True  # a block's later products are calibrated on its earlier ones rounded
+    true_sequential: bool = True  # GPTQ: products are calibrated with the layer's earlier ones rounded
     alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
-    begin: Literal["nearest", "gptq"] = "nearest"  # learned rounding: from where
+    begin: Literal["nearest", "gptq"] = "nearest"  # learned rounding: the start
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
-    outliers: float | None = None  # LLM.int8(): columns of inputs that reach so far keep the model's type
-    catch_up: float = 0.0  # the share of what rounding before a product changed in its inputs that it makes up for
+    outliers: float | None = None  # LLM.int8(): columns of inputs that reach this magnitude are not rounded
+    catch_up: float = 0.0  # the share of the change of a product's inputs that its weight compensates
 
     def check(self) -> None:
         if isinstance(self.bits, Budget):
@@ -116,35 +125,29 @@ class Quantize:
         if self.static_inputs and self.inputs is None:
             raise ConfigError("static_inputs needs inputs: fp8 or int8", field="static_inputs")
         if self.scaling == "smoothquant" and self.inputs is None:
-            raise ConfigError(
-                "smoothquant makes inputs easy to round: it needs inputs: int8 or fp8 (or take awq)", field="scaling"
-            )
+            raise ConfigError("smoothquant is for rounded inputs: set inputs: int8 or fp8, or use awq", field="scaling")
         if self.outliers is not None and (self.inputs != "int8" or self.static_inputs or self.outliers <= 0):
             raise ConfigError(
-                f"outliers={self.outliers} must be above 0, and goes with inputs: int8 that are scaled as they come",
-                field="outliers",
+                f"outliers={self.outliers} must be above 0, and needs inputs: int8 without static_inputs", field="outliers"
             )
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
-        if not 0 < self.damping < 1:
-            raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
-        _at_least("num_steps", self.num_steps, 1)
-        _at_least("step_tokens", self.step_tokens, 1)
-        if not 0 <= self.catch_up <= 1:
-            raise ConfigError(f"catch_up={self.catch_up} must be a share from 0 to 1", field="catch_up")
+        require_inside(self, "damping")
+        require_at_least(self, 1, "num_steps", "step_tokens")
+        require_share(self, "catch_up")
         for pattern, given in self.overrides.items():
             unknown = given.keys() - OVERRIDABLE
             if unknown:
                 raise ConfigError(
-                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can",
-                    field=f"overrides.{pattern}",
+                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can", field=f"overrides.{pattern}"
                 )
-            own = build(Quantize, {**_formats_of(self), **given}, f"overrides.{pattern}")
+            base = {name: value for name, value in _shallow(self).items() if name in OVERRIDABLE}
+            own = build(Quantize, {**base, **given}, f"overrides.{pattern}")
             if isinstance(own.bits, Budget):
                 raise ConfigError("bits must be a number here", field=f"overrides.{pattern}.bits")
 
     def of(self, product: str) -> Quantize | None:
-        """The settings for a product, or None if it is left as it is."""
+        """The settings of a product; None if it is not rounded."""
         if any(fnmatchcase(product, pattern) for pattern in self.ignore) or (product == "head" and not self.head):
             return None
         found = self
@@ -154,8 +157,7 @@ class Quantize:
         return found
 
     def format(self, inner: int, bits: int | None = None) -> WeightFormat:
-        """What is written of a product with so many inputs; `bits` where a budget chose them. ConfigError if groups don't
-        fit."""
+        """The format of a product with `inner` inputs; `bits` if a budget allocated them. ConfigError if groups don't fit."""
         found = _format(self, bits)
         if self.group_size == "auto" and self.inputs is None and found.kind == "int":
             size = next((s for s in GROUP_SIZES if inner % s == 0), None)
@@ -169,7 +171,7 @@ class Quantize:
 
     @property
     def needs_text(self) -> bool:
-        """Whether anything depends on the model's activations."""
+        """Whether the step needs calibration text."""
         asked = (self.rounding, *(given.get("rounding", "nearest") for given in self.overrides.values()))
         static = (self.static_inputs, *(given.get("static_inputs", False) for given in self.overrides.values()))
         return (
@@ -188,52 +190,50 @@ OVERRIDABLE = frozenset(("bits", "group_size", "symmetric", "rounding", "clip", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotate:
-    """A random Hadamard rotation of the residual (QuaRot), folded into the weights before they are rounded: the model computes
-    the same, with fewer outliers. A tied output head becomes a weight of its own."""
+    """A random Hadamard rotation of the residual (QuaRot), folded into the weights before rounding. It spreads outliers, and
+    the model computes the same. A tied output head is untied."""
 
     seed: int = 0
 
     def check(self) -> None:
-        _at_least("seed", self.seed, 0)
+        require_at_least(self, 0, "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
-    """Training of the rounded weights and their scales, after `quantize`: the output of the original model is the target. It
-    needs the whole model in memory, four times in float32 and the original once. It learns from the text that calibrates, or,
-    since it can use much more than rounding needs, from `num_windows` of that source, the first of which calibrate."""
+    """Trains the rounded weights and their scales, after `quantize`, towards the outputs of the original model.
+
+    The memory holds the model four times in float32, and the original. The text is the calibration text, or `num_windows`
+    windows of its source, the first of which calibrate; training can use much more text than rounding."""
 
     num_windows: int | None = None
     num_steps: int = 200
     step_tokens: int = 2048
     learning_rate: float = 2e-5
-    warmup: float = 0.05  # share of the steps in which the rate rises; then it falls to 0 along a cosine
+    warmup: float = 0.05  # the share of steps in which the rate rises; then it falls to 0 along a cosine
     seed: int = 0
 
     def check(self) -> None:
-        _at_least("num_windows", 1 if self.num_windows is None else self.num_windows, 1)
-        _at_least("num_steps", self.num_steps, 1)
-        _at_least("step_tokens", self.step_tokens, 1)
-        _at_least("seed", self.seed, 0)
-        if not 0 < self.learning_rate < 1:
-            raise ConfigError(f"learning_rate={self.learning_rate} must lie between 0 and 1", field="learning_rate")
-        if not 0 <= self.warmup < 1:
-            raise ConfigError(f"warmup={self.warmup} must lie between 0 and 1", field="warmup")
+        require(self, lambda value: value is None or value >= 1, "at least 1", "num_windows")
+        require_at_least(self, 1, "num_steps", "step_tokens")
+        require_at_least(self, 0, "seed")
+        require_inside(self, "learning_rate")
+        require(self, lambda value: 0 <= value < 1, "a share from 0 to below 1", "warmup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCache:
-    """Scales of an 8-bit KV cache, one a layer ("tensor") or kv head ("head")."""
+    """Calibrates the scales of an 8-bit KV cache: one per layer ("tensor") or kv head ("head")."""
 
     form: RowFormat = "fp8"
     per: Literal["tensor", "head"] = "tensor"
-    margin: float = 1.1  # over the largest magnitude that calibration met
+    margin: float = 1.1  # times the largest magnitude in calibration
 
     def check(self) -> None:
-        if not 1 <= self.margin <= 4:
-            raise ConfigError(f"margin={self.margin} must lie between 1 and 4", field="margin")
+        require(self, lambda value: 1 <= value <= 4, "between 1 and 4", "margin")
 
 
+S = TypeVar("S")
 Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache
 
 STEPS: dict[str, type[Step]] = {
@@ -248,14 +248,12 @@ STEPS: dict[str, type[Step]] = {
 }
 
 LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
-"""Those that go from layer to layer, in the order in which they are done."""
+"""The steps that `run.py` takes, in their order."""
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
     "fp8-gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
-    "fp8-static": [
-        {"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}},
-    ],
+    "fp8-static": [{"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}}],
     "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
     "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
@@ -265,7 +263,7 @@ PRESETS: dict[str, list[Any]] = {
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
 }
-"""By name; and `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model of that share of the
+"""By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`, a draft model with this share of the
 parameters."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
@@ -274,29 +272,34 @@ _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """`name` is the preset's or the file's."""
+    """`name` is that of the preset or file."""
 
     steps: tuple[Step, ...]
     name: str = "custom"
 
-    def one(self, kind: type[Any]) -> Any:
-        """The step of that kind, or None."""
+    def one(self, kind: type[S]) -> S | None:
+        """The step of this kind, or None."""
         return next((s for s in self.steps if isinstance(s, kind)), None)
 
     @property
+    def budget(self) -> Budget | None:
+        """The budget of bits, if `quantize` has one."""
+        quantize = self.one(Quantize)
+        return quantize.bits if quantize is not None and isinstance(quantize.bits, Budget) else None
+
+    @property
     def num_windows(self) -> int:
-        """Windows of text that its layers' steps read."""
+        """The number of windows that calibration and training read."""
         calibrate, qat = self.one(Calibrate) or Calibrate(), self.one(QAT)
-        more = 0 if qat is None or qat.num_windows is None else qat.num_windows
-        return max(int(calibrate.num_windows), more)
+        return max(calibrate.num_windows, 0 if qat is None else qat.num_windows or 0)
 
     @property
     def reshapes(self) -> bool:
-        """Whether it changes the model's shape first (`pipeline`)."""
+        """Whether it has steps that change the model's shape (`pipeline`)."""
         return any(isinstance(step, (PruneSettings, Distill)) for step in self.steps)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """As `parse` takes it, every setting said."""
+        """The data that `parse` takes, with every setting."""
         names = {kind: name for name, kind in STEPS.items()}
         return [{names[type(step)]: _plain(step)} for step in self.steps]
 
@@ -321,7 +324,7 @@ def read_recipe(given: str) -> Recipe:
 
 
 def recipe_of(checkpoint: Path) -> Recipe | None:
-    """The recipe that made a checkpoint; None if `compress` did not. ConfigError if it is none that is known here."""
+    """The recipe that made a checkpoint; None if it has none. ConfigError if this version can't read it."""
     file = checkpoint / RECIPE_NAME
     if not file.is_file():
         return None
@@ -332,8 +335,8 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
 
 
 def more_bits(recipe: Recipe) -> list[Recipe]:
-    """The same with one bit more, and more, up to 8 (a budget of bits: half a bit more, up to its largest choice)."""
-    quantize: Quantize | None = recipe.one(Quantize)
+    """The recipe with one bit more, two bits more … up to 8; a budget by half bits up to its largest choice."""
+    quantize = recipe.one(Quantize)
     if quantize is None:
         return []
 
@@ -362,7 +365,7 @@ def preset(name: str) -> list[Any] | None:
 
 
 def parse(steps: Any, *, name: str = "custom") -> Recipe:
-    """A recipe of plain data. ConfigError names what is wrong and where."""
+    """A recipe from plain data. ConfigError names the place of what is wrong."""
     if not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
         raise ConfigError("a recipe is a list of steps, each a name or a name with settings", field="steps")
     found: list[Step] = []
@@ -383,24 +386,23 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
         if sum(isinstance(s, kind) for s in found) > 1:
             raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
     recipe = Recipe(steps=tuple(found), name=name)
-    quantize: Quantize | None = recipe.one(Quantize)
+    quantize = recipe.one(Quantize)
     if (qat := recipe.one(QAT)) is not None:
         if quantize is None or quantize.static_inputs or quantize.group_size == "tensor":
             raise ConfigError(
-                "qat trains what quantize rounded, by rows or groups, with inputs scaled as they come: add such a step",
-                field="qat",
+                "qat needs a quantize step before it, with scales by row or group and without static_inputs", field="qat"
             )
         calibrate = recipe.one(Calibrate) or Calibrate()
         if qat.num_windows is not None and qat.num_windows < calibrate.num_windows:
             raise ConfigError(
-                f"num_windows={qat.num_windows} is below the {calibrate.num_windows} that calibrate; give at least as many",
+                f"num_windows={qat.num_windows} is below the {calibrate.num_windows} of calibrate; give at least as many",
                 field="qat",
             )
     layers = [kind for kind in LAYER_STEPS if recipe.one(kind) is not None]
     if [type(s) for s in found if isinstance(s, LAYER_STEPS)] != layers:
         names = {kind: name for name, kind in STEPS.items()}
         order = ", ".join(names[kind] for kind in layers)
-        raise ConfigError(f"these steps are taken in the order {order}; say it so", field="steps")
+        raise ConfigError(f"these steps are taken in the order {order}; list them in it", field="steps")
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
         raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
@@ -410,7 +412,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
 
 
 def build(kind: type[Any], settings: Any, where: str) -> Any:
-    """A step of plain data; every setting has its declared type."""
+    """A step from plain data. ConfigError if a setting is unknown, missing or of another type."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where} must be a table of settings", field=where)
     hints = get_type_hints(kind)
@@ -492,7 +494,7 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
                 field="inputs",
             )
     if q.group_size == "tensor" and q.inputs is None:
-        raise ConfigError("group_size: tensor goes with inputs in 8 bits; take channel", field="group_size")
+        raise ConfigError("group_size: tensor needs 8-bit inputs; use channel", field="group_size")
     return WeightFormat(
         kind=q.kind,
         bits=bits,
@@ -508,23 +510,9 @@ def _shallow(q: Quantize) -> dict[str, Any]:
     return {f.name: getattr(q, f.name) for f in dataclasses.fields(q)}
 
 
-def _formats_of(q: Quantize) -> dict[str, Any]:
-    return {name: value for name, value in _shallow(q).items() if name in OVERRIDABLE}
-
-
 def _plain(step: Any) -> dict[str, Any]:
     return {
         f.name: _plain(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
         for f in dataclasses.fields(step)
         for v in (getattr(step, f.name),)
     }
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}", field=name)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}={value} must be at least {least}", field=name)

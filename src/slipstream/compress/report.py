@@ -1,8 +1,7 @@
-"""The receipt of a compression: what it cost in quality and bought in bytes and speed, measured, as JSON and as one page.
+"""Reports what a compression costs in quality and saves in bytes and time, as JSON and as an HTML page.
 
-`slipstream-report.json` has at its top `kl` (mean, p99, …), `perplexity` (of the compressed model), `top1_agreement` and the
-rest of `Report.document`; `slipstream-report.html` shows the same offline, without scripts. Both stand in the checkpoint's
-folder.
+`slipstream-report.json` holds `Report.document`, with `kl` (mean, p99, …), `perplexity` (of the compressed model) and
+`top1_agreement` at the top. `slipstream-report.html` shows the same. Both are in the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.environment import info, plain
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
@@ -26,6 +24,7 @@ from slipstream.evals.scorer import Scorer
 from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
 from slipstream.hub import resolve_model
+from slipstream.plan.environment import environment, plain
 from slipstream.worker.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
@@ -35,20 +34,20 @@ SPEED_BATCHES = (1, 16)
 SPEED_INPUT, SPEED_OUTPUT, SPEED_RUNS = 64, 64, 3
 
 DEFINITIONS = {
-    "perplexity": "exp of the mean of −ln p over the scored tokens of the text, cut as it says",
+    "perplexity": "exp of the mean of −ln p over the scored tokens of the text",
     "kl": "KL(original‖compressed) of the next token's distribution, in nats, over the scored tokens",
-    "top1_agreement": "share of tokens at which both find the same token likeliest",
-    "top5_agreement": "shared part of the two models' five likeliest tokens",
-    "layers.own": "what the layer adds to the original's residual, original and compressed: relative root mean square error",
-    "layers.state": "the residual after the layer, with what came before: relative root mean square error",
-    "tokens_per_s": f"output tokens / wall time of so many requests at once, {SPEED_INPUT} tokens in and {SPEED_OUTPUT} out, "
-    f"the median of {SPEED_RUNS} runs",
+    "top1_agreement": "share of tokens for which both models rank the same token first",
+    "top5_agreement": "mean share that the two models' five likeliest tokens have in common",
+    "layers.own": "relative root mean square error of what the layer adds, when it reads the original's residual",
+    "layers.state": "relative root mean square error of the residual after the layer",
+    "tokens_per_s": f"output tokens / wall time by number of concurrent requests, with {SPEED_INPUT} input and {SPEED_OUTPUT} "
+    f"output tokens each; the median of {SPEED_RUNS} runs",
     "stderr": "standard error over windows of text",
 }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two models. `tokens_per_s` is by the number of requests at once; empty if speed was not measured."""
+    """One of the two models. `tokens_per_s` is by number of concurrent requests, empty if speed was not measured."""
 
     model: str
     run_as: Mapping[str, Any]
@@ -60,8 +59,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`recipe`: what was done, in JSON's types. `tried`: attempts that cost more than `max_kl`, and their mean KL. `tasks`:
-    what both get on each task. `canary`: the compressed model's."""
+    """`recipe` has JSON's types. `tried` are attempts above `max_kl`, with their mean KL. `tasks` are the results (original,
+    compressed) of each task. `canary` is the compressed model's."""
 
     original: Side
     compressed: Side
@@ -72,16 +71,16 @@ class Report:
     tried: tuple[tuple[str, float], ...] = ()
     tasks: tuple[tuple[TaskResult, TaskResult], ...] = ()
     canary: Canary | None = None
-    info: Mapping[str, Any] = field(default_factory=info)
+    info: Mapping[str, Any] = field(default_factory=environment)
 
     @property
     def within_max_kl(self) -> bool | None:
-        """None without a budget. A KL that is no number is over it."""
+        """None without a limit. A NaN is over the limit."""
         return None if self.max_kl is None else self.divergence.kl.mean <= self.max_kl
 
     @property
     def document(self) -> dict[str, Any]:
-        """What the JSON file holds."""
+        """The content of the JSON file."""
         d = self.divergence
         return {
             "format": 1,
@@ -119,11 +118,11 @@ class Report:
         }
 
     def check(self) -> None:
-        """BudgetError if it costs more than was allowed."""
+        """BudgetError if the KL is above `max_kl`."""
         if self.within_max_kl is False:
             raise BudgetError(
-                f"the mean KL of {self.divergence.kl.mean:.4g} nats is above max_kl={self.max_kl:g}; take more bits or a "
-                "better method, leave the layers out that add most of it, or raise the limit",
+                f"the mean KL of {self.divergence.kl.mean:.4g} nats is above max_kl={self.max_kl:g}; use more bits or a better "
+                "method, ignore the layers that add most of it, or raise the limit",
                 field="max_kl",
             )
 
@@ -142,9 +141,9 @@ def measure(
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
     **more: Any,
 ) -> Report:
-    """Both models on the text, and how fast each generates. `name` is what the report calls the compressed model, if not by its
-    path. `tasks` are names for `evals.tasks.run_tasks`, on the first `limit` questions of each. `more` are the report's own
-    fields: recipe, max_kl, tried. `progress` is told the phase and how far it is."""
+    """Compare both models on the text, and measure their speed. `name` is the compressed model's in the report, by default its
+    path. `tasks` are names for `evals.tasks.run_tasks`, with the first `limit` questions of each. `more` are fields of
+    `Report`: recipe, max_kl, tried. `progress` gets the phase, and the steps done and in all."""
     text = text or TextSettings()
     progress("loading", 0, 2)
     a = Scorer.load(original, context=text.context)
@@ -152,7 +151,7 @@ def measure(
     if compressed.dtype == "auto":
         compressed = dataclasses.replace(compressed, dtype=a.settings["dtype"])
     b = Scorer.load(compressed, context=text.context)
-    b.name = name or b.name  # also where a page says why something is not shown
+    b.name = name or b.name  # for the page's messages
     windows = read_windows(text, a.tokenizer, download_dir=original.download_dir)
     divergence = compare(
         a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
@@ -160,7 +159,7 @@ def measure(
     canary = b.canary(max((w.token_ids for w in windows), key=len))
     sides = [_side(a, original, divergence.perplexity_a), _side(b, compressed, divergence.perplexity_b, name)]
     del a, b
-    # What "auto" meant, so that both are run as they were compared.
+    # What "auto" was resolved to, so that both run as they were compared.
     settled = [
         dataclasses.replace(args, dtype=str(side.run_as["dtype"]))
         for args, side in zip((original, compressed), sides, strict=True)
@@ -171,11 +170,11 @@ def measure(
             sides[i] = dataclasses.replace(sides[i], tokens_per_s=tokens_per_s(args))
     results: list[list[TaskResult]] = []
     for i, args in enumerate(settled if tasks else ()):
-        from slipstream.engine.llm import LLM  # an engine, which only speed and tasks need
+        from slipstream.engine.llm import LLM  # only speed and tasks need an engine
 
         progress("tasks", i, 2)
         gc.collect()
-        with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
+        with LLM.from_engine_args(args) as llm:
             results.append(run_tasks(llm, tasks, limit=limit))
     progress("done", 2, 2)
     return Report(
@@ -190,15 +189,14 @@ def measure(
 
 
 def write_receipt(report: Report, checkpoint: Path) -> tuple[Path, Path]:
-    """`write_report` into the compressed checkpoint's folder, with the canary that tells at each start whether it still gives
-    what was measured."""
+    """`write_report` into the compressed checkpoint's folder, with the canary that the engine checks at each start."""
     if report.canary is not None:
         write_canary(report.canary, checkpoint)
     return write_report(report, checkpoint)
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
-    """The JSON file and the page, each whole or not at all; where they are."""
+    """Write the JSON file and the page, each atomically; their paths."""
     from slipstream.compress.page import render
 
     files = {
@@ -213,10 +211,10 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
 
 def tokens_per_s(args: EngineArgs, batches: tuple[int, ...] = SPEED_BATCHES) -> dict[str, float]:
-    """Output tokens a second of so many requests at once, by their number (a string, as JSON's keys are)."""
+    """Output tokens per second by number of concurrent requests (a string, since JSON's keys are strings)."""
     from slipstream.bench.adapters.slipstream import OfflineSlipstream
 
-    gc.collect()  # what was loaded before
+    gc.collect()  # free the models loaded before
     length = SPEED_INPUT + SPEED_OUTPUT
     args = dataclasses.replace(
         args, max_model_len=length, max_num_seqs=max(batches), skip_tokenizer_init=True, enable_prefix_caching=False
@@ -247,6 +245,6 @@ def _side(scorer: Scorer, args: EngineArgs, perplexity: float, name: str | None 
 
 
 def model_bytes(path: Path) -> int:
-    """Bytes on disk of a GGUF file, or of a folder's weights (what else is there is small, and not all of it the model's)."""
+    """The size on disk of a GGUF file, or of the weights in a folder."""
     files = [path] if path.is_file() else [*path.glob("*.safetensors")] or [*path.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)

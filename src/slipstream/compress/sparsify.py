@@ -1,16 +1,17 @@
-"""Zeros in weights: which ones, and what the others take over. A weight is [out, in]; x are its inputs.
+"""Sparsifies weights: sets some to zero. A weight is [out, in]; x are its inputs.
 
-    magnitude   the smallest |w| of the whole weight: needs no text
-    wanda       the smallest |w| · ‖x‖ of each row (Sun et al. 2024, Eq. 1)
-    sparsegpt   block after block of columns those whose loss costs least, and what is lost is taken up by the columns after
-                them (Frantar & Alistarh 2023, Alg. 1); with a grid, kept weights are rounded to it on the way, in one solution
-A pattern n:m keeps n of m neighbours in a row (2:4 is what tensor cores take); without one, any share of a weight goes.
+    magnitude   zeros the smallest |w| of the whole weight; needs no text
+    wanda       zeros the smallest |w| · ‖x‖ of each row (Sun et al. 2024, Eq. 1)
+    sparsegpt   zeros the least costly weights of each group of columns; the columns after them compensate (Frantar & Alistarh
+                2023, Alg. 1). With a grid, kept weights are rounded to it in the same pass.
 
-Layers differ in how much they bear. With `ratios="outliers"` those with more outliers (weights whose |w| · ‖x‖ is far above the
-layer's mean) lose less and others more, the average staying what it is (OWL, Yin et al. 2024).
+A pattern n:m keeps n of m neighbours in a row (tensor cores support 2:4). Without one, any share of a weight can be zero.
 
-Weights are written dense, zeros and all: vLLM and compressed-tensors gave their formats of sparse weights up in 2026 and refuse
-them, and what runs them sees the zeros when it loads.
+With `ratios="outliers"`, layers with more outliers (weights whose |w| · ‖x‖ is far above the layer's mean) get fewer zeros and
+others more; the average stays (OWL, Yin et al. 2024).
+
+Weights are written dense, with their zeros: vLLM and compressed-tensors removed their sparse formats in 2026. Slipstream finds
+the zeros when it loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from slipstream.compress.quantize.rounding import Grid, inverse_factor
 from slipstream.compress.steps import Pattern, Sparsify
 from slipstream.errors import ConfigError
 
-BLOCK = 128
-"""Columns whose mask SparseGPT chooses together."""
+MASK_COLUMNS = 128
+"""SparseGPT chooses the mask of this many columns at a time."""
 
 
 def sparsify_weight(weight: Tensor, settings: Sparsify, stats: InputStats | None, ratio: float | None = None) -> Tensor:
-    """The float32 weight with its zeros. Without `stats` (an expert that no token reached) magnitude decides."""
+    """The float32 weight with its zeros. Without `stats` (for an expert that no token reached) the method is magnitude."""
     ratio = settings.ratio if ratio is None else ratio
     if settings.method == "sparsegpt" and stats is not None:
         return sparsegpt(weight, stats, ratio, settings.pattern, damping=settings.damping)
@@ -40,10 +41,10 @@ def sparsify_weight(weight: Tensor, settings: Sparsify, stats: InputStats | None
 
 
 def keep(score: Tensor, ratio: float, pattern: Pattern | None, *, by_row: bool) -> Tensor:
-    """bool [out, in]: what stays of a weight, the highest scores. What goes is the ratio of each row, or of the whole, rounded
+    """The mask of the weights with the highest scores, bool [out, in]. `ratio` of each row, or of the whole, is False, rounded
     down."""
     if pattern is not None:
-        n, m = sizes(pattern)
+        n, m = pattern_sizes(pattern)
         check_inner(score.shape[1], pattern)
         groups = score.unflatten(1, (-1, m))
         best = groups.topk(n, dim=-1).indices
@@ -56,30 +57,24 @@ def keep(score: Tensor, ratio: float, pattern: Pattern | None, *, by_row: bool) 
     return torch.ones_like(rows, dtype=torch.bool).scatter_(1, least, False).view_as(score)
 
 
-def sizes(pattern: Pattern) -> tuple[int, int]:
-    """(n, m): n of m stay."""
+def pattern_sizes(pattern: Pattern) -> tuple[int, int]:
+    """(n, m): n of m weights stay."""
     n, m = pattern.split(":")
     return int(n), int(m)
 
 
 def check_inner(inner: int, pattern: Pattern) -> None:
-    if inner % sizes(pattern)[1]:
+    if inner % pattern_sizes(pattern)[1]:
         raise ConfigError(
             f"pattern={pattern!r} does not divide the {inner} inputs of a product; ignore it there", field="pattern"
         )
 
 
 def sparsegpt(
-    weight: Tensor,
-    stats: InputStats,
-    ratio: float,
-    pattern: Pattern | None,
-    *,
-    damping: float = 0.01,
-    grid: Grid | None = None,
+    weight: Tensor, stats: InputStats, ratio: float, pattern: Pattern | None, *, damping: float = 0.01, grid: Grid | None = None
 ) -> Tensor:
-    """The weight with its zeros and what the others became, on `grid` if there is one (0 is on every symmetric grid). The order
-    of columns is theirs: a pattern's neighbours must stay together."""
+    """The weight with its zeros and the compensated rest, rounded to `grid` if there is one; 0 is on every symmetric grid.
+    Columns keep their order, since a pattern is of neighbours."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
@@ -88,27 +83,27 @@ def sparsegpt(
     upper = inverse_factor(hessian, damping, dead)
     diagonal = upper.diagonal()
     group = inner // grid.scales.shape[1] if grid is not None and not grid.fmt.whole else inner
-    m = 0 if pattern is None else sizes(pattern)[1]
+    m = 0 if pattern is None else pattern_sizes(pattern)[1]
     if pattern is not None:
         check_inner(inner, pattern)
-    for begin in range(0, inner, BLOCK):
-        end = min(begin + BLOCK, inner)
-        block, errors = work[:, begin:end].clone(), torch.empty_like(work[:, begin:end])
-        stays = torch.ones_like(block, dtype=torch.bool)
+    for begin in range(0, inner, MASK_COLUMNS):
+        end = min(begin + MASK_COLUMNS, inner)
+        columns, errors = work[:, begin:end].clone(), torch.empty_like(work[:, begin:end])
+        stays = torch.ones_like(columns, dtype=torch.bool)
         if pattern is None:
-            stays = keep(block.square() / diagonal[begin:end].square(), ratio, None, by_row=False)
+            stays = keep(columns.square() / diagonal[begin:end].square(), ratio, None, by_row=False)
         for j in range(end - begin):
             at = begin + j
             if pattern is not None and j % m == 0:
-                score = block[:, j : j + m].square() / diagonal[at : at + m].square()
+                score = columns[:, j : j + m].square() / diagonal[at : at + m].square()
                 stays[:, j : j + m] = keep(score, ratio, pattern, by_row=True)
-            column = block[:, j]
+            column = columns[:, j]
             value = column if grid is None else grid.column(column, at // group)
             made = torch.where(stays[:, j], value, 0.0)
             errors[:, j] = (column - made) / upper[at, at]
-            block[:, j:] -= errors[:, j : j + 1] * upper[at, at:end]
-            block[:, j] = made
-        work[:, begin:end] = block
+            columns[:, j:] -= errors[:, j : j + 1] * upper[at, at:end]
+            columns[:, j] = made
+        work[:, begin:end] = columns
         work[:, end:] -= errors @ upper[begin:end, end:]
     return work
 
@@ -117,7 +112,7 @@ def sparsegpt(
 
 
 def outlier_share(weights: Mapping[str, Tensor], stats: Mapping[str, InputStats], times: float) -> float:
-    """The share of a layer's weights whose |w| · ‖x‖ is above so many times the mean of their product."""
+    """The share of a layer's weights whose |w| · ‖x‖ is above `times` the mean of their product."""
     above = count = 0
     for name, weight in weights.items():
         if name in stats:
@@ -128,15 +123,9 @@ def outlier_share(weights: Mapping[str, Tensor], stats: Mapping[str, InputStats]
 
 
 def layer_ratios(shares: Sequence[float], ratio: float, spread: float) -> list[float]:
-    """From each layer's share of outliers its ratio of zeros: the average is `ratio`, the most outliers lose least, and between
-    the extremes lie 2 · spread (OWL, section 4)."""
+    """Each layer's ratio of zeros from its share of outliers. The average is `ratio`, more outliers mean fewer zeros, and the
+    extremes differ by 2 · spread (OWL, section 4)."""
     low, high = min(shares), max(shares)
     scaled = [2 * spread * (s - low) / (high - low) if high > low else 0.0 for s in shares]
     mean = sum(scaled) / len(scaled)
     return [ratio + mean - s for s in scaled]
-
-
-def zeros(tensors: Mapping[str, Tensor]) -> float:
-    """The share of zeros."""
-    return sum(int((t == 0).sum()) for t in tensors.values()) / max(1, sum(t.numel() for t in tensors.values()))
-

@@ -1,11 +1,12 @@
-"""What the steps of a recipe that change a model's shape and numbers are told: sparsify, prune, distil. No torch."""
+"""The settings of the steps sparsify, prune and distill. No torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from slipstream.errors import ConfigError
 
@@ -15,10 +16,41 @@ Importance: TypeAlias = Literal["magnitude", "activation", "taylor", "wactigrad"
 Divergence: TypeAlias = Literal["forward", "reverse", "js"]
 
 
+def require(settings: Any, is_allowed: Callable[[Any], bool], what: str, *fields: str) -> None:
+    """ConfigError for the first of these fields whose value is not allowed; `what` says which values are."""
+    for name in fields:
+        if not is_allowed(value := getattr(settings, name)):
+            raise ConfigError(f"{name}={value!r} must be {what}", field=name)
+
+
+def warmup_cosine(step: int, num_steps: int, num_rising: int, final: float = 0.0) -> float:
+    """A learning rate's share of its maximum: it rises linearly over `num_rising` steps and falls along a cosine to `final`."""
+    if step < num_rising:
+        return (step + 1) / num_rising
+    done = (step - num_rising) / max(1, num_steps - num_rising)
+    return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+
+
+def require_at_least(settings: Any, least: int, *fields: str) -> None:
+    require(settings, lambda value: value >= least, f"at least {least}", *fields)
+
+
+def require_share(settings: Any, *fields: str) -> None:
+    require(settings, lambda value: 0 <= value <= 1, "a share from 0 to 1", *fields)
+
+
+def require_inside(settings: Any, *fields: str) -> None:
+    require(settings, lambda value: 0 < value < 1, "between 0 and 1", *fields)
+
+
+def require_one_of(settings: Any, allowed: tuple[Any, ...], *fields: str) -> None:
+    require(settings, lambda value: value in allowed, f"one of {', '.join(map(str, allowed))}", *fields)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsify:
-    """`ratio` of the weights of the layers' products become 0, or, with a `pattern`, the half that it says. `ignore` are
-    patterns of products that stay as they are. With ratios="outliers" the layers' ratios span 2 · `spread`."""
+    """Sets `ratio` of the weights of the layers' products to zero, or half of them by `pattern`. `ignore` are name patterns of
+    products that stay dense. With ratios="outliers" the layers' ratios differ by up to 2 · `spread`."""
 
     method: Method = "sparsegpt"
     ratio: float = 0.5
@@ -27,24 +59,19 @@ class Sparsify:
     spread: float = 0.08
     outlier: float = 5.0  # times the mean
     damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a share of its mean
-    catch_up: float = 0.0  # the share of what zeros before a product changed in its inputs that it makes up for
+    catch_up: float = 0.0  # the share of the change of a product's inputs that its weight compensates
     ignore: tuple[str, ...] = ()
 
     def check(self) -> None:
-        if not 0 < self.ratio < 1:
-            raise ConfigError(f"ratio={self.ratio} must lie between 0 and 1", field="ratio")
+        require_inside(self, "ratio", "damping")
+        require_share(self, "catch_up")
         if self.pattern is not None and self.ratio != 0.5:
-            raise ConfigError(f"pattern={self.pattern!r} takes out half; leave ratio out", field="ratio")
+            raise ConfigError(f"pattern={self.pattern!r} zeros half; leave ratio out", field="ratio")
         if self.ratios == "outliers" and self.pattern is not None:
             raise ConfigError("a pattern has one ratio; ratios='outliers' is for weights without one", field="ratios")
         if self.ratios == "outliers" and not 0 <= 2 * self.spread < min(self.ratio, 1 - self.ratio):
             raise ConfigError(f"spread={self.spread} must leave every ratio between 0 and 1", field="spread")
-        if not self.outlier > 1:
-            raise ConfigError(f"outlier={self.outlier} must be above 1", field="outlier")
-        if not 0 < self.damping < 1:
-            raise ConfigError(f"damping={self.damping} must lie between 0 and 1", field="damping")
-        if not 0 <= self.catch_up <= 1:
-            raise ConfigError(f"catch_up={self.catch_up} must be a share from 0 to 1", field="catch_up")
+        require(self, lambda value: value > 1, "above 1", "outlier")
 
     @property
     def needs_text(self) -> bool:
@@ -56,9 +83,9 @@ class Sparsify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneSettings:
-    """Shares to take out, 0 to 1, of each layer's heads (kv groups) and channels, of the hidden width and of the layers.
-    Channels and width stay multiples of `multiple`. `drop_layers` names layers instead of ranking them; `size` drops as many as
-    leave that share of the model's parameters."""
+    """The shares to remove, from 0 to 1, of each layer's heads (kv groups) and channels, of the hidden width and of the layers.
+    Channels and width stay multiples of `multiple`. `drop_layers` names the layers to remove. `size` removes as many as leave
+    this share of the model's parameters."""
 
     heads: float = 0.0
     channels: float = 0.0
@@ -70,33 +97,28 @@ class PruneSettings:
     multiple: int = 32
 
     def check(self) -> None:
-        for name in ("heads", "channels", "hidden", "layers"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a share from 0 to below 1", field=name)
-        if self.importance not in get_args(Importance):
-            known = ", ".join(get_args(Importance))
-            raise ConfigError(f"importance={self.importance!r} is not one of {known}", field="importance")
+        require(self, lambda v: 0 <= v < 1, "a share from 0 to below 1", "heads", "channels", "hidden", "layers")
+        require_one_of(self, get_args(Importance), "importance")
+        require_at_least(self, 1, "multiple")
         if (self.layers > 0) + bool(self.drop_layers) + (self.size is not None) > 1:
             raise ConfigError("give one of layers, a share to rank, drop_layers, their numbers, and size", field="drop_layers")
-        if self.size is not None and not 0 < self.size < 1:
-            raise ConfigError(f"size={self.size} must be a share between 0 and 1", field="size")
-        if self.multiple < 1:
-            raise ConfigError(f"multiple={self.multiple} must be at least 1", field="multiple")
+        if self.size is not None:
+            require_inside(self, "size")
         if not (self.heads or self.channels or self.hidden or self.layers or self.drop_layers or self.size):
             raise ConfigError("nothing to prune: give heads, channels, hidden, layers, drop_layers or size", field="prune")
 
     @property
     def needs_text(self) -> bool:
-        """Whether anything is measured."""
+        """Whether anything is measured on text."""
         units = max(self.heads, self.channels, self.hidden) > 0
         return self.layers > 0 or self.size is not None or (self.importance != "magnitude" and units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """`batch_size` sequences a step, over all processes; `micro_batch` at once in one. The loss is `divergence` of the
-    distributions times `divergence_weight`, plus the other terms by their weights (`objective.py`). The rate rises over
-    `warmup` of the steps and falls along a cosine to `final_rate` of its height. `recompute` trades time for memory."""
+    """A step takes `batch_size` sequences over all processes, `micro_batch` at once in each. The loss is the sum of the terms
+    of `objective.py`, times their weights. The learning rate rises over the share `warmup` of the steps and falls along a
+    cosine to `final_rate` of its maximum. `recompute` saves memory and costs time."""
 
     num_steps: int = 1000
     batch_size: int = 16
@@ -120,40 +142,30 @@ class DistillSettings:
     save_every: int = 200
 
     def check(self) -> None:
-        for name in ("num_steps", "batch_size", "micro_batch", "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
-        for name, allowed in (("divergence", get_args(Divergence)), ("dtype", ("bfloat16", "float32"))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}", field=name)
-        for name in ("temperature", "learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0", field=name)
-        for name in ("divergence_weight", "nll_weight", "state_weight", "attention_weight", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more", field=name)
-        for name in ("warmup", "final_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a share from 0 to 1", field=name)
+        weights = ("divergence_weight", "nll_weight", "state_weight", "attention_weight")
+        require_at_least(self, 1, "num_steps", "batch_size", "micro_batch", "eval_every", "save_every")
+        require_one_of(self, get_args(Divergence), "divergence")
+        require_one_of(self, ("bfloat16", "float32"), "dtype")
+        require(self, lambda value: value > 0, "above 0", "temperature", "learning_rate", "clip_norm")
+        require(self, lambda value: value >= 0, "0 or more", *weights, "weight_decay")
+        require_share(self, "warmup", "final_rate")
         if not (self.divergence_weight or self.nll_weight or self.state_weight or self.attention_weight):
             raise ConfigError("nothing to learn from: every weight of the loss is 0", field="divergence_weight")
 
     def rate(self, step: int) -> float:
-        """The learning rate of step 0, 1, …"""
-        rising = round(self.warmup * self.num_steps)
-        if step < rising:
-            return self.learning_rate * (step + 1) / rising
-        done = (step - rising) / max(1, self.num_steps - rising)
-        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * done)) / 2)
+        """The learning rate of a step, counted from 0."""
+        share = warmup_cosine(step, self.num_steps, round(self.warmup * self.num_steps), self.final_rate)
+        return self.learning_rate * share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distill(DistillSettings):
-    """Distillation as a recipe's step: from the model as it was to what the steps before made of it.
+    """Distillation as a step of a recipe: the original model teaches the pruned one.
 
-    It learns from `num_windows` windows of `context` tokens of `text`, and from what the teacher answers to `num_answers`
-    questions of it (with `rationale_weight` also why); `held_out` windows of the evaluation part are measured on. With `top_k`
-    the teacher runs once, and its likeliest tokens are kept on disk. `num_processes` take a GPU each."""
+    The student learns from `num_windows` windows of `context` tokens of `text`, and from the teacher's answers to `num_answers`
+    questions of it (with `rationale_weight` also from its rationales). `held_out` windows of the evaluation part are for
+    evaluation. With `top_k` the teacher runs once, and its likeliest tokens are cached on disk. Each of `num_processes` takes a
+    GPU."""
 
     text: str = "sharegpt"
     num_windows: int = 2048
@@ -171,14 +183,9 @@ class Distill(DistillSettings):
 
     def check(self) -> None:
         DistillSettings.check(self)
-        for name in ("max_tokens", "num_processes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
-        for name in ("num_windows", "held_out", "num_answers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more", field=name)
-        if self.context < 2:
-            raise ConfigError(f"context={self.context} must be at least 2", field="context")
+        require_at_least(self, 1, "max_tokens", "num_processes")
+        require_at_least(self, 0, "num_windows", "held_out", "num_answers")
+        require_at_least(self, 2, "context")
         if self.num_windows + self.num_answers < 1:
             raise ConfigError("nothing to learn from: give num_windows or num_answers", field="num_windows")
         if self.rationale_weight is not None and (self.num_answers < 1 or self.rationale_weight <= 0):

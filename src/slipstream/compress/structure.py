@@ -1,9 +1,8 @@
-"""What of a model can be taken out so that a smaller, ordinary model is left: from the `ModelSpec`, for every family alike.
+"""The parts of a model that pruning can remove, for every family, derived from the `ModelSpec`.
 
-*Units* are what goes or stays as a whole: a kv group of a layer (with the query heads that read it), a channel of an MLP, a
-dimension of the residual. Each axis of each parameter belongs to one kind of unit, or to none; removing units is selecting
-rows of those axes, and an importance of units is a sum over them. Experts stand one below the other in a parameter, so they
-are taken apart first (`pieces`).
+A *unit* is removed as a whole: a kv group of a layer (with its query heads), a channel of an MLP, a dimension of the residual.
+Each axis of each parameter consists of one kind of unit, or of none. Removing units selects rows of these axes, and the
+importance of a unit is a sum over them. A parameter holds all experts of a layer, so `split_experts` separates them first.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ Kind: TypeAlias = Literal["hidden", "heads", "channels", "shared"]
 
 
 class Units(NamedTuple):
-    """Which units: of a layer, and of an expert of it. `channels` are an MLP's or an expert's, `shared` the shared expert's."""
+    """The units of one kind in a layer or one of its experts. `channels` are of an MLP or expert, `shared` of the shared
+    expert."""
 
     kind: Kind
     layer: int = -1
@@ -43,13 +43,13 @@ class Units(NamedTuple):
 
 
 Axis: TypeAlias = tuple[Units, Tensor] | None
-"""Whose units an axis is made of, and the unit of each of its rows (−1: of none, it always stays)."""
+"""The units that an axis consists of, and the unit of each of its rows; −1 for rows that always stay."""
 
 HIDDEN = Units("hidden")
 
 
 def num_units(spec: ModelSpec) -> dict[Units, int]:
-    """All units there are."""
+    """The number of units of each kind."""
     found = {HIDDEN: spec.hidden_size}
     for i, layer in enumerate(spec.layers):
         found[Units("heads", i)] = num_groups(attention_of(layer))
@@ -64,12 +64,12 @@ def num_units(spec: ModelSpec) -> dict[Units, int]:
 
 
 def num_groups(a: AttentionSpec) -> int:
-    """kv heads, each with its query heads; where all query heads share the only one, query heads."""
+    """The number of kv heads, or of query heads if there is only one kv head."""
     return a.num_kv_heads if a.num_kv_heads > 1 else a.num_heads
 
 
-def pieces(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, views of each expert's apart: `name#expert`."""
+def split_experts(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters, with a view of each expert's as "name#expert"."""
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
         count = _num_experts(spec, name)
@@ -77,8 +77,8 @@ def pieces(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
     return found
 
 
-def joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back from `pieces`."""
+def join_experts(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `split_experts`."""
     found: dict[str, list[Tensor]] = {}
     for name, value in parts.items():
         found.setdefault(name.partition("#")[0], []).append(value)
@@ -96,12 +96,12 @@ def _num_experts(spec: ModelSpec, name: str) -> int | None:
 
 
 def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
-    """Of a piece: its rows (all there is of a vector) and its columns."""
+    """(rows, columns) of a parameter from `split_experts`; a vector has rows only."""
     name, _, expert = name.partition("#")
     stem, _, kind = name.rpartition(".")
     hidden: Axis = (HIDDEN, torch.arange(spec.hidden_size))
     if not stem.startswith("layers."):
-        inner = hidden if spec.embed_size is None else None  # embeddings of a width of their own
+        inner = hidden if spec.embed_size is None else None  # embeddings may have another width
         return {
             "embed": (None, inner),
             "head": (None, inner if kind == "weight" else None),
@@ -145,7 +145,7 @@ def _attention_axes(a: AttentionSpec, units: Units, stem: str, kind: str, hidden
     of_q = stem == "attention.q_norm"
     if a.qk_norm.over == "row":
         return (units, q if of_q else kv), None
-    return (units, groups if of_q else kv[:: a.head_dim]), None  # a row for each head
+    return (units, groups if of_q else kv[:: a.head_dim]), None  # one row for each head
 
 
 def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
@@ -157,12 +157,12 @@ def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
     return layer.mlp.expert
 
 
-# --- Taking out -------------------------------------------------------------------------------------------------------
+# --- Removing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What stays: the layers, and the units (ascending) of each kind that loses any; by their places in the original."""
+    """The layers that stay, and the units that stay of each kind that loses any; ascending indices in the original."""
 
     layers: tuple[int, ...]
     units: Mapping[Units, Tensor]
@@ -172,7 +172,7 @@ class Kept:
 
 
 def cut_spec(spec: ModelSpec, kept: Kept) -> ModelSpec:
-    """The spec of what is left. UnsupportedModelError if that would not be the same kind of model."""
+    """The spec of the pruned model. UnsupportedModelError if the rest of the model would change its meaning."""
     hidden = kept.count(HIDDEN, spec.hidden_size)
 
     def norm(n: NormSpec | None) -> NormSpec | None:
@@ -223,10 +223,10 @@ def _cut_mlp(layer: LayerSpec, i: int, kept: Kept) -> DenseSpec | MoESpec:
 
 
 def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
-    """The parameters of `cut_spec(spec, kept)`: copies."""
+    """Copies of the parameters of `cut_spec(spec, kept)`."""
     found: dict[str, Tensor] = {}
     number = {old: new for new, old in enumerate(kept.layers)}
-    for name, value in pieces(spec, parameters).items():
+    for name, value in split_experts(spec, parameters).items():
         target = name
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
@@ -234,18 +234,11 @@ def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: Kept
                 continue
             target = f"layers.{number[int(index)]}.{rest}"
         for dim, axis in enumerate(axes(spec, name)):
-            if axis is not None and axis[0] in kept.units:
-                value = value.index_select(dim, rows_of(axis, kept).to(value.device))
+            if axis is not None and (units := kept.units.get(axis[0])) is not None:
+                rows = ((axis[1] < 0) | torch.isin(axis[1], units)).nonzero()[:, 0]
+                value = value.index_select(dim, rows.to(value.device))
         found[target] = value.clone()
-    return joined(found)
-
-
-def rows_of(axis: Axis, kept: Kept) -> Tensor:
-    """The rows of an axis that stay, of units that lose some."""
-    assert axis is not None
-    units, unit_of = axis
-    stays = (unit_of < 0) | torch.isin(unit_of, kept.units[units])
-    return stays.nonzero()[:, 0]
+    return join_experts(found)
 
 
 # --- The config -------------------------------------------------------------------------------------------------------
@@ -259,18 +252,18 @@ KEYS: dict[str, tuple[str, ...]] = {
     "expert": ("moe_intermediate_size", "intermediate_size"),
     "shared": ("shared_expert_intermediate_size",),
 }
-"""What configs call these sizes. Which of them one means, its family's reader knows: it takes no other."""
+"""The keys that configs use for these sizes. A family's reader takes only its own."""
 
 HEADS_SHARE_WIDTH = frozenset(
     ("gpt2", "gpt_bigcode", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon", "RefinedWeb", "RefinedWebModel")
 )
-"""Model types whose head_dim is always hidden size / heads: they lose heads only along with the width."""
+"""Model types whose head_dim is always hidden size / heads, so that they can't lose heads alone."""
 
 
 def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: Kept) -> dict[str, Any]:
-    """The config that reads as `wanted` (but for `embed_scale`, which may follow from the width). UnsupportedModelError if
-    the family's configs can't say that."""
-    reader = _Taking(config)
+    """The config that reads as `wanted`, except for `embed_scale`, which may follow from the width. UnsupportedModelError if
+    the family's configs can't express it."""
+    reader = _RecordingReader(config)
     family.read(reader)
     found = dict(config)
 
@@ -307,18 +300,18 @@ def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kep
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
         found["mlp_only_layers"] = [i for i, layer in enumerate(wanted.layers) if isinstance(layer.mlp, DenseSpec)]
         found["decoder_sparse_step"] = 1
-    differs = _unsaid(family, found, wanted)
+    differs = _not_expressed(family, found, wanted)
     if differs is not None:
         raise UnsupportedModelError(
-            f"a {family.model_type} config has no words for what would be left ({differs}): prune other parts, or these in "
-            "other proportions",
+            f"a {family.model_type} config can't express the pruned model ({differs}): prune other parts, or these in other "
+            "proportions",
             field="prune",
         )
     return found
 
 
-def _unsaid(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
-    """In what the config reads otherwise than `wanted`; None: in nothing."""
+def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
+    """How the config differs from `wanted` when it is read; None if it does not."""
     a = wanted.layers[0].attention
     if a.q_size != wanted.hidden_size and isinstance(a.position, RopeSpec) and isinstance(a.position.scaling, LongRopeScaling):
         return "LongRoPE's factors, of which transformers wants as many as hidden size / heads / 2"
@@ -331,8 +324,8 @@ def _unsaid(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str
     return ", ".join(dict.fromkeys(_differences(wanted, read)))
 
 
-class _Taking(ConfigReader):
-    """Remembers which keys a family's reader asks for."""
+class _RecordingReader(ConfigReader):
+    """Records which keys a family's reader takes."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -340,7 +333,7 @@ class _Taking(ConfigReader):
 
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterable[str]:
-    """Where two specs part, by field."""
+    """The fields in which two specs differ."""
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         for field in dataclasses.fields(a):
             yield from _differences(getattr(a, field.name), getattr(b, field.name), field.name)

@@ -1,7 +1,7 @@
-"""What a student learns from: examples, of text as it is or of what the teacher answers, and the teacher's logits on disk.
+"""The training data of distillation: examples from text or from the teacher's answers, and the teacher's logits on disk.
 
-Answers come out of our own engine. With rationales each question gives two examples (Distilling step by step, Hsieh et al.
-2023): the answer, and, asked for in so many words, the teacher's reasoning, which weighs `rationale_weight`.
+Answers are generated with our own engine. With rationales each question gives two examples (Distilling step-by-step, Hsieh et
+al. 2023): the answer, and the teacher's reasoning with the weight `rationale_weight`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 WHY = "Think step by step and explain the reasoning that leads to the answer.\n\n"
-"""Before a question whose rationale is wanted, when the teacher is asked and when the student learns."""
+"""Stands before a question whose rationale is wanted, for the teacher and for the student."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Tokens to learn from; the first `num_context` (at least 1) are given, the others predicted, each with `weight`."""
+    """Tokens to train on. The first `num_context` (at least 1) are context, the others are predicted, each with `weight`."""
 
     token_ids: tuple[int, ...]
     num_context: int = 1
@@ -50,7 +50,7 @@ def teacher_examples(
     seed: int = 0,
     rationale_weight: float | None = None,
 ) -> list[Example]:
-    """What the teacher answers to each question, through its chat template; with `rationale_weight` also why."""
+    """The teacher's answers to the questions, through its chat template, and its rationales if `rationale_weight` is given."""
     from slipstream.types import SamplingParams
 
     tasks: list[tuple[str, float]] = [(question, 1.0) for question in questions]
@@ -60,14 +60,14 @@ def teacher_examples(
     answers = llm.chat([[{"role": "user", "content": text}] for text, _ in tasks], params)
     found = []
     for (_, weight), answer in zip(tasks, answers, strict=True):
-        given, made = tuple(answer.prompt_token_ids), tuple(answer.outputs[0].token_ids)
-        if made:
-            found.append(Example(token_ids=given + made, num_context=len(given), weight=weight))
+        prompt, generated = tuple(answer.prompt_token_ids), tuple(answer.outputs[0].token_ids)
+        if generated:
+            found.append(Example(token_ids=prompt + generated, num_context=len(prompt), weight=weight))
     return found
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """JSON lines, for `read_examples`."""
+    """Write a file for `read_examples`, one JSON object a line."""
     lines = (json.dumps({"token_ids": e.token_ids, "num_context": e.num_context, "weight": e.weight}) for e in examples)
     path.write_text("".join(f"{line}\n" for line in lines))
 
@@ -98,14 +98,14 @@ def fingerprint(examples: Sequence[Example]) -> str:
 # --- Logits on disk ---------------------------------------------------------------------------------------------------
 
 SHARD = 256
-"""Examples in a file."""
+"""Examples per file."""
 
 
 class LogitCache:
-    """The teacher's `k` likeliest tokens after each token of `examples`, at one temperature."""
+    """The teacher's k likeliest next tokens at each position of the examples, at one temperature."""
 
     def __init__(self, folder: Path, examples: Sequence[Example]) -> None:
-        """ConfigError if it was made of other examples."""
+        """ConfigError if the cache was made from other examples."""
         try:
             self.about: dict[str, Any] = json.loads((folder / "logits.json").read_text())
         except (OSError, ValueError) as error:
@@ -124,7 +124,7 @@ class LogitCache:
         return int(self.about["vocab_size"])
 
     def of(self, indices: Sequence[int], device: torch.device) -> TopK:
-        """For the tokens of these examples, one after another."""
+        """The tokens of these examples, one example after another."""
         from safetensors import safe_open
 
         ids, values = [], []
@@ -148,7 +148,7 @@ def cache_logits(
     dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LogitCache:
-    """Run the teacher over `examples` once and keep what it says: 6 bytes a token and outcome."""
+    """Run the teacher over `examples` once and store its k likeliest tokens, in 6 bytes each."""
     from safetensors.torch import save_file
 
     if not 1 <= k < teacher.spec.vocab_size:

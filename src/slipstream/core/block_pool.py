@@ -1,13 +1,15 @@
 """The KV cache's blocks: who holds them, which are free, and which still hold a prefix worth keeping.
 
-A block is *held* by `ref_count` sequences, or it stands in the free list. A free block may still be *cached*: its contents
-are those that its hash says, and a new sequence with the same prefix takes it back. The free list is allocated from its head:
-first blocks that hold nothing, the latest released before the others, then those never used, then cached ones, the least
-recently used before the others; sequences release their blocks last one first, so that of one sequence the tail goes before
-the head. So no prefix is given up while there is another block, and memory that the system has not handed out yet (a CPU's
-cache takes its pages when they are first written) is touched last. Every operation is O(1) a block.
+1. A block with `ref_count` above 0 is held by so many sequences. A block with `ref_count` 0 is in the free list.
+2. A free block may still be *cached*: it holds the tokens that its key stands for, and a sequence with the same prefix takes
+   it back.
+3. Blocks are allocated from the head of the free list. First come blocks that were used and hold nothing, the latest released
+   first; then blocks that were never used; then cached blocks, the least recently used first. So no prefix is lost while
+   another block is free, and memory that the system has not handed out yet is touched last.
+4. A sequence releases its last block first, so that its tail is reused before its head.
+5. Block 0 is the null block. Padding writes there, it stands in tables in place of released blocks, and no sequence holds it.
 
-Block 0 is the null block: padding writes there, and no sequence ever holds it.
+Every operation takes constant time for each block.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one holder each; their old contents are forgotten. The caller has seen that there are so many."""
+        """`count` blocks with one holder each; their old contents are forgotten. The caller has made sure that so many are
+        free."""
         taken = []
         for _ in range(count):
             block = self._next[self._end]
@@ -72,7 +75,7 @@ class BlockPool:
         return self._cached.get(key)
 
     def register(self, block: int, key: bytes) -> None:
-        """`block` holds the prefix of `key` from now on, unless another block already does."""
+        """`block` holds what `key` stands for from now on, unless another block already does."""
         if key not in self._cached and self.hashes[block] is None:
             self._cached[key] = block
             self.hashes[block] = key
@@ -104,6 +107,7 @@ class BlockPool:
             block = self._next[block]
         assert len(free) == len(set(free)) == self.num_free
         assert NULL_BLOCK not in free
+        assert self.hashes[NULL_BLOCK] is None
         assert {b for b in range(self.num_blocks) if self.ref_counts[b] == 0} == set(free)
         assert all(count >= 0 for count in self.ref_counts)
         assert {b: k for k, b in self._cached.items()} == {b: k for b, k in enumerate(self.hashes) if k is not None}

@@ -1,22 +1,20 @@
-"""When waiting requests may join. In-flight batching is the product; the other two are baselines to compare it with.
+"""When waiting requests may join the running ones.
 
-`inflight`: whenever there is room (continuous batching). `static`: the requests that wait when the engine is idle form a
-batch, and nobody joins until all of it has ended. `dynamic`: the same, but a batch is formed only when it is full or its
-oldest request has waited for the window.
+1. `inflight`: whenever there is room (continuous batching). This is the product; the other two are baselines.
+2. `static`: the requests that wait when the engine is idle form a batch. Nobody joins until all of it has ended.
+3. `dynamic`: the same, but a batch forms only when it is full or its oldest request has waited for the window.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from slipstream.config import SchedulingConfig
 from slipstream.core.request import Request
-
-if TYPE_CHECKING:
-    from slipstream.core.scheduler import Scheduler, SchedulerConfig
 
 
 class AdmissionPolicy(Protocol):
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         """May `request`, the first in the queue, join now?"""
         ...
 
@@ -30,7 +28,7 @@ class AdmissionPolicy(Protocol):
 
 
 class InFlight:
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         return True
 
     def admitted(self, request: Request) -> None:
@@ -44,8 +42,8 @@ class InFlight:
 
 
 class Batched:
-    """`static` (window 0) and `dynamic`. A batch is open for admission until it is full or someone stays out, then closed
-    until its last member has ended. A preempted member may come back; so may the forks of a member."""
+    """`static` (window 0) and `dynamic`. A batch is open until it is full or someone stays out, then closed until its last
+    member has ended. A preempted member may come back, and so may the forks of a member."""
 
     def __init__(self, max_num_seqs: int, window_s: float) -> None:
         self.max_num_seqs = max_num_seqs
@@ -54,14 +52,13 @@ class Batched:
         self._joined = 0
         self._formed_at: float | None = None
 
-    def admits(self, request: Request, scheduler: Scheduler, now: float) -> bool:
+    def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
         if request.request_id in self._members or request.spec.fork_of in self._members:
             return True
-        if self._members and not scheduler.num_running:
+        if self._members and not num_running:
             return True  # only preempted members are left, and they wait behind this one
         if not self._members:
-            full = scheduler.num_waiting >= self.max_num_seqs
-            if not full and now < request.spec.arrival + self.window_s:
+            if num_waiting < self.max_num_seqs and now < request.spec.arrival + self.window_s:
                 return False
             self._joined, self._formed_at = 0, now
         # All that waited when the batch was formed; later arrivals wait for the next.
@@ -82,7 +79,7 @@ class Batched:
         return oldest_arrival + self.window_s
 
 
-def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
+def make_policy(config: SchedulingConfig) -> AdmissionPolicy:
     if config.policy == "inflight":
         return InFlight()
     return Batched(config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0)

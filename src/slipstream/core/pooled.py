@@ -1,11 +1,11 @@
-"""Texts of which vectors or scores are wanted: how an encoder's are put into steps, and a decoder's made sequences. No torch.
+"""Texts of which vectors or scores are wanted: how they are put into steps. No torch.
 
-An encoder reads a text whole and keeps nothing of it, so its `TextScheduler` has no blocks, rows or preemption: a step is as
-many whole texts as fit, in order of (priority, arrival), and a call's texts stay one request from the tokeniser to the answer.
-What is done for each text is a comparison; all else is done for each request of a step.
+An encoder reads a text whole and keeps nothing of it. So its `TextScheduler` has no blocks, rows or preemption: a step is as
+many whole texts as fit, in order of (priority, arrival). A call's texts stay one request from the tokeniser to the answer.
+For each text there is one comparison; all else is done once for each request of a step.
 
-A decoder's texts are computed in chunks and share cached prefixes, as prompts do: `TextSequences` makes each a sequence of the
-decoder's scheduler, and one answer of theirs.
+A decoder's texts are computed in chunks and share cached prefixes, as prompts do. `TextSequences` makes each of them a request
+of the decoder's scheduler, and one answer of theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from slipstream.core.scheduler import SchedulerConfig, SchedulerStats
+from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineOutput,
@@ -26,16 +26,19 @@ from slipstream.types import (
     FinishReason,
     Plan,
     SamplingParams,
+    SchedulerStats,
     StepResult,
     TextsPlan,
     TextsRequest,
+    TextVectors,
+    VectorOutput,
 )
 
 UNSAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class Steps(Protocol):
-    """What the engine wants of a scheduler; `Scheduler` says more of each."""
+    """What the engine needs of a scheduler. `Scheduler` says more of each method."""
 
     def schedule(self) -> Plan | None: ...
     def update(self, plan: Any, result: StepResult) -> list[EngineOutput]: ...
@@ -50,7 +53,7 @@ class Steps(Protocol):
 
 
 class _Texts:
-    """A request under way: texts [0, num_planned) are in steps, of [0, num_done) the vectors are there."""
+    """A request under way: texts [0, num_planned) are in steps, the vectors of texts [0, num_done) are there."""
 
     __slots__ = ("first_blocks", "num_done", "num_planned", "num_texts", "spec", "starts")
 
@@ -64,10 +67,21 @@ class _Texts:
 
 
 class TextScheduler:
-    """For an encoder. `config.num_blocks`: those of the layers' scratch cache, of which a step takes what its texts fill."""
+    """For an encoder. `num_blocks`: of the layers' scratch cache, the null block included. A step takes what its texts fill."""
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = config
+    def __init__(
+        self,
+        scheduling: SchedulingConfig,
+        cache: CacheConfig,
+        *,
+        max_model_len: int,
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduling = scheduling
+        self.num_usable = num_blocks - 1
+        self._block_size = cache.block_size
+        self._longest = min(max_model_len, scheduling.max_num_batched_tokens, self.num_usable * cache.block_size)
         self._clock = clock
         self._requests: dict[str, _Texts] = {}
         self._waiting: list[tuple[int, float, int, _Texts]] = []  # a heap of those with texts in no step yet
@@ -78,18 +92,19 @@ class TextScheduler:
     def add(self, spec: TextsRequest) -> None:
         """Queue a request. EngineOverloadedError if its texts do not fit into the queue, ContextLengthError if one of them
         could never run."""
-        config, texts = self.config, _Texts(spec, self.config.block_size)
+        texts, max_queue = _Texts(spec, self._block_size), self.scheduling.max_queue
         if spec.request_id in self._requests:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
-        if config.max_queue is not None and self.num_waiting + texts.num_texts > config.max_queue:
+        if max_queue is not None and self.num_waiting + texts.num_texts > max_queue:
             raise EngineOverloadedError(
                 f"{self.num_waiting} texts are waiting already, and with {texts.num_texts} more they are more than max_queue; "
                 "try again later"
             )
         longest = max(int32(spec.lengths), default=0)
-        limit = min(config.max_model_len, config.max_num_batched_tokens, (config.num_blocks - 1) * config.block_size)
-        if longest > limit:
-            raise ContextLengthError(f"a text has {longest} tokens, and a step holds {limit}; shorten it", field="prompt")
+        if longest > self._longest:
+            raise ContextLengthError(
+                f"a text has {longest} tokens, and a step holds {self._longest}; shorten it", field="prompt"
+            )
         self._counter += 1
         self._requests[spec.request_id] = texts
         heapq.heappush(self._waiting, (spec.priority, spec.arrival, self._counter, texts))
@@ -109,7 +124,7 @@ class TextScheduler:
         self._waiting = [entry for entry in self._waiting if entry[3].spec.request_id in self._requests]
         heapq.heapify(self._waiting)
         self._batch = min(self._batch, self.num_waiting)
-        return [EngineOutput(request_id, finish_reason=reason, error=error) for request_id in request_ids]
+        return [VectorOutput(request_id, finish_reason=reason, error=error) for request_id in request_ids]
 
     @property
     def has_requests(self) -> bool:
@@ -134,9 +149,9 @@ class TextScheduler:
 
     def schedule(self) -> TextsPlan | None:
         """The next texts in order, as many whole ones as a step holds; None if there are none that may be computed now."""
-        config = self.config
-        tokens, blocks = config.max_num_batched_tokens, config.num_blocks - 1
-        room = min(config.max_num_seqs, self._may_join(self._clock()))
+        scheduling = self.scheduling
+        tokens, blocks = scheduling.max_num_batched_tokens, self.num_usable
+        room = min(scheduling.max_num_seqs, self._may_join(self._clock()))
         parts: list[tuple[_Texts, int, int]] = []
         while self._waiting and room:
             texts = self._waiting[0][3]
@@ -157,7 +172,7 @@ class TextScheduler:
                 heapq.heappop(self._waiting)
         if not parts:
             return None
-        if config.policy != "inflight":
+        if scheduling.policy != "inflight":
             self._batch -= sum(end - first for _, first, end in parts)
         self._step_id += 1
         self._in_flight[self._step_id] = parts
@@ -173,28 +188,30 @@ class TextScheduler:
 
     def _may_join(self, now: float) -> int:
         """How many texts may be put into steps now. Batches that wait for their end are baselines: see `core.policy`."""
-        config, waiting = self.config, self.num_waiting
-        if config.policy == "inflight":
+        scheduling, waiting = self.scheduling, self.num_waiting
+        if scheduling.policy == "inflight":
             return waiting
         if not self._batch and not self.num_running and waiting:
-            full, opens = waiting >= config.max_num_seqs, self.next_wakeup()
+            full, opens = waiting >= scheduling.max_num_seqs, self.next_wakeup()
             if full or opens is None or now >= opens:
-                self._batch = min(waiting, config.max_num_seqs)
+                self._batch = min(waiting, scheduling.max_num_seqs)
         return self._batch
 
     def next_wakeup(self) -> float | None:
         """When a batch forms by the passing of time alone; None if never."""
-        if self.config.policy != "dynamic" or not self._waiting or self._batch or self.num_running:
+        if self.scheduling.policy != "dynamic" or not self._waiting or self._batch or self.num_running:
             return None
-        return self._waiting[0][3].spec.arrival + self.config.batch_window_s
+        return self._waiting[0][3].spec.arrival + self.scheduling.batch_window_s
 
     def update(self, plan: TextsPlan, result: StepResult) -> list[EngineOutput]:
         """Take in the vectors of a step: of each request in it those of its texts, and its end with the last of them."""
         outputs: list[EngineOutput] = []
-        width = len(result.vectors) // (len(plan.lengths) // 4)
+        (found,) = result.extras
+        assert isinstance(found, TextVectors)
+        width = len(found.vectors) // (len(plan.lengths) // 4)
         begin = 0
         for texts, first, end in self._in_flight.pop(plan.step_id, ()):
-            request_id, vectors = texts.spec.request_id, result.vectors[begin : begin + width * (end - first)]
+            request_id, vectors = texts.spec.request_id, found.vectors[begin : begin + width * (end - first)]
             begin += len(vectors)
             if self._requests.get(request_id) is not texts:
                 continue  # aborted since
@@ -203,36 +220,25 @@ class TextScheduler:
             if end == texts.num_texts:
                 reason = FinishReason.STOP
                 del self._requests[request_id]
-            outputs.append(
-                EngineOutput(request_id, finish_reason=reason, embedding=vectors, first_text=first, num_texts=end - first)
-            )
+            outputs.append(VectorOutput(request_id, vectors, first, end - first, reason))
         return outputs
 
     def stats(self) -> SchedulerStats:
-        usable = self.config.num_blocks - 1
+        usable = self.num_usable
         return SchedulerStats(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_blocks=usable,
-            num_free_blocks=usable,
-            kv_usage=0.0,
-            prefix_queries=0,
-            prefix_hits=0,
-            num_preemptions_total=0,
-            kv_allocated_tokens=0,
-            kv_wasted_tokens=0,
+            num_running=self.num_running, num_waiting=self.num_waiting, num_blocks=usable, num_free_blocks=usable
         )
 
 
 class TextSequences:
-    """Requests of texts whose texts are sequences of a decoder's scheduler, under ids of their own."""
+    """Requests of texts. Each text is a request of a decoder's scheduler, under an id of its own."""
 
     def __init__(self) -> None:
-        self._left: dict[str, set[str]] = {}  # request -> its sequences without an answer
-        self._places: dict[str, tuple[str, int]] = {}  # sequence -> its request, which text it is
+        self._left: dict[str, set[str]] = {}  # request -> its texts without an answer
+        self._places: dict[str, tuple[str, int]] = {}  # text -> its request, which text it is
 
     def split(self, spec: TextsRequest) -> list[EngineRequest]:
-        """A sequence for each text."""
+        """An engine request for each text."""
         starts = [0, *accumulate(int32(spec.lengths))]
         token_ids = int32(spec.token_ids).tolist()
         found = [
@@ -252,7 +258,8 @@ class TextSequences:
         return found
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """The sequences that these ids stand for and that must be aborted: a request's own, or the id itself."""
+        """The engine requests that these ids stand for and that must be aborted: those of a request's texts, or the id
+        itself."""
         found: list[str] = []
         for request_id in request_ids:
             sequences = self._left.pop(request_id, None)
@@ -262,13 +269,13 @@ class TextSequences:
         return found
 
     def joined(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """News of sequences as news of their requests, in place: a request ends with the last of its sequences, or with the
-        first that fails."""
+        """News of texts as news of their requests, in place. A request ends with the last of its texts, or with the first that
+        fails."""
         if not self._places:
             return outputs
         found: list[EngineOutput] = []
         for output in outputs:
-            if output.request_id not in self._places:
+            if not isinstance(output, VectorOutput) or output.request_id not in self._places:
                 found.append(output)
                 continue
             request_id, index = self._places.pop(output.request_id)
@@ -277,16 +284,7 @@ class TextSequences:
             if not left:
                 del self._left[request_id]
             reason = output.finish_reason if not left or output.finish_reason is not FinishReason.STOP else None
-            found.append(
-                EngineOutput(
-                    request_id,
-                    finish_reason=reason,
-                    error=output.error,
-                    embedding=output.embedding,
-                    first_text=index,
-                    num_texts=int(output.embedding is not None),
-                )
-            )
+            found.append(VectorOutput(request_id, output.vectors, index, output.num_texts, reason, output.error))
         return found
 
     def clear(self) -> None:

@@ -1,7 +1,8 @@
-"""Keys of prompt prefixes: a chain of hashes over whole blocks.
+"""Keys of token prefixes: a chain of hashes over whole blocks, and how many cached blocks a sequence can begin with.
 
-The key of a block covers every token from the start of the sequence to the end of the block, and the salt. Two blocks
-with one key hold the same keys and values, up to a collision of a 128-bit cryptographic hash.
+The key of a block covers every token from the start of the sequence to the end of the block, the salt, and the group whose
+layers' keys and values the block holds. Two blocks with one key hold the same, up to a collision of a 128-bit cryptographic
+hash.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ def root_key(*salts: str) -> bytes:
     return digest.digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> None:
-    """Append the keys of all whole blocks of `tokens` that `keys` does not have yet."""
+def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, num_blocks: int) -> None:
+    """Append the chain's keys up to that of block `num_blocks` − 1, whose tokens are there."""
     key = keys[-1] if keys else root
-    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+    for start in range(len(keys) * block_size, num_blocks * block_size, block_size):
         block = array("i", tokens[start : start + block_size])
         key = blake2b(key + block.tobytes(), digest_size=KEY_BYTES).digest()
         keys.append(key)
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """The key of the block in `group` where `key` is the chain's: no two groups share one."""
+    return key + bytes((group,)) if group else key

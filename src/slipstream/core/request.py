@@ -1,4 +1,4 @@
-"""What the scheduler knows of one sequence. Stored state is minimal; everything else follows from it."""
+"""What the scheduler knows of one request. Stored state is minimal; the rest follows from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.types import EngineRequest
 
 
 class Status(Enum):
-    FORKING = auto()  # waits for the sequence whose prompt it shares
+    FORKING = auto()  # waits for the request whose prompt it shares
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -17,24 +17,31 @@ class Status(Enum):
 class Request:
     """Tokens [0, num_computed_tokens) are in the cache, or will be when the steps in flight are done.
 
-    `num_pending` tokens were sampled by steps in flight: they count, but only the device knows them.
+    `num_pending` tokens were sampled by steps in flight. They count, but only the device knows them.
+
+    `blocks[g]` is the block table of group g. All tables are equally long, but for that of an encoder's text. The first
+    `num_passed[g]` entries of a window group are the null block: those blocks were released.
     """
 
     __slots__ = (
-        "block_ids",
         "block_keys",
-        "encoder_block_ids",
+        "blocks",
+        "decodes_until",
         "end",
         "forks",
         "in_worker",
         "needs_copy",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts",
+        "num_passed",
         "num_pending",
+        "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
         "order",
+        "request_id",
         "root_key",
         "spec",
         "status",
@@ -42,8 +49,9 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes) -> None:
+    def __init__(self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int) -> None:
         self.spec = spec
+        self.request_id = spec.request_id
         self.order = order  # priority, arrival, number: who goes first
         self.root_key = root_key
         self.token_ids = list(spec.prompt_token_ids)
@@ -53,21 +61,24 @@ class Request:
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         self.num_pending = 0
-        self.block_ids: list[int] = []
-        self.encoder_block_ids: list[int] = []  # keys and values of what the encoder read
+        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_passed = [0] * num_groups
         self.block_keys: list[bytes] = []
         self.num_registered = 0  # leading blocks offered to the prefix cache
-        self.needs_copy = False  # the block it writes next may be shared
+        self.needs_copy = False  # the blocks it writes next may be shared
+        self.decodes_until = 0  # before this position a step needs nothing but the next token: no block, copy or check
+        self.num_drafts = 0  # guessed tokens behind the last one, to be checked by the next step
+        self.num_pending_drafts = 0  # of the step in flight: nobody knows yet how many of them are right
         self.in_worker = False
         self.forks: list[Request] = []  # wait for our prompt
         self.num_cached_tokens = 0
         self.num_preemptions = 0
 
     @property
-    def request_id(self) -> str:
-        return self.spec.request_id
-
-    @property
     def num_tokens(self) -> int:
         """Known and pending."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def holds_blocks(self) -> bool:
+        return bool(self.blocks[0])

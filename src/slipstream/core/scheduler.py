@@ -1,95 +1,97 @@
 """Decides what each step computes. No torch, no clock but the one given.
 
-There are no phases. A request has `num_tokens` and `num_computed_tokens`; a step spends a budget of tokens bringing the
-second up to the first. Prefill, chunks of it, decode, prefix hits, and resumption after preemption are all that rule.
+There are no phases. A request has `num_tokens` and `num_computed_tokens`, and a step spends a budget of tokens bringing the
+second up to the first. Prefill, chunks of it, decode, prefix hits, checks of guessed tokens, and resumption after preemption
+are all that rule.
 
-Order within a step: sequences that need one token (decodes) always go first, so a long prompt never holds them up; then
-prompts under way; then new ones, strictly by (priority, arrival). A step that holds decodes has at most
-`max_num_mixed_tokens` tokens, of any kind, so that no running sequence waits for its next token longer than such a step
-takes. Prompts get what the decodes leave, at least one token, since a prompt under way is itself one of `max_num_seqs`;
-they fill it in order, several in a step if they are short. When blocks run out, the last in that order is preempted:
-its blocks go, and it waits to be computed again.
+Order within a step:
 
-`schedule()` may be called again before `update()` of the step before: it counts tokens that are sampled but not yet known
-(`num_pending`). Whoever turns out to have ended is dropped from the results of the step that was launched too much.
+1. Requests that need one token (decodes). A long prompt never holds them up. A step that has decodes has at most
+   `max_num_mixed_tokens` tokens of any kind, so that no request waits longer for its next token than such a step takes.
+2. Prompts under way, in order. They get what the decodes leave, which is at least one token.
+3. New requests, strictly by (priority, arrival).
+
+When blocks run out, the last request in that order is preempted: it gives its blocks back and waits to be computed again.
+
+`schedule()` may be called again before `update()` of the step before. It counts tokens that are sampled but not yet known
+(`num_pending`). A request that turns out to have ended is dropped from the results of the step that was launched too much.
 Blocks that are freed while a step in flight still uses them may be handed out at once, because the device runs steps in
 order.
 
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
-step that admits its request; the blocks of its keys and values are held as long as the request's own.
+step that admits its request.
 
-Shared blocks: a prompt block is offered to the prefix cache when it is scheduled, so that requests in one step can share
-it (the worker writes a layer's keys and values before any attention reads them). A block is written only by a sequence
-that holds it alone and only while it is not offered; otherwise it is copied first. Such a copy runs before the step, so it
-is never made from a block that the same step computes.
+A request has a block table in each group of layers (`CacheGroup`). All groups take blocks from one pool:
+
+1. In a `window` group blocks that no later token looks at are released when the request next needs blocks.
+2. A `cross` group's blocks, with an encoder's keys and values, are held as long as the request's own.
+3. A block of a prompt is offered to the prefix cache when it is scheduled, so that requests of one step can share it: the
+   worker writes a layer's keys and values before any attention reads them.
+4. A request writes only to a block that it holds alone and that is not offered; otherwise the block is copied first. Copies
+   run before the step. Only choices that share a prompt need one, and they join after the step that computed it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 
-from slipstream.core.block_pool import BlockPool
-from slipstream.core.prefix_cache import extend_keys, root_key
+from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.policy import make_policy
+from slipstream.core.prefix_cache import extend_keys, group_key, root_key
 from slipstream.core.request import Request, Status
-from slipstream.core.step import Step
+from slipstream.core.step import StepBuilder
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
+from slipstream.spec.model import longest_sequence
 from slipstream.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    PooledVector,
+    PromptLogprobs,
+    SampledLogprobs,
+    ScheduledRequest,
+    SchedulerStats,
     StepPlan,
     StepResult,
+    TableUpdate,
+    TokenOutput,
+    VectorOutput,
 )
 
 WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted beside others, so that it is not preempted at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_mixed_tokens: int  # from max_num_seqs to max_num_batched_tokens
-    max_model_len: int
-    block_size: int
-    num_blocks: int  # with the null block
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    policy: Literal["inflight", "dynamic", "static"] = "inflight"
-    batch_window_s: float = 0.05
-    max_queue: int | None = None
-    cache_salt: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    num_running: int
-    num_waiting: int
-    num_blocks: int  # that sequences can hold
-    num_free_blocks: int
-    kv_usage: float
-    prefix_queries: int  # prompt tokens looked up
-    prefix_hits: int  # of them found
-    num_preemptions_total: int
-    kv_allocated_tokens: int
-    kv_wasted_tokens: int  # allocated and not written
-
-
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        from slipstream.core.policy import make_policy
+    """`num_blocks`: of the pool, with the null block. `salt` keeps its cached prefixes apart from other models'."""
 
-        self.config = config
-        self.pool = BlockPool(config.num_blocks)
-        self.policy = make_policy(config)
+    def __init__(
+        self,
+        scheduling: SchedulingConfig,
+        cache: CacheConfig,
+        *,
+        max_model_len: int,
+        num_blocks: int,
+        salt: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduling = scheduling
+        self.cache = cache
+        self.max_model_len = max_model_len
+        self.pool = BlockPool(num_blocks)
+        self.policy = make_policy(scheduling)
+        self._salt = salt
         self._clock = clock
-        self._root_key = root_key(config.cache_salt, "")  # of requests without a salt; others' are not kept
+        self._block_size = cache.block_size
+        self._own = tuple(g for g, group in enumerate(cache.groups) if group.kind != "cross")
+        self._windows = tuple((g, group) for g, group in enumerate(cache.groups) if group.kind == "window")
+        self._cross = next((g for g, group in enumerate(cache.groups) if group.kind == "cross"), None)
+        self._root_key = root_key(salt, "")  # of requests without a salt; others' are not kept
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[tuple[int, float, int], Request]] = []  # a heap; finished ones are dropped lazily
         self._running: list[Request] = []  # in order
@@ -97,8 +99,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._released: list[str] = []
         self._outputs: list[EngineOutput] = []
-        self._in_flight: dict[int, list[Request]] = {}  # step -> who sampled
-        self._fresh: set[int] = set()  # blocks offered to the prefix cache by the step being planned
+        self._in_flight: dict[int, tuple[list[Request], dict[Request, int]]] = {}  # step -> who sampled; checked guesses
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._counter = 0
         self._step_id = 0
@@ -109,33 +110,16 @@ class Scheduler:
     def add(self, spec: EngineRequest) -> None:
         """Queue a request. EngineOverloadedError if the queue is full (forks come in with the request they fork from),
         ContextLengthError if it could never run."""
-        config = self.config
-        total = len(spec.prompt_token_ids) + spec.max_tokens
+        limit = self.scheduling.max_queue
         if spec.request_id in self._requests:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
-        if config.max_queue is not None and spec.fork_of is None and self.num_waiting >= config.max_queue:
+        if limit is not None and spec.fork_of is None and self.num_waiting >= limit:
             raise EngineOverloadedError(f"{self.num_waiting} requests are waiting already (max_queue); try again later")
-        if total > config.max_model_len:
-            raise ContextLengthError(
-                f"prompt and answer are {total} tokens, more than max_model_len={config.max_model_len}", field="prompt"
-            )
-        if len(spec.encoder_token_ids) > config.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(spec.encoder_token_ids)} tokens, more than max_model_len={config.max_model_len}",
-                field="prompt",
-            )
-        computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
-        if self._blocks_for(computed) + self._blocks_for(len(spec.encoder_token_ids)) > self.pool.num_usable:
-            raise ContextLengthError(
-                f"prompt and answer are {total + len(spec.encoder_token_ids)} tokens and the KV cache holds "
-                f"{self.pool.num_usable * config.block_size}; "
-                "ask for fewer, or give the cache more memory",
-                field="prompt",
-            )
+        self._check_length(spec)
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
-        root = root_key(config.cache_salt, spec.cache_salt) if spec.cache_salt else self._root_key
-        request = Request(spec, order, root)
+        root = root_key(self._salt, spec.cache_salt) if spec.cache_salt else self._root_key
+        request = Request(spec, order, root, len(self.cache.groups))
         self._requests[spec.request_id] = request
         if spec.deadline is not None:
             heapq.heappush(self._deadlines, (spec.deadline, self._counter, request))
@@ -145,6 +129,30 @@ class Scheduler:
             parent.forks.append(request)
         else:
             self._wait(request)
+
+    def _check_length(self, spec: EngineRequest) -> None:
+        total, encoded = len(spec.prompt_token_ids) + spec.max_tokens, len(spec.encoder_token_ids)
+        longest = self.max_model_len
+        if total > longest:
+            raise ContextLengthError(
+                f"prompt and answer are {total} tokens, more than max_model_len={longest}", field="prompt"
+            )
+        if encoded > longest:
+            raise ContextLengthError(
+                f"the prompt has {encoded} tokens, more than max_model_len={longest}", field="prompt"
+            )
+        computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
+        size, step, groups = self._block_size, self.scheduling.max_num_batched_tokens, self.cache.groups
+        need = sum(g.max_blocks(encoded if g.kind == "cross" else computed, size, step) for g in groups)
+        if need > self.pool.num_usable:
+            holds = self.pool.num_usable * size
+            if len(self._own) > 1 or self._windows:
+                holds = longest_sequence(groups, self.pool.num_usable, size, step, longest)
+            raise ContextLengthError(
+                f"prompt and answer are {total + encoded} tokens and the KV cache holds {holds}; "
+                "ask for fewer, or give the cache more memory",
+                field="prompt",
+            )
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End requests now; their blocks are free for the next step. Unknown ids are nothing to do."""
@@ -156,10 +164,16 @@ class Scheduler:
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
         """End everything, after a step failed. Results of steps in flight are not expected any more."""
         self._in_flight.clear()
-        outputs = [self._finish(request, reason, error=error) for request in list(self._requests.values())]
+        outputs = [self._finish(request, reason, error) for request in list(self._requests.values())]
         self._drop_finished()
         self.pool.forget_all()
         return outputs
+
+    def draft(self, request_id: str, num_drafts: int) -> None:
+        """So many guessed tokens stand behind a decoding request's last one in the worker's row. Its next step computes them
+        with that token and samples at each; `update` then takes the tokens up to the first wrong guess, and one more."""
+        request = self._requests[request_id]
+        request.num_drafts, request.decodes_until = num_drafts, 0
 
     @property
     def has_requests(self) -> bool:
@@ -192,254 +206,307 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now."""
-        now = self._clock()
+        now, scheduling = self._clock(), self.scheduling
         self._expire(now)
         self._admit_forks()
-        self._fresh.clear()
-        step = Step(self.config.max_num_batched_tokens)
-
+        step = StepBuilder(scheduling.max_num_batched_tokens)
         unfinished: list[Request] = []  # prompts under way
-        for request in list(self._running):
-            wanted = len(request.token_ids) + request.num_pending - request.num_computed_tokens
-            if wanted == 1 and request.status is Status.RUNNING and request.num_computed_tokens < request.end - 1:
-                self._schedule_one(step, request)
-            elif wanted > 1:
-                unfinished.append(request)
-        if step.decodes:
-            step.budget -= self.config.max_num_batched_tokens - self.config.max_num_mixed_tokens
+        plain = 0  # decodes that need nothing: no block, copy or check
+        for request in self._running.copy():
+            position = request.num_computed_tokens
+            if position < request.decodes_until:
+                request.num_computed_tokens = position + 1
+                request.num_pending += 1
+                step.decodes.append(ScheduledRequest(request.request_id, position, 1, 1))
+                step.sampled_decodes.append(request)
+                step.scheduled.add(request)
+                plain += 1
+            elif request.status is Status.RUNNING:  # not preempted meanwhile
+                wanted = request.num_tokens - position
+                if wanted > 1:
+                    unfinished.append(request)
+                elif wanted == 1 and position < request.end - 1 and not request.num_pending_drafts:
+                    step.budget -= plain
+                    plain = 0
+                    self._schedule_one(step, request)
+        step.budget -= plain
+        if step.scheduled:
+            step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
         for request in unfinished:
-            if request.status is Status.RUNNING:  # not preempted meanwhile
+            if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
         self._admit(step, now)
-        if not step.decodes and not step.prompts:
-            return None
-        return self._plan(step)
+        return self._plan(step) if step.scheduled else None
 
-    def _schedule_one(self, step: Step, request: Request) -> None:
-        """A decode: one token, one block now and then. Makes room by preempting whoever is last."""
+    def _schedule_one(self, step: StepBuilder, request: Request) -> None:
+        """A decode, with what guesses the step has room for. It makes room by preempting whoever is last."""
         position = request.num_computed_tokens
-        if request.needs_copy or position // self.config.block_size >= len(request.block_ids):
-            while not self._take_blocks(step, request, position + 1):
-                if self._make_room(step) is request:
-                    return
-        step.budget -= 1
-        self._advance(step, request, 1)
-
-    def _schedule_prompt(self, step: Step, request: Request) -> None:
-        """As much of a prompt under way as the budget allows. It takes blocks from those behind it only."""
-        wanted = request.num_tokens - request.num_computed_tokens
-        count = min(wanted, step.budget)
-        if count <= 0 or (count < wanted and not self.config.enable_chunked_prefill):
-            return
-        while not self._take_blocks(step, request, request.num_computed_tokens + count):
-            if self._last_unscheduled(step) is request and (step.decodes or step.prompts):
-                return  # those before it will end, and free theirs
+        count = 1
+        if request.num_drafts:
+            # Every running request may still want a token of a mixed step, and every token sampled needs a place.
+            spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget
+            spare -= len(self._running) - len(step.scheduled)
+            count += max(0, min(request.num_drafts, spare, request.end - request.num_tokens - 1))
+            if count > 1 and not self._take_blocks(step, request, position + count):
+                count = 1
+        while not self._take_blocks(step, request, position + count):
             if self._make_room(step) is request:
                 return
-        step.budget -= count
         self._advance(step, request, count)
 
-    def _admit(self, step: Step, now: float) -> None:
-        """New requests in order, while rows, budget and blocks last. The first that does not fit stops the rest."""
-        while step.budget > 0 and len(self._running) < self.config.max_num_seqs:
-            request = self._next_waiting()
-            if request is None or request.num_pending or not self.policy.admits(request, self, now):
+    def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
+        """As much of a prompt under way as the budget allows. It takes blocks from those behind it only: those before it will
+        end, and free theirs."""
+        wanted = request.num_tokens - request.num_computed_tokens
+        count = min(wanted, step.budget)
+        if count <= 0 or (count < wanted and not self.scheduling.enable_chunked_prefill):
+            return
+        while not self._take_blocks(step, request, request.num_computed_tokens + count):
+            if step.scheduled and self._last_unscheduled(step) is request:
                 return
-            cached, computed = self._cached_prefix(request)
+            if self._make_room(step) is request:
+                return
+        self._advance(step, request, count)
+
+    def _admit(self, step: StepBuilder, now: float) -> None:
+        """New requests in order, while rows, budget and blocks last. The first that does not fit stops the rest."""
+        scheduling, num_own = self.scheduling, len(self._own)
+        while step.budget > 0 and len(self._running) < scheduling.max_num_seqs:
+            request = self._next_waiting()
+            if request is None or request.num_pending:
+                return
+            counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
+            if not self.policy.admits(request, **counts, now=now):
+                return
+            holds = request.holds_blocks  # a fork does
+            cached, computed = ([], request.num_computed_tokens) if holds else self._cached_prefix(request)
             # An encoder reads its text at once, before the first token that looks at it.
-            encoded = 0 if request.encoder_block_ids else len(request.spec.encoder_token_ids)
+            encoded = 0 if holds else len(request.spec.encoder_token_ids)
             wanted = request.num_tokens - computed
             count = min(wanted, step.budget - encoded)
-            if count <= 0:
+            if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
-            if count < wanted and not self.config.enable_chunked_prefill:
-                return
-            copies = int(request.needs_copy or computed < len(cached) * self.config.block_size)
-            held = len(request.block_ids) or len(cached)
-            need = self._blocks_for(computed + count) - held + copies + self._blocks_for(encoded)
-            revived = 0 if request.block_ids else sum(self.pool.ref_counts[b] == 0 for b in cached)
+            num_held = len(request.blocks[0] if holds else cached[0] if cached else ())
+            copies = request.needs_copy
+            need = (self._blocks_for(computed + count) - num_held + copies) * num_own + self._blocks_for(encoded)
+            revived = sum(self.pool.ref_counts[b] == 0 for table in cached for b in table)
             spare = self._watermark if self._running else 0
             if need + revived + spare > self.pool.num_free:
                 if not self._running and self._drop_held_forks():
                     continue
                 return
             heapq.heappop(self._waiting)
-            if not request.block_ids:
-                self.pool.hold(cached)
-                request.block_ids = cached
-                request.num_computed_tokens = computed
-                request.num_registered = len(cached)
-            request.needs_copy = bool(copies)
+            if cached:
+                self._adopt(request, cached)
+                request.num_registered = num_held
+            request.num_computed_tokens = computed
             if request.num_preemptions == 0 and request.spec.fork_of is None:
-                request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-                if self.config.enable_prefix_caching:
+                request.num_cached_tokens = min(computed, request.num_prompt_tokens)
+                if self.cache.enable_prefix_caching:
                     self._prefix_queries += request.num_prompt_tokens
                     self._prefix_hits += request.num_cached_tokens
             request.status = Status.RUNNING
             insort(self._running, request, key=_order)
             self.policy.admitted(request)
             if encoded:
-                request.encoder_block_ids = self.pool.allocate(self._blocks_for(encoded))
+                assert self._cross is not None, "the model has no encoder"
+                request.blocks[self._cross] = self.pool.allocate(self._blocks_for(encoded))
                 step.encoding.add(request)
-            taken = self._take_blocks(step, request, request.num_computed_tokens + count)
+                step.budget -= encoded
+            taken = self._take_blocks(step, request, computed + count)
             assert taken, "blocks were counted before"
-            step.budget -= count + encoded
             self._advance(step, request, count)
 
-    def _take_blocks(self, step: Step, request: Request, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens, and a copy of the one it writes next if that is shared; False if too few are free."""
-        blocks = request.block_ids
-        need = self._blocks_for(num_tokens) - len(blocks)
-        index = request.num_computed_tokens // self.config.block_size
-        copy = request.needs_copy and index < len(blocks) and not self.pool.is_writable(blocks[index])
-        if need + copy > self.pool.num_free:
+    def _take_blocks(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
+        """In every group: release the blocks that no token from now on looks at, copy the one that is written next if it is
+        shared, append blocks up to `num_tokens` tokens. False, and nothing is done, if too few blocks are free."""
+        pool, size, tables = self.pool, self._block_size, request.blocks
+        computed, length = request.num_computed_tokens, len(tables[self._own[0]])
+        need = max(0, self._blocks_for(num_tokens) - length)
+        first = computed // size  # the block that is written next
+        copies = []
+        if request.needs_copy and first < length:
+            copies = [g for g in self._own if not pool.is_writable(tables[g][first])]
+        passed = [(g, group.first_block(computed, size)) for g, group in self._windows]
+        passed = [(g, keep) for g, keep in passed if keep > request.num_passed[g]]
+        freed = sum(pool.ref_counts[b] == 1 for g, keep in passed for b in tables[g][request.num_passed[g] : keep])
+        if need * len(self._own) + len(copies) > pool.num_free + freed:
             return False
-        if copy:
-            old, (new,) = blocks[index], self.pool.allocate(1)
+        updates: list[TableUpdate] = []
+        for g, keep in passed:
+            begin = request.num_passed[g]
+            pool.release(tables[g][begin:keep])
+            tables[g][begin:keep] = [NULL_BLOCK] * (keep - begin)
+            request.num_passed[g] = keep
+            updates.append(TableUpdate(g, begin, (NULL_BLOCK,) * (keep - begin)))
+        for g in copies:
+            old, (new,) = tables[g][first], pool.allocate(1)
             step.copies.append((old, new))
             step.copied.append(old)
-            blocks[index] = new
-            if request.in_worker:
-                step.replaced[request.request_id] = ((index, new),)
+            tables[g][first] = new
+            updates.append(TableUpdate(g, first, (new,)))
         request.needs_copy = False
-        if need > 0:
-            new_blocks = self.pool.allocate(need)
-            blocks.extend(new_blocks)
-            step.new_blocks[request.request_id] = tuple(new_blocks)
+        if need:
+            for g in self._own:
+                blocks = pool.allocate(need)
+                tables[g] += blocks
+                updates.append(TableUpdate(g, length, tuple(blocks)))
+        if updates and request.in_worker:
+            step.updates.setdefault(request.request_id, []).extend(updates)
         return True
 
-    def _advance(self, step: Step, request: Request, count: int) -> None:
+    def _advance(self, step: StepBuilder, request: Request, count: int) -> None:
         """Put `count` tokens of the request into the step. Its blocks are there."""
-        computed = request.num_computed_tokens
-        known = request.num_tokens
-        samples = computed + count == known and not request.spec.pooled
-        request.num_computed_tokens = computed + count
-        step.add(request, computed, count, samples)
-        if samples:
-            request.num_pending += 1
+        computed, known = request.num_computed_tokens, request.num_tokens
+        end = computed + count
+        num_sampled = 0 if request.spec.pooled else max(0, end - known + 1)
+        request.num_computed_tokens = end
+        step.budget -= count
+        step.add(request, computed, count, num_sampled)
+        if num_sampled:
+            request.num_pending += num_sampled
+            request.num_drafts = 0
+            if num_sampled > 1:
+                step.drafts[request] = request.num_pending_drafts = num_sampled - 1
+            room = len(request.blocks[self._own[0]]) * self._block_size
+            request.decodes_until = min(room, request.end - 1) if num_sampled == 1 else 0
         if computed < request.num_prompt_tokens:
             self._register(request)
-            if request.forks and request.num_computed_tokens >= request.num_prompt_tokens:
+            if request.forks and end >= request.num_prompt_tokens:
                 self._fork(request)
 
-    def _plan(self, step: Step) -> StepPlan:
+    def _plan(self, step: StepBuilder) -> StepPlan:
         self._step_id += 1
-        self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts
+        self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts, step.drafts
         released, self._released = self._released, []
         self.pool.release(step.copied)
         return step.plan(self._step_id, released)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Take in what a step gave: tokens, ends, full blocks. Sequences that have ended since are passed over."""
+        """Take in what a step gave: tokens, ends, full blocks. Requests that have ended since are passed over.
+
+        Of a request that sampled at several positions the first tokens count, as many as `result` has. Positions behind them
+        were computed with wrong guesses and will be computed again, in the same blocks. A token that ends the request cuts
+        those behind it.
+        """
         outputs: list[EngineOutput] = []
         ended = False
-        logprobs, prompt_logprobs = result.logprobs, dict(result.prompt_logprobs)
-        starts = {s.request_id: s.num_computed_tokens for s in plan.scheduled} if prompt_logprobs else {}
-        for request, tokens in zip(self._in_flight.pop(plan.step_id, ()), result.token_ids, strict=True):
+        logprobs = {x.request_id: x.logprobs for x in result.extras if isinstance(x, SampledLogprobs)}
+        of_prompts = {x.request_id: x for x in result.extras if isinstance(x, PromptLogprobs)}
+        size = self._block_size
+        requests, drafts = self._in_flight.pop(plan.step_id, ([], {}))
+        for request, tokens in zip(requests, _tokens_of_each(result), strict=True):
             if request.status is Status.FINISHED:
                 continue
+            known, request_id = request.token_ids, request.request_id
+            first = len(known) == request.num_prompt_tokens
+            if request in drafts:
+                self._roll_back(request, drafts[request], len(tokens))
             request.num_pending -= 1
-            request.token_ids.extend(tokens)
-            request_id = request.spec.request_id
-            reason, stop = self._end_of(request)
-            first = len(request.token_ids) == request.num_prompt_tokens + 1
-            outputs.append(
-                EngineOutput(
-                    request_id,
-                    tokens,
-                    logprobs.get(request_id, ()) if logprobs else (),
-                    prompt_logprobs.pop(request_id, ()) if prompt_logprobs else (),
-                    reason,
-                    stop,
-                    request.num_cached_tokens if first else 0,
-                    request.num_preemptions,
-                    prompt_logprobs_start=starts.get(request_id, 0),
-                )
-            )
+            reason = stop = None
+            for i, token in enumerate(tokens):
+                known.append(token)
+                if token in request.stops and len(known) - request.num_prompt_tokens >= request.spec.sampling.min_tokens:
+                    reason, stop = FinishReason.STOP, token
+                elif len(known) >= request.end:
+                    reason = FinishReason.LENGTH
+                if reason is not None:
+                    tokens = tokens[: i + 1]
+                    break
+            output = TokenOutput(request_id, tokens, reason, stop, request.num_cached_tokens if first else 0)
+            if result.extras:
+                own = logprobs.get(request_id, ())[: len(tokens)]
+                output = output._replace(logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
+            outputs.append(output)
             if reason is not None:
                 ended = True
                 self._finish(request, reason)
-            elif len(request.token_ids) // self.config.block_size > request.num_registered:
+            elif len(known) // size > request.num_registered:
                 self._register(request)
-        for request_id, embedding in result.embeddings.items():
-            pooled = self._requests.get(request_id)
-            if pooled is not None:  # wherever it stands: it may have lost its blocks meanwhile
+        for extra in result.extras:
+            request_id = extra.request_id if isinstance(extra, PooledVector) else ""
+            if isinstance(extra, PooledVector) and request_id in self._requests:
+                # Wherever it stands: it may have lost its blocks meanwhile.
                 ended = True
-                cached = pooled.num_cached_tokens
-                done = self._finish(pooled, FinishReason.STOP)
-                outputs.append(dataclasses.replace(done, embedding=embedding, num_cached_tokens=cached))
+                self._finish(self._requests[request_id], FinishReason.STOP)
+                outputs.append(VectorOutput(request_id, extra.vector, 0, 1, FinishReason.STOP))
         # Chunks of a prompt that did not end in this step have log-probabilities of their own.
-        outputs += [
-            EngineOutput(request_id, prompt_logprobs=values, prompt_logprobs_start=starts[request_id])
-            for request_id, values in prompt_logprobs.items()
-            if request_id in self._requests
-        ]
+        outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in of_prompts.items() if i in self._requests]
         if ended:
             self._drop_finished()
         return outputs
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
-    def _end_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        last = request.token_ids[-1]
-        num_generated = len(request.token_ids) - request.num_prompt_tokens
-        if last in request.stops and num_generated >= request.spec.sampling.min_tokens:
-            return FinishReason.STOP, last
-        if len(request.token_ids) >= request.end:
-            return FinishReason.LENGTH, None
-        return None, None
+    def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Of the tokens that a step sampled with `num_drafts` guesses only the first `num_accepted` count."""
+        request.num_pending_drafts = 0
+        request.num_pending -= num_drafts
+        if request.status is Status.RUNNING:  # else it has lost its blocks, and nothing is computed
+            request.num_computed_tokens -= num_drafts + 1 - num_accepted
 
-    def _cached_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Blocks of the prefix cache that begin the request, and how many tokens need not be computed.
+    def _cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
+        """Tables of the cached blocks that the request can begin with, one a group (or nothing), and how many tokens are
+        computed so.
 
-        The last token is always computed, since its logits are wanted. If it ends a cached block, that block will be
-        copied; one that this very step computes can't be (copies come first), and is left out.
+        A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at; the longest such
+        hit is taken. At least two tokens are always computed. The last one's logits are wanted, and a token that is alone in
+        its step is computed as a decode, whose kernels round otherwise than a prompt's: a hit would then change the answer.
         """
-        if request.block_ids:  # a fork holds its blocks already
-            return [], request.num_computed_tokens
-        if not self.config.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
+        if not self.cache.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
             return [], 0
-        size = self.config.block_size
-        extend_keys(request.block_keys, request.root_key, request.token_ids, size)
-        found: list[int] = []
-        for key in request.block_keys:
-            block = self.pool.lookup(key)
-            if block is None:
-                break
-            found.append(block)
-        if len(found) * size < request.num_tokens:
-            return found, len(found) * size
-        if found[-1] in self._fresh or self.pool.num_free <= self._watermark + 1:  # no room for the copy
-            return found[:-1], (len(found) - 1) * size
-        return found, request.num_tokens - 1
+        size, pool, total = self._block_size, self.pool, request.num_tokens
+        extend_keys(request.block_keys, request.root_key, request.token_ids, size, total // size)
+        found = {g: [pool.lookup(group_key(key, g)) for key in request.block_keys] for g in self._own}
+        longest, windows = len(request.block_keys), dict(self._windows)
+        for g in self._own:
+            if g not in windows and None in found[g]:
+                longest = min(longest, found[g].index(None))
+        # runs[n]: how many of the n first blocks, counted from the last, are cached without a gap
+        runs = {g: _runs(found[g][:longest]) for g in windows}
+        for n in range(min(longest, (total - 2) // size), 0, -1):
+            computed = n * size
+            begins = {g: windows[g].first_block(computed, size) if g in windows else 0 for g in self._own}
+            if any(runs[g][n] < n - begins[g] for g in windows):
+                continue
+            tables: list[list[int]] = [[] for _ in request.blocks]
+            for g, begin in begins.items():
+                tables[g] = [NULL_BLOCK] * begin + [b for b in found[g][begin:n] if b is not None]
+            return tables, computed
+        return [], 0
+
+    def _adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """Hold the blocks of `tables`, which others have written; null blocks stand where none is needed."""
+        for g, table in enumerate(tables):
+            passed = next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table))
+            self.pool.hold(table[passed:])
+            request.blocks[g], request.num_passed[g] = list(table), passed
 
     def _register(self, request: Request) -> None:
         """Offer to the prefix cache the blocks whose tokens are all known and scheduled."""
-        if not self.config.enable_prefix_caching:
+        if not self.cache.enable_prefix_caching:
             return
-        size = self.config.block_size
-        full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
         if full <= request.num_registered or request.status is not Status.RUNNING:
             return
-        extend_keys(request.block_keys, request.root_key, request.token_ids[: full * size], size)
-        for i in range(request.num_registered, full):
-            self.pool.register(request.block_ids[i], request.block_keys[i])
-            self._fresh.add(request.block_ids[i])
+        extend_keys(request.block_keys, request.root_key, request.token_ids, self._block_size, full)
+        for g in self._own:
+            for i in range(max(request.num_registered, request.num_passed[g]), full):
+                self.pool.register(request.blocks[g][i], group_key(request.block_keys[i], g))
         request.num_registered = full
 
     def _fork(self, parent: Request) -> None:
-        """Give the prompt's blocks to the sequences that wait for them. They compute its last token again, each in a copy
+        """Give the prompt's blocks to the requests that wait for them. They compute its last token again, each in a copy
         of the last block, and so draw their first token for themselves."""
-        blocks = parent.block_ids[: self._blocks_for(parent.num_prompt_tokens)]
+        num_blocks = self._blocks_for(parent.num_prompt_tokens)
+        tables = [table if g == self._cross else table[:num_blocks] for g, table in enumerate(parent.blocks)]
         children = [child for child in parent.forks if child.status is Status.FORKING]
         for child in children:
-            self.pool.hold(blocks)
-            child.block_ids = list(blocks)
-            self.pool.hold(parent.encoder_block_ids)
-            child.encoder_block_ids = list(parent.encoder_block_ids)
+            self._adopt(child, tables)
             child.num_computed_tokens = parent.num_prompt_tokens - 1
-            child.num_registered = child.num_computed_tokens // self.config.block_size
+            child.num_registered = child.num_computed_tokens // self._block_size
             child.needs_copy = parent.needs_copy = True
+            parent.decodes_until = 0
         self._forked += children
         parent.forks = []
 
@@ -453,12 +520,12 @@ class Scheduler:
         """Take the prompt blocks back from forks that only wait; they compute the prompt again. Whether there were any."""
         dropped = False
         for request in (*self._forked, *(r for _, r in self._waiting)):
-            if request.status is not Status.RUNNING and request.block_ids:
+            if request.status is not Status.RUNNING and request.holds_blocks:
                 self._give_back(request)
                 dropped = True
         return dropped
 
-    def _make_room(self, step: Step) -> Request | None:
+    def _make_room(self, step: StepBuilder) -> Request | None:
         """Free some blocks: those that waiting forks hold, else those of the last in order that is not yet in this step,
         which is preempted and returned."""
         if self._drop_held_forks():
@@ -467,7 +534,7 @@ class Scheduler:
         self._preempt(victim)
         return victim
 
-    def _last_unscheduled(self, step: Step) -> Request:
+    def _last_unscheduled(self, step: StepBuilder) -> Request:
         return next(r for r in reversed(self._running) if r not in step.scheduled)
 
     def _preempt(self, request: Request) -> None:
@@ -480,13 +547,14 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Release all blocks; nothing is computed any more."""
-        self.pool.release(request.block_ids)
-        self.pool.release(request.encoder_block_ids)
-        request.block_ids, request.encoder_block_ids = [], []
+        for g, table in enumerate(request.blocks):
+            self.pool.release(table[request.num_passed[g] :])
+            request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
+        request.num_drafts = request.decodes_until = 0
         request.needs_copy = False
 
-    def _finish(self, request: Request, reason: FinishReason, *, error: str | None = None) -> EngineOutput:
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
         """End a request wherever it stands. `_drop_finished` must follow, to take it off the running list."""
         self._give_back(request)
         self._drop_from_worker(request)
@@ -497,9 +565,8 @@ class Scheduler:
         request.forks = []
         del self._requests[request.request_id]
         self.policy.finished(request)
-        return EngineOutput(
-            request.request_id, finish_reason=reason, num_preemptions=request.num_preemptions, error=error
-        )
+        make = VectorOutput if request.spec.pooled else TokenOutput
+        return make(request.request_id, finish_reason=reason, error=error)
 
     def _drop_finished(self) -> None:
         self._running = [r for r in self._running if r.status is Status.RUNNING]
@@ -529,25 +596,43 @@ class Scheduler:
                 self._drop_finished()
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+        return -(-num_tokens // self._block_size)
 
     def stats(self) -> SchedulerStats:
-        size, pool = self.config.block_size, self.pool
+        size, pool = self._block_size, self.pool
         used = pool.num_usable - pool.num_free
-        blocks = sum(len(r.block_ids) + len(r.encoder_block_ids) for r in self._running)
-        wasted = blocks * size - sum(r.num_computed_tokens + len(r.spec.encoder_token_ids) for r in self._running)
+        # A table's null blocks stand for as many computed tokens, so that they cancel out.
+        wasted = sum(len(r.blocks[g]) * size - r.num_computed_tokens for r in self._running for g in self._own)
+        if self._cross is not None:
+            wasted += sum(len(r.blocks[self._cross]) * size - len(r.spec.encoder_token_ids) for r in self._running)
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
-            kv_usage=used / pool.num_usable,
+            kv_cache_usage=used / pool.num_usable,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
-            num_preemptions_total=self._num_preemptions,
+            num_preemptions=self._num_preemptions,
             kv_allocated_tokens=used * size,
             kv_wasted_tokens=wasted,
         )
+
+
+def _tokens_of_each(result: StepResult) -> list[tuple[int, ...]]:
+    """The new tokens of each request that sampled."""
+    if result.num_tokens is None:
+        return [(token,) for token in result.token_ids]
+    ends = [0, *accumulate(result.num_tokens)]
+    return [tuple(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _runs(found: Sequence[int | None]) -> list[int]:
+    """For each n from 0 on how many of the first n, counted from the last of them, are there without a gap."""
+    runs = [0]
+    for block in found:
+        runs.append(0 if block is None else runs[-1] + 1)
+    return runs
 
 
 def _order(request: Request) -> tuple[int, float, int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.core.request import Request
-from slipstream.types import NewSequence, ScheduledSequence, StepPlan
+from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 
 
-class Step:
+class StepBuilder:
     """`budget`: how many tokens may still be added. Blocks are put down by `Scheduler._take_blocks`, before `add`."""
 
     __slots__ = (
@@ -16,50 +16,49 @@ class Step:
         "copied",
         "copies",
         "decodes",
+        "drafts",
         "encoding",
         "new",
-        "new_blocks",
         "prompts",
-        "replaced",
         "sampled_decodes",
         "sampled_prompts",
         "scheduled",
+        "updates",
     )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.decodes: list[ScheduledSequence] = []  # of one token: first in the plan
-        self.prompts: list[ScheduledSequence] = []
+        self.decodes: list[ScheduledRequest] = []  # of one token: first in the plan
+        self.prompts: list[ScheduledRequest] = []
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
         self.scheduled: set[Request] = set()
         self.encoding: set[Request] = set()  # whose encoder runs in this step
-        self.new: list[NewSequence] = []
-        self.new_blocks: dict[str, tuple[int, ...]] = {}
-        self.replaced: dict[str, tuple[tuple[int, int], ...]] = {}
+        self.new: list[NewRequest] = []
+        self.drafts: dict[Request, int] = {}  # guessed tokens that are checked, of those that have some
+        self.updates: dict[str, list[TableUpdate]] = {}  # by request
         self.copies: list[tuple[int, int]] = []
         self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too
 
-    def add(self, request: Request, computed: int, count: int, samples: bool) -> None:
+    def add(self, request: Request, computed: int, count: int, num_sampled: int) -> None:
         """`count` tokens of the request behind the `computed` ones, in blocks that it has. What the worker does not know of it
         yet, it is told."""
-        request_id = request.spec.request_id
+        request_id = request.request_id
         if request.in_worker:
-            new_blocks = self.new_blocks.get(request_id, ())
+            updates = tuple(self.updates.pop(request_id, ()))
         else:
             request.in_worker = True
-            new_blocks = tuple(request.block_ids)
+            updates = tuple([TableUpdate(group, 0, tuple(table)) for group, table in enumerate(request.blocks) if table])
             self.new.append(self._introduced(request))
-        replaced = self.replaced.get(request_id, ()) if self.replaced else ()
-        entry = ScheduledSequence(request_id, computed, count, samples, new_blocks, replaced)
+        entry = ScheduledRequest(request_id, computed, count, num_sampled, updates)
         self.scheduled.add(request)
         (self.decodes if count == 1 else self.prompts).append(entry)
-        if samples:
+        if num_sampled:
             (self.sampled_decodes if count == 1 else self.sampled_prompts).append(request)
 
-    def _introduced(self, request: Request) -> NewSequence:
+    def _introduced(self, request: Request) -> NewRequest:
         spec = request.spec
-        return NewSequence(
+        return NewRequest(
             spec.request_id,
             tuple(request.token_ids),
             request.num_prompt_tokens,
@@ -67,7 +66,6 @@ class Step:
             spec.eos_token_ids,
             spec.pooled,
             spec.encoder_token_ids if request in self.encoding else (),
-            tuple(request.encoder_block_ids),
             len(spec.encoder_token_ids),
         )
 

@@ -1,13 +1,17 @@
-"""`AsyncLLM`: the engine for servers, in a process of its own, used from one event loop.
+"""`AsyncLLM`: the engine for servers, in its own process, used from one event loop.
 
     engine = await AsyncLLM.start(EngineArgs(model="smollm2"))
     async for delta in engine.generate("The capital of France is", SamplingParams(max_tokens=8)):
         print(delta.outputs[0].text, end="")
 
-Each delta holds what is new; a consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
-cancels the request. If the engine process dies, requests in flight raise EngineDeadError at once and the engine starts
-again. A start that fails is tried again after a growing pause; after more than `MAX_FAST_DEATHS` deaths and failed starts
-in a row, or at once if a setting or the model is at fault, the engine stays down.
+Each delta holds what is new. A consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
+cancels the request.
+
+If the engine process dies:
+    1. Requests in flight raise EngineDeadError at once.
+    2. The engine starts again. A start that fails is tried again after a growing pause.
+    3. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model
+       is at fault.
 
 One task, `_read`, owns the engine process from the end of `start` to `shutdown`. Nothing is awaited between a request's
 registration and its Add, nor between its end and its Abort, so a cancelled consumer leaves nothing behind.
@@ -17,6 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -60,7 +66,15 @@ from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelEr
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.types import CanaryResult, EngineOutput, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
+from slipstream.types import (
+    CanaryResult,
+    EngineStats,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    VectorOutput,
+    Vectors,
+)
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -68,11 +82,11 @@ if TYPE_CHECKING:
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
 INLINE_CHARS = 16_384
-"""Texts of more characters in all are tokenised in a thread, which lets other requests' tokens through meanwhile."""
+"""More characters than this are tokenised in a thread, so that other requests' tokens are not delayed."""
 
 STALL_S = 60.0
-"""Health fails when the engine has said nothing, or requests wait and it made no step, for this long. One step that takes
-longer looks the same."""
+"""Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
+looks the same."""
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -84,7 +98,7 @@ class Health:
 
 
 class _Stream:
-    """One request's news on their way to its consumer: at most one pending delta, grown while nobody looks."""
+    """What is new of one request, on its way to the consumer. Later deltas are merged into a pending one."""
 
     def __init__(self) -> None:
         self._pending: RequestOutput | None = None
@@ -113,7 +127,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """A request of texts and who waits for its answer, which may be gone already when it ends."""
+    """A request of texts, and the future of its caller, who may have left before the request ends."""
 
     answer: TextsAnswer
     done: asyncio.Future[None]
@@ -155,8 +169,7 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> AsyncLLM:
-        """Start the engine process; return when it can take requests. Its errors (ConfigError, ModelError,
-        OutOfMemoryError, …) are raised here as they are."""
+        """Start the engine process; return when it can take requests. Its errors are raised here as they are."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
         child = _Child.spawn()
@@ -184,7 +197,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What is new, until `finished`. RequestError or EngineDeadError come before anything is queued;
+        """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
         request = self._input.prepare(
             prompt,
@@ -201,9 +214,9 @@ class AsyncLLM:
     async def embed(
         self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
     ) -> Vectors:
-        """Each text's vector, or a classifier's scores of it or of a pair; `engine.pooled` says what they mean. `truncate_to`:
-        cut at that many tokens, −1 at the context. The texts are one request: RequestError comes before it is queued, an error
-        of one is the error of all, and cancelling the caller cancels it."""
+        """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`). `truncate_to` cuts texts
+        at so many tokens; −1 means the context. The texts are one request: a RequestError comes before it is queued, an error
+        of one text is an error of all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
             return self._input.prepare_texts(prompts, priority=priority, truncate_to=truncate_to)
@@ -241,8 +254,8 @@ class AsyncLLM:
                 self._abort(self._output.discard(request.request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Cancel a request: its stream ends with finish_reason "abort", and its blocks are free before the engine's next
-        step. Unknown ids are nothing to do."""
+        """Cancel a request. Its stream ends with finish_reason "abort", and its blocks are free before the engine's next step.
+        An unknown id is ignored."""
         self._abort(self._output.unfinished(request_id))
 
     def _running_child(self) -> _Child:
@@ -286,12 +299,12 @@ class AsyncLLM:
         try:
             self._child.send(GetStats())
             return await waiter
-        finally:  # a caller that gave up leaves nothing for a hung child to pile up
+        finally:  # a caller that gave up must not be kept, since a hung child never answers
             if waiter in self._stats_waiters:
                 self._stats_waiters.remove(waiter)
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, wait up to `drain_s` for those in flight, cancel what is left, end the process."""
+        """Take no more requests, wait up to `drain_s` seconds for those in flight, cancel the rest, end the process."""
         self._stopping, self._down_reason = True, "the engine is shutting down"
         until = time.monotonic() + drain_s
         try:
@@ -329,8 +342,8 @@ class AsyncLLM:
         self._num_steps = 0
 
     async def _read(self) -> None:
-        """Take the child's messages as they come; when it dies, say so and start another. No error may end this task
-        unseen, for then every stream would wait for ever: one that nobody foresaw counts as the child's death."""
+        """Take the child's messages as they come. When it dies, log it and start another. An unexpected error counts as the
+        child's death: if it ended this task, every stream would wait for ever."""
         deaths = 0
         while not self._stopping:
             try:
@@ -348,7 +361,7 @@ class AsyncLLM:
                 await asyncio.sleep(min(2.0**deaths, MAX_RESTART_PAUSE_S))
 
     async def _mark_dead(self, error: Exception, then: str) -> None:
-        """The child died, could not start, or said what we cannot take: tell everyone who waits, end what is left of it."""
+        """The child died, could not start, or sent what can't be handled. Fail all that waits, and end the process."""
         foreseen = isinstance(error, SlipstreamError)
         reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"
         _logger.error("the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error)
@@ -373,9 +386,8 @@ class AsyncLLM:
     def _on_message(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
-            if self._texts:
-                self._take_texts(message.outputs)
-            deltas, aborts = self._output.process(message.outputs)
+            self._take_texts(message.vectors)
+            deltas, aborts = self._output.process(message.tokens)
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
                 if stream is not None:
@@ -401,7 +413,7 @@ class AsyncLLM:
         elif isinstance(message, Failed):
             raise EngineDeadError(f"the engine failed: {message.message}")
 
-    def _take_texts(self, outputs: Sequence[EngineOutput]) -> None:
+    def _take_texts(self, outputs: Sequence[VectorOutput]) -> None:
         for output in outputs:
             texts = self._texts.get(output.request_id)
             if texts is None:
@@ -415,7 +427,7 @@ class AsyncLLM:
                 texts.end()
 
     def _note_progress(self, stats: EngineStats) -> None:
-        """Only steps are progress: a scheduler that is stuck still answers, and still sends heartbeats."""
+        """Only steps count as progress, since a stuck scheduler still answers and sends heartbeats."""
         idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
         if idle or stats.num_steps != self._num_steps:
             self._last_progress = self._last_heard
@@ -458,39 +470,41 @@ class _Child:
 
     @classmethod
     def spawn(cls) -> _Child:
-        """Start the process. Whoever called must `end` it, whatever happens next."""
+        """Start the process. The caller must `end` it, whatever happens next."""
         import zmq
         import zmq.asyncio
 
-        folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
+        folder = f"{tempfile.gettempdir()}/slipstream-{secrets.token_hex(8)}"
+        address = f"ipc://{folder}/engine"
+        # The process comes before the folder: if we are killed, it is there to remove it.
+        process = subprocess.Popen([sys.executable, "-m", "slipstream.engine.core_process", address], stdin=subprocess.PIPE)
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         try:
+            os.mkdir(folder, 0o700)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 0)
-            address = f"ipc://{folder}/engine"
             socket.bind(address)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.engine.core_process", address],
-                stdin=subprocess.PIPE,
-            )
         except BaseException:
+            process.kill()
+            process.wait()
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return cls(process, socket, folder)
 
     async def begin(self, args: EngineArgs) -> None:
-        """Send the first message as soon as the process has connected. If it ends instead, `receive` will say so."""
+        """Send the first message as soon as the process has connected. If it ended instead, `receive` says so."""
         while not self.send(Start(args)) and self.process.poll() is None:
             await asyncio.sleep(0.005)
+        shutil.rmtree(self._folder, ignore_errors=True)  # both ends are open: nobody looks for the socket's name again
 
     def send(self, message: ToChild) -> bool:
-        """Queue a message, never waiting (the queue has no bound). False if nobody is at the other end: the process has
-        not connected yet, or it is gone, which `receive` will tell."""
+        """Queue a message without waiting; the queue has no bound. False if the process is not connected: not yet, or no more,
+        which `receive` will say."""
         import zmq
 
-        # Not through a shadow of the socket: that would swallow the wake-up of a waiting `receive`.
+        # Another zmq.Socket over the same handle would swallow the wake-up of a waiting `receive`.
         sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
         error = sent.exception()  # without blocking, a send is done when it returns
         if error is not None and not isinstance(error, zmq.Again):
@@ -498,7 +512,7 @@ class _Child:
         return error is None
 
     async def receive(self) -> ToParent:
-        """The next message; EngineDeadError when the process has ended and said all it had to say."""
+        """The next message. EngineDeadError when the process has ended and all its messages were read."""
         while not await self._socket.poll(200):
             code = self.process.poll()
             if code is not None and not await self._socket.poll(0):
@@ -507,7 +521,8 @@ class _Child:
         return self._decoder.decode(await self._socket.recv())
 
     async def end(self) -> None:
-        """Stop the process, first asking, and remove the socket. A caller that is cancelled meanwhile kills it."""
+        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
+        the process is killed at once."""
         assert self.process.stdin is not None
         try:
             if self.process.poll() is None:
@@ -528,7 +543,7 @@ class _Child:
 
 
 def _error(kind: str, message: str, field: str | None) -> SlipstreamError:
-    """The engine's error, made again on this side."""
+    """The engine's error, as an exception of this process."""
     known: Any = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, SlipstreamError):
         return known(message, field=field)

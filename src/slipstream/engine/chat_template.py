@@ -1,8 +1,15 @@
 """Chat templates: the model's own Jinja, run in a sandbox with the names that Hugging Face templates expect.
 
-Blocks take their line with them (trim_blocks, lstrip_blocks); there are loop controls, `raise_exception`,
-`strftime_now`, a `tojson` that escapes nothing, and `{% generation %}`, which marks answers for training and here
-is just its contents.
+Blocks take their line with them (trim_blocks, lstrip_blocks). There are loop controls, `raise_exception`, `strftime_now`,
+a `tojson` that escapes nothing, and `{% generation %}`, which marks answers for training and here is just its contents.
+
+A template is a program from a stranger, so each rendering has a `_Budget` of time and of work:
+
+1. A turn of a loop, a call, and each character of a result or of the output costs work.
+2. What multiplies sizes (`*`, `replace`, `join`, …) pays before it runs.
+3. A list, dict or tuple pays for all that it holds when it is made, so nothing that is later printed, compared or
+   sorted can be larger than what was paid for.
+4. Filters and methods that templates do not need, and whose results have no bound, are not there.
 """
 
 from __future__ import annotations
@@ -10,7 +17,10 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import RequestError
@@ -18,23 +28,160 @@ from slipstream.errors import RequestError
 if TYPE_CHECKING:
     from jinja2 import Template
 
+MAX_WORK = 64 * 2**20
+"""Characters (4 bytes each at most) and steps."""
+
+WORK_PER_CHARACTER, MAX_EXTRA_WORK = 1024, 2**30
+"""On top of it, for each character of the messages: some templates put a text together message by message, and copy it for
+each."""
+
+MAX_SECONDS = 1.0
+"""Of this thread's processor time."""
+
+MAX_TEMPLATE = 2**20  # characters
+
+_MAX_NUMBER = 100_000  # as an argument of a filter or method: a width, a precision, a count
+_FILTERS = frozenset((
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format", "indent",
+    "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace",
+    "reverse", "round", "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
+))  # fmt: skip
+_NO_METHODS = frozenset({"translate", "format_map", "encode", "expandtabs", "maketrans", "to_bytes"})
+
+
+class _TooMuch(Exception):  # noqa: N818 - the template is at fault, and hears so
+    pass
+
+
+class _Budget:
+    __slots__ = ("_extra", "_left", "_steps", "_until")
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self._left = MAX_WORK
+        self._extra: Mapping[str, Any] | None = variables  # whose size is looked at only when it is needed
+        self._steps = 0
+        self._until = time.thread_time() + MAX_SECONDS
+
+    def spend(self, work: int) -> None:
+        self._left -= work + 16
+        self._steps += 1
+        if self._left < 0 or not self._steps & 15:
+            self._check()
+
+    def _check(self) -> None:
+        if self._left < 0 and self._extra is not None:
+            self._left += min(WORK_PER_CHARACTER * _size(self._extra), MAX_EXTRA_WORK)
+            self._extra = None
+        if self._left < 0:
+            raise _TooMuch("it makes more text than these messages can need")
+        if time.thread_time() > self._until:
+            raise _TooMuch(f"it takes longer than {MAX_SECONDS:g} s")
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget")
+
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """RequestError (field "messages") with what the template said, if it refused."""
+    """RequestError (field "messages") with what the template said, if it refused, or if it went over its budget."""
+    token = _budget.set(_Budget(variables))
     try:
         return _compile(template).render(variables)
     except RequestError:
         raise
-    except Exception as error:  # a template is a program: whatever it raises, it raises over these messages
-        raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
+    except _TooMuch as error:
+        raise RequestError(f"the model's chat template was stopped: {error}", field="messages") from None
+    except Exception as error:  # whatever a template raises, it raises over these messages
+        raise RequestError(f"the chat template refuses these messages: {_shortened(error)}", field="messages") from error
+    finally:
+        _budget.reset(token)
 
 
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> Template:
+def _shortened(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 500 else text[:500] + "…"
+
+
+def _size(value: Any, budget: _Budget | None = None) -> int:
+    """Characters and items of a value, at any depth."""
+    total, left = 0, [value]
+    while left:
+        item = left.pop()
+        size = 0
+        if isinstance(item, str):
+            size = len(item)
+        elif isinstance(item, Mapping):
+            size = 2 * len(item)
+            left.extend(item)
+            left.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            size = len(item)
+            left.extend(item)
+        elif (attributes := getattr(item, "_Namespace__attrs", None)) is not None:
+            left.append(attributes)
+        total += 1 + size
+        if budget is not None:
+            budget.spend(size)
+    return total
+
+
+def _paid(value: Any) -> Any:
+    """`value`, whose size is taken off the budget."""
+    budget = _budget.get()
+    if isinstance(value, str):
+        budget.spend(len(value))
+    elif not isinstance(value, (int, float, type(None))):
+        _size(value, budget)
+    return value
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
+    """Pay for what a filter or method of a string makes beyond its arguments."""
+    given = tuple(args)
+    if any(_number(a) and abs(a) > _MAX_NUMBER for a in given):
+        raise _TooMuch(f"a number above {_MAX_NUMBER} is given to {name}")
+    texts = [a for a in given if isinstance(a, str)]
+    match name:
+        case "replace" if isinstance(value, str) and len(texts) >= 2:
+            _budget.get().spend(value.count(texts[0]) * len(texts[1]))
+        case "indent":
+            _budget.get().spend((str(value).count("\n") + 1) * max([0, *map(len, texts), *(a for a in given if _number(a))]))
+        case "format":
+            _before_format(str(value), given)
+        case "tojson":
+            width = max([0, *map(len, texts), *(a for a in given if _number(a))])
+            _budget.get().spend(_size(value, _budget.get()) * width)
+        case "string":
+            _paid(value)
+
+
+def _before_format(form: str, given: Any) -> None:
+    if re.search(r"\d{5}|\*|\{[^{}]*\{", form):
+        raise _TooMuch("a width in a format is too large")
+    values = given if isinstance(given, tuple) else (given,)
+    places = form.count("%") + form.count("{")
+    _budget.get().spend(len(form) + places * (10_000 + sum(_size(v, _budget.get()) for v in values)))
+
+
+def _joined(value: Iterable[Any], separator: str) -> str:
+    budget, parts = _budget.get(), []
+    for item in value:
+        budget.spend(len(separator))
+        parts.append(str(_paid(item)))
+    return separator.join(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> Any:
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012 (jinja2's own convention)
@@ -43,8 +190,77 @@ def _compile(template: str) -> Template:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    class Meter(NodeTransformer):
+        """Puts the payments into a template. They are filters, since a filter's call is the cheapest that Jinja compiles."""
+
+        def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (the visitor's names)
+            self.generic_visit(node)
+            fixed = sum(len(data.data) for part in node.body for data in _template_data(part))
+            turn = nodes.Filter(nodes.Const(fixed), "_turn", [], [], None, None)
+            turn.args = [nodes.Name("loop_turn_", "load")]  # not a constant: it must not be computed once for all
+            node.body.insert(0, nodes.ExprStmt(turn))
+            return node
+
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+            self.generic_visit(node)
+            node.nodes = [n if isinstance(n, nodes.Const) else _filter(n, "_paid") for n in node.nodes]
+            return node  # the text that it makes is paid for in its parts
+
+        def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
+            self.generic_visit(node)
+            return _filter(node, "_paid")
+
+        def visit_Dict(self, node: nodes.Expr) -> nodes.Node:  # noqa: N802
+            self.generic_visit(node)
+            return node if getattr(node, "ctx", "load") != "load" else _filter(node, "_paid")
+
+        visit_List = visit_Tuple = visit_Dict  # noqa: N815
+
+    def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+    def _template_data(node: nodes.Node) -> Iterable[nodes.TemplateData]:
+        return node.find_all(nodes.TemplateData) if not isinstance(node, nodes.TemplateData) else [node]
+
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**", "%"))
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            tree: nodes.Template = Meter().visit(super()._parse(source, name, filename))
+            tree.set_environment(self)
+            return tree
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            if operator == "%" and isinstance(left, str):
+                _before_format(left, right)
+            elif isinstance(left, int) and isinstance(right, int):
+                if left.bit_length() * (right if operator == "**" else 1) + right.bit_length() > 4096:
+                    raise _TooMuch("a number has more than 4096 bits")
+            elif operator == "*":
+                for value, times in ((left, right), (right, left)):
+                    if isinstance(times, int):
+                        _budget.get().spend(_size(value, _budget.get()) * max(0, times))
+            return _paid(super().call_binop(context, operator, left, right))
+
+        def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(obj, "__wrapped__", obj)  # the sandbox puts a function of its own around str.format
+            receiver, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+            _budget.get().spend(0)
+            if isinstance(receiver, (str, int, float)):
+                if name in _NO_METHODS:
+                    raise _TooMuch(f"the method {name} is not there")
+                if name == "join" and len(args) == 1:
+                    return _joined(args[0], str(receiver))
+                _before_call(name, receiver, (*args, *kwargs.values()))
+            return _paid(super().call(context, obj, *args, **kwargs))
+
     def refuse(message: str) -> None:
         raise TemplateError(message)
+
+    def now(form: str) -> str:
+        if len(form) > 100 or re.search(r"\d{3}", form):
+            raise _TooMuch("a date's format is too long")
+        return datetime.datetime.now().strftime(form)
 
     def to_json(
         value: Any,
@@ -55,13 +271,45 @@ def _compile(template: str) -> Template:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    def join(value: Any, d: str = "", attribute: str | None = None) -> str:
+        items = value if attribute is None else [environment.getattr(item, attribute) for item in value]
+        return _joined(items, str(d))
+
+    def turn(fixed: int, _: Any) -> None:
+        _budget.get().spend(fixed)
+
+    def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment stands before the value
+
+        @functools.wraps(function)
+        def filter_(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > first:
+                _before_call(name, args[first], (*args[first + 1 :], *kwargs.values()))
+            return _paid(function(*args, **kwargs))
+
+        return filter_
+
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], finalize=_paid, cache_size=0
     )
-    environment.filters["tojson"] = to_json
+    del environment.globals["lipsum"]
+    environment.filters["tojson"], environment.filters["join"] = to_json, join
+    environment.filters = {name: metered(name, f) for name, f in environment.filters.items() if name in _FILTERS}
+    environment.filters |= {"_paid": _paid, "_turn": turn}
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now
+    return environment
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> Template:
+    from jinja2 import TemplateError
+
+    if len(template) > MAX_TEMPLATE:
+        message = f"the model's chat template has {len(template)} characters, more than {MAX_TEMPLATE}"
+        raise RequestError(message, field="messages")
     try:
-        return environment.from_string(template)
+        compiled: Template = _environment().from_string(template)
+        return compiled
     except TemplateError as error:
-        raise RequestError(f"the model's chat template is broken: {error}", field="messages") from error
+        raise RequestError(f"the model's chat template is broken: {_shortened(error)}", field="messages") from error

@@ -1,8 +1,8 @@
-"""The engine core in a process of its own: `python -m slipstream.engine.core_process ADDRESS`.
+"""The engine core in its own process: `python -m slipstream.engine.core_process ADDRESS`.
 
-Why a process: HTTP, tokenising and detokenising never hold up a step, and a crash of the engine leaves the server there
-to say so. Messages are msgpack over a ZeroMQ pair on a Unix socket in a folder that only this user can enter. The child
-ends when its standard input closes, so it never outlives its parent, however that died.
+HTTP, tokenising and detokenising then never delay a step, and if the engine crashes the server is still there to say so.
+Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
+standard input closes, so it never outlives its parent.
 
 Parent to child: Start, Add, AddTexts, Abort, GetStats, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Failed.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -22,13 +23,23 @@ import msgspec
 from slipstream.config import DeviceInfo, EngineArgs
 from slipstream.plan.hardware import bound_spinning
 from slipstream.plan.memory import MemoryLedger
-from slipstream.types import CanaryResult, EngineOutput, EngineRequest, EngineStats, TextsRequest
+from slipstream.types import (
+    CanaryResult,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    TextsRequest,
+    TokenOutput,
+    VectorOutput,
+    tokens_of,
+    vectors_of,
+)
 
 WARM_S = 6.0
 """Seconds of a start in which sizes of steps are prepared; the rest follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-"""The child reports this often (between steps), also when it has no work: silence means that it hangs."""
+"""The child reports this often, between steps and without work. If it is silent, it hangs."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -71,11 +82,16 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    outputs: list[EngineOutput]
+    tokens: list[TokenOutput] = []
+    vectors: list[VectorOutput] = []
+
+    @classmethod
+    def of(cls, outputs: list[EngineOutput]) -> Outputs:
+        return cls(tokens_of(outputs), vectors_of(outputs))
 
 
 class Rejected(msgspec.Struct, tag=True):
-    """Requests that the scheduler would not take: the whole group that came together."""
+    """The scheduler refused a request; all requests of its Add are refused with it."""
 
     request_ids: list[str]
     error: str
@@ -89,7 +105,7 @@ class Stats(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or a step failed. The child ends after this."""
+    """The engine could not start, or a step failed. The child ends after it."""
 
     error: str
     message: str
@@ -100,7 +116,7 @@ ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | Failed
 
 
 class CoreProcess:
-    """The child's main loop: messages between steps, steps while there is work, sleep when there is none."""
+    """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
     def __init__(self, address: str) -> None:
         import zmq
@@ -115,7 +131,7 @@ class CoreProcess:
         self._decoder = msgspec.msgpack.Decoder(ToChild)
 
     def run(self) -> int:
-        """Serve until told to stop. The exit code: 0, or 1 after a failure that was reported."""
+        """Serve until told to stop. Returns the exit code: 0, or 1 after a failure that was reported."""
         try:
             start = self._receive()
             if not isinstance(start, Start):
@@ -146,7 +162,7 @@ class CoreProcess:
     def _serve(self) -> None:
         core = self._core
         last_report = time.monotonic()
-        # What a step leaves behind has no cycles, and looking for some would stop a step for 50 ms: done when idle.
+        # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
         gc.freeze()
         gc.disable()
         worked = False
@@ -156,7 +172,7 @@ class CoreProcess:
                 worked = False
             if not core.has_work and not self._socket.poll(0):
                 core.executor.capture_next()  # sizes of steps that were not prepared at the start
-            # Every message that is there is taken before a step: a cancelled request frees its blocks before the next.
+            # All waiting messages are taken before a step, so that a cancelled request frees its blocks first.
             while self._socket.poll(self._patience_ms()):
                 message = self._receive()
                 if isinstance(message, Stop):
@@ -165,14 +181,14 @@ class CoreProcess:
             worked = worked or core.has_work
             outputs = core.step() if core.has_work else []
             if outputs:
-                self._send(Outputs(outputs))
+                self._send(Outputs.of(outputs))
             now = time.monotonic()
             if now - last_report >= HEARTBEAT_S:
                 self._send(Stats(core.stats(), asked=False))
                 last_report = now
 
     def _patience_ms(self) -> int:
-        """How long to wait for a message: not at all while steps can be made, else until the next wake-up or heartbeat."""
+        """How long to wait for a message: 0 while steps can be made, else until the next wake-up or heartbeat."""
         core = self._core
         if not core.has_work:
             return int(HEARTBEAT_S * 1000)
@@ -197,7 +213,7 @@ class CoreProcess:
         elif isinstance(message, Abort):
             outputs = core.abort(message.request_ids)
             if outputs:
-                self._send(Outputs(outputs))
+                self._send(Outputs.of(outputs))
         elif isinstance(message, GetStats):
             self._send(Stats(core.stats(experts=True), asked=True))
 
@@ -215,19 +231,21 @@ def _reported() -> type[Exception]:
     return SlipstreamError
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent's end of our standard input closes."""
+def _end_with_parent(address: str) -> None:
+    """Exit when the parent's end of our standard input closes. A parent that was killed left the socket's folder, if it had
+    not yet heard of us."""
     while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
         pass
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
     os._exit(0)
 
 
 def main() -> int:
     bound_spinning()
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the parent decides when we end.
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(sys.argv[1],), daemon=True).start()
     return CoreProcess(sys.argv[1]).run()
 
 

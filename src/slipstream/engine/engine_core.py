@@ -13,15 +13,24 @@ Not thread-safe: one thread owns a core. No torch.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from slipstream.config import EngineArgs
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
-from slipstream.core.scheduler import Scheduler, SchedulerConfig
+from slipstream.core.scheduler import Scheduler
 from slipstream.errors import EngineError
-from slipstream.types import EngineOutput, EngineRequest, EngineStats, FinishReason, Plan, TextsRequest
+from slipstream.types import (
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Plan,
+    TextsRequest,
+    tokens_of,
+)
 from slipstream.worker.executor import Executor, Launched, LocalExecutor
 
 
@@ -29,21 +38,13 @@ class EngineCore:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.description, self.config, self.ledger = executor.description, executor.config, executor.ledger
-        scheduling = SchedulerConfig(
-            max_num_seqs=self.config.scheduling.max_num_seqs,
-            max_num_batched_tokens=self.config.scheduling.max_num_batched_tokens,
-            max_num_mixed_tokens=self.config.scheduling.max_num_mixed_tokens,
-            max_model_len=self.config.model.max_model_len,
-            block_size=self.config.cache.block_size,
-            num_blocks=self.ledger.num_blocks,
-            enable_prefix_caching=self.config.cache.enable_prefix_caching,
-            enable_chunked_prefill=self.config.scheduling.enable_chunked_prefill,
-            policy=self.config.scheduling.policy,
-            batch_window_s=self.config.scheduling.batch_window_s,
-            max_queue=self.config.scheduling.max_queue,
-            cache_salt=f"{self.description.path}:{self.config.model.dtype}",
-        )
-        self.scheduler: Steps = TextScheduler(scheduling) if self.description.spec.is_encoder else Scheduler(scheduling)
+        scheduling, cache, longest = self.config.scheduling, self.config.cache, self.config.model.max_model_len
+        num_blocks, salt = self.ledger.num_blocks, f"{self.description.path}:{self.config.model.dtype}"
+        self.scheduler: Steps
+        if self.description.spec.is_encoder:
+            self.scheduler = TextScheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks)
+        else:
+            self.scheduler = Scheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks, salt=salt)
         self._texts = TextSequences()  # of a decoder
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
@@ -114,7 +115,7 @@ class EngineCore:
             new = self.scheduler.update(step.plan, step.result())
             self._num_steps += 1
             self._last_step = time.monotonic()
-            self._generated_tokens += sum(len(o.token_ids) for o in new)
+            self._generated_tokens += sum(len(o.token_ids) for o in tokens_of(new))
             outputs += new
         return self._texts.joined(outputs)
 
@@ -140,19 +141,9 @@ class EngineCore:
             pass
 
     def stats(self, *, experts: bool = False) -> EngineStats:
-        s = self.scheduler.stats()
         now = time.monotonic()
         return EngineStats(
-            num_running=s.num_running,
-            num_waiting=s.num_waiting,
-            num_blocks=s.num_blocks,
-            num_free_blocks=s.num_free_blocks,
-            kv_cache_usage=s.kv_usage,
-            prefix_queries=s.prefix_queries,
-            prefix_hits=s.prefix_hits,
-            num_preemptions=s.num_preemptions_total,
-            kv_allocated_tokens=s.kv_allocated_tokens,
-            kv_wasted_tokens=s.kv_wasted_tokens,
+            **dataclasses.asdict(self.scheduler.stats()),
             num_steps=self._num_steps,
             last_step_age_s=now - self._last_step,
             prompt_tokens_total=self._prompt_tokens,

@@ -18,7 +18,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from slipstream.engine import sentencepiece
 from slipstream.engine.sentencepiece import Kind
 from slipstream.engine.tiktoken import CL100K, CONTRACTIONS, WORDS_END
-from slipstream.engine.tokenizer import SpecialTokens, Tokenizer
+from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, check_normalizer, reading
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.gguf import GGUFFile
 
@@ -89,7 +89,13 @@ _ENDS = (
 """Control tokens that end an answer by their name: many files give the number of one such token only."""
 
 
-def from_gguf(file: GGUFFile) -> Tokenizer:
+def read(file: GGUFFile) -> TokenizerParts:
+    """CheckpointError or UnsupportedModelError if it can't be."""
+    with reading(file.path):
+        return _read(file)
+
+
+def _read(file: GGUFFile) -> TokenizerParts:
     path, fields = file.path, _Fields(file.metadata, file.path)
     kind = fields.get("model", str, None)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(fields.array("tokens", str))]
@@ -123,6 +129,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
             raise CheckpointError(f"{path} lacks scores or the unknown token of its vocabulary", field="tokenizer.ggml.scores")
         prefix, cleaned = (fields.get(k, bool, True) for k in ("add_space_prefix", "remove_extra_whitespaces"))
         backend = sentencepiece.unigram(tokens, scores, kinds, charsmap, add_prefix=prefix, remove_extra=cleaned)
+        check_normalizer(backend, path)
     elif kind == "bert":
         return _wordpiece(fields, tokens)
     else:
@@ -144,10 +151,10 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     templates = {"default": fields.metadata.get("tokenizer.chat_template")}
     for name in fields.metadata.get("tokenizer.chat_templates", ()):
         templates[name] = fields.metadata.get(f"tokenizer.chat_template.{name}")
-    return Tokenizer(backend, special, chat_templates={k: v for k, v in templates.items() if isinstance(v, str)})
+    return TokenizerParts(backend, special, {k: v for k, v in templates.items() if isinstance(v, str)})
 
 
-def _wordpiece(fields: _Fields, tokens: list[str]) -> Tokenizer:
+def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
     """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one, and does not say
     whether letters become small: they do, if no token has a capital."""
     named = [t.startswith("[") and t.endswith("]") for t in tokens]
@@ -167,7 +174,7 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> Tokenizer:
     special = sorted({i for i in ids.values() if i is not None})
     backend.add_special_tokens([words[i] for i in special])
     texts = {"cls": "cls", "sep": "seperator", "unk": "unknown", "pad": "padding", "mask": "mask"}
-    return Tokenizer(
+    return TokenizerParts(
         backend,
         SpecialTokens(
             bos_id=None,
@@ -176,16 +183,15 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> Tokenizer:
             suffix=(ids["seperator"],),
             texts={f"{name}_token": words[i] for name, key in texts.items() if (i := ids[key]) is not None},
         ),
+        {},
     )
 
 
 def _byte_level(fields: _Fields, tokens: list[str], kinds: list[int], split: Split) -> tokenizers.Tokenizer:
     merges = [line.partition(" ")[::2] for line in fields.array("merges", str)]
-    try:
-        vocab = {token: i for i, token in enumerate(tokens)}
+    vocab = {token: i for i, token in enumerate(tokens)}
+    with reading(fields.path, "tokenizer.ggml.merges"):
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_tokens))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{fields.path}: {error}", field="tokenizer.ggml.merges") from error
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])

@@ -1,13 +1,15 @@
 """`LLM`: offline generation, in this process.
 
-llm = LLM("smollm2")
-for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
-    print(answer.outputs[0].text)
+    llm = LLM("smollm2")
+    for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+        print(answer.outputs[0].text)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -15,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from slipstream.config import EngineArgs, EngineConfig
+from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.engine.engine_core import EngineCore, check_alive
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer, as_embeddings, check_dimensions, rank, refuse_classifier, rerank_texts
@@ -41,15 +43,19 @@ from slipstream.types import (
     RerankResult,
     SamplingParams,
     Vectors,
+    tokens_of,
+    vectors_of,
 )
 
 Message = dict[str, Any]
+P = ParamSpec("P")
+S = TypeVar("S")
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Put off Python's search for cycles of garbage, which with torch's million objects stops a step for 50 ms and more, many
-    times a second. What a step leaves behind has no cycles."""
+    """Put off Python's search for cycles of garbage. With torch's million objects it stops a step for 50 ms, many times a
+    second, and a step leaves no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -59,60 +65,50 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-class LLM:
-    """A model ready to generate. The settings are those of `EngineArgs`; `progress` is told each phase of the start.
+def _takes(settings: Callable[P, EngineArgs]) -> Callable[[Callable[[S, EngineArgs], None]], Callable[Concatenate[S, P], None]]:
+    """Gives an `__init__` that takes an `EngineArgs` the signature of `settings`, with each field's help in its docstring."""
 
-    Holds the model's memory until `shutdown()` or the end of a `with` block. Not thread-safe; a server wants `AsyncLLM`.
+    def decorate(init: Callable[[S, EngineArgs], None]) -> Callable[Concatenate[S, P], None]:
+        def made(self: S, /, *args: P.args, **values: P.kwargs) -> None:
+            init(self, settings(*args, **values))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(settings)
+        made.__name__, made.__qualname__, made.__module__ = init.__name__, init.__qualname__, init.__module__
+        made.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[own, *signature.parameters.values()], return_annotation=None
+        )
+        made.__doc__ = "\n".join(f"{f.name}: {setting_help(f)}" for f in dataclasses.fields(EngineArgs))
+        return made
+
+    return decorate
+
+
+class LLM:
+    """A model ready to generate. The settings are the fields of `EngineArgs`, which `help(LLM)` explains.
+
+    It holds the model's memory until `shutdown()` or the end of a `with` block. It is not thread-safe; servers use `AsyncLLM`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        tokenizer: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-        block_size: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_num_mixed_tokens: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        kv_cache_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        enforce_eager: bool = False,
-        deterministic: bool = False,
-        dense_copies: bool | None = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        speculative_model: str | None = None,
-        num_speculative_tokens: int | None = None,
-        download_dir: str | None = None,
-        seed: int = 0,
-        load_format: str = "auto",
-        weights_cache: str = "auto",
-        skip_tokenizer_init: bool = False,
-        scheduling_policy: str = "inflight",
-        batch_window_s: float | None = None,
-        max_queue: int | None = None,
-        canary: str = "warn",
-        kernels: str = "auto",
-        tile_table: str = "auto",
-        num_threads: int | None = None,
-        progress: Callable[[str], None] = lambda phase: None,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "progress")}
-        args = EngineArgs(**given)
+    @_takes(EngineArgs)
+    def __init__(self, args: EngineArgs) -> None:
+        self._start(args, lambda phase: None)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
+        """The same from settings that are together already. `progress` is told each phase of the start as it begins."""
+        llm = cls.__new__(cls)
+        llm._start(args, progress)
+        return llm
+
+    def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         log_canary(self._core.executor.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
         self._output = OutputProcessor(self.tokenizer)
-        self._turn = threading.Lock()  # who holds it steps the engine
+        self._turn = threading.Lock()  # whoever holds it steps the engine
 
     @property
     def core(self) -> EngineCore:
@@ -147,23 +143,35 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds where none are given: the model's generation_config.json's, where it has some."""
+        """The parameters of a request without any: those of the model's generation_config.json, else the usual ones."""
         return default_sampling(self.core.description)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts. One SamplingParams for all, or one for each.
+        """The answers, in the order of the prompts. Give one SamplingParams for all, or one for each.
 
-        RequestError, before anything runs, if a prompt or its parameters can't work; it names which. `progress` shows a
-        bar on a terminal.
+        If a prompt or its parameters can't work, a RequestError names it before anything runs. `progress` shows a bar on a
+        terminal.
+
+        vLLM's names do the same: `use_tqdm` for the bar, `prompt_token_ids` in place of prompts.
         """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("give either prompts or prompt_token_ids", field="prompts")
+        if prompt_token_ids is not None:
+            lists: list[Any] = list(prompt_token_ids)
+            lists = [lists] if lists and isinstance(lists[0], int) else lists
+            prompts = [{"prompt_token_ids": ids} for ids in lists]
+        assert prompts is not None
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        return self._run(prompts, sampling_params, progress=progress, add_special_tokens=True)
+        shown = progress if use_tqdm is None else use_tqdm
+        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True)
 
     def chat(
         self,
@@ -173,7 +181,7 @@ class LLM:
         add_generation_prompt: bool = True,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or a list of them, through the model's chat template."""
+        """Like `generate`, for one conversation or several, through the model's chat template."""
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
@@ -190,9 +198,9 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
     ) -> list[EmbeddingOutput]:
-        """A vector for each text, pooled and normalised as the model's files say: an encoder's, or the state of a decoder's
-        last token. `dimensions`: shorter vectors, from models that were trained to give them. A text that is too long is a
-        ContextLengthError, or with `truncate` cut at its end."""
+        """A vector for each text, pooled and normalised as the model's files say; a decoder gives its last token's state.
+        `dimensions` asks for shorter vectors, of models trained to give them. A text that is too long is a ContextLengthError;
+        with `truncate` its end is cut off."""
         prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
@@ -213,8 +221,8 @@ class LLM:
         truncate: bool = False,
         progress: bool = True,
     ) -> list[RerankResult]:
-        """The documents that answer the query best, best first: by a cross-encoder's scores of (query, document), or by the
-        cosine of their embeddings, from −1 to 1, if the model gives embeddings."""
+        """The documents that answer the query best, the best first. A cross-encoder scores each (query, document); a model of
+        embeddings compares their vectors by the cosine, from −1 to 1."""
         texts = rerank_texts(self.core.description, query, documents)
         answer = self._read(texts, truncate, lambda first, vectors: None, progress=progress)
         return rank(self.core.description, documents, answer.vectors(), top_n)
@@ -222,7 +230,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
-        """One request, its answer as it comes: each item holds what is new. Closing the iterator cancels it."""
+        """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
         request = self._input.prepare(
             prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
         )
@@ -291,8 +299,8 @@ class LLM:
         *,
         progress: bool,
     ) -> TextsAnswer:
-        """What the model says of each of the texts. `take` is given what there is of it while the rest is computed, of the
-        texts from its first argument on."""
+        """The model's vectors of the texts. `take(first, vectors)` is called with each part as soon as it is there; the part
+        begins with text number `first`."""
         prepared = self._input.prepare_texts(texts, truncate_to=-1 if truncate else None)
         answer, request = TextsAnswer(prepared), prepared.request
         if not prepared.prompts:
@@ -302,7 +310,7 @@ class LLM:
                 self.core.add_texts(request)
                 with _progress(len(prepared.prompts), shown=progress) as advance:
                     while not answer.finished:
-                        for output in self._core_step():
+                        for output in vectors_of(self._core_step()):
                             if output.request_id == request.request_id:
                                 vectors = answer.take(output)
                                 take(output.first_text, vectors)
@@ -331,7 +339,7 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Whoever steps the engine gets all that it gives, so there can only be one."""
+        """Only one caller may step the engine, since that caller gets everything the engine returns."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"
@@ -342,7 +350,7 @@ class LLM:
             self._turn.release()
 
     def _step(self, *, until_done: bool = False) -> list[RequestOutput]:
-        deltas, aborts = self._output.process(self._core_step(), until_done=until_done)
+        deltas, aborts = self._output.process(tokens_of(self._core_step()), until_done=until_done)
         if aborts:
             self.core.abort(aborts)
         return deltas
@@ -358,8 +366,8 @@ class LLM:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, with tokens per second; nothing elsewhere, at the price of nothing. What it gives is
-    told how many requests are done, and of how many tokens."""
+    """A progress bar with tokens per second, on a terminal only. Yields a function of how many more requests are done, and
+    their number of tokens."""
     if not (shown and sys.stderr.isatty()):
         yield lambda num_requests, num_tokens: None
         return

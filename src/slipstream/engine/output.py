@@ -1,7 +1,7 @@
-"""From the engine's tokens back to text.
+"""Turns the engine's tokens back into text.
 
-`OutputProcessor` turns engine outputs into `RequestOutput` deltas: text, stop strings, finish reasons, log-probabilities.
-`merge` puts deltas together, so that the complete answer *is* the stream, collected. No torch.
+`OutputProcessor` makes `RequestOutput` deltas of the engine's outputs: text, stop strings, finish reasons, log-probabilities.
+`merge` puts deltas together: the complete answer is the stream, collected. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, RequestError
 from slipstream.types import (
     CompletionOutput,
-    EngineOutput,
     EngineRequest,
     FinishReason,
     Logprob,
@@ -25,6 +24,7 @@ from slipstream.types import (
     RequestOutput,
     RequestTimes,
     TokenLogprobs,
+    TokenOutput,
 )
 
 
@@ -87,12 +87,12 @@ class OutputProcessor:
         return self._owner.get(key)
 
     def process(
-        self, outputs: Sequence[EngineOutput], *, until_done: bool = False
+        self, outputs: Sequence[TokenOutput], *, until_done: bool = False
     ) -> tuple[list[RequestOutput], list[str]]:
         """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
 
-        `until_done`: nobody looks at an answer before it is complete, so that its tokens are kept together (after the first,
-        whose time counts) as long as no stop string can end it.
+        `until_done`: nobody looks at an answer before it is complete. Its tokens after the first (whose time counts) are then
+        decoded together, unless a stop string could end it.
         """
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
@@ -109,7 +109,7 @@ class OutputProcessor:
                 choice.waiting += output.token_ids
                 continue
             if choice.waiting:
-                output = dataclasses.replace(output, token_ids=(*choice.waiting, *output.token_ids))
+                output = output._replace(token_ids=(*choice.waiting, *output.token_ids))
                 choice.waiting = []
             completion = self._complete(state, choice, output)
             if completion.finish_reason is not None:
@@ -120,9 +120,8 @@ class OutputProcessor:
                 state.first_token = state.first_token or now
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-            if output.prompt_logprobs:
-                found = [self._decode_logprobs(p) for p in output.prompt_logprobs]
-                state.prompt_logprobs[output.prompt_logprobs_start :] = found
+            if (of_prompt := output.prompt_logprobs) is not None:
+                state.prompt_logprobs[of_prompt.start :] = [self._decode_logprobs(p) for p in of_prompt.logprobs]
             delta = news.get(owner)
             if delta is None:
                 delta = news[owner] = self._delta(state)
@@ -153,7 +152,7 @@ class OutputProcessor:
             min_tokens=sampling.min_tokens,
         )
 
-    def _complete(self, state: _State, choice: _Choice, output: EngineOutput) -> CompletionOutput:
+    def _complete(self, state: _State, choice: _Choice, output: TokenOutput) -> CompletionOutput:
         """The text and tokens that `output` adds to a choice, cut at a stop string."""
         tokens = list(output.token_ids)
         logprobs = output.logprobs

@@ -1,9 +1,10 @@
-"""What comes of texts whose vectors or scores are wanted: embeddings, their shorter forms, and the order of documents for a
-query. A call's texts are one request and one array, to the end. No torch.
+"""Embeddings and scores of texts: what is asked of the model, and what is made of its answer. No torch.
 
-A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each pair
-of query and document; its score passes the logistic function unless its config says otherwise. A model of embeddings ranks by
-the cosine of query and document.
+A call's texts are one request and one array, to the end. Documents are ranked for a query in one of two ways:
+
+1. A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each
+   pair of query and document. The score passes the logistic function unless the model's config says otherwise.
+2. A model of embeddings ranks by the cosine of query and document.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from slipstream.engine.processor import PreparedTexts
 from slipstream.errors import EngineError, RequestError
 from slipstream.spec.description import ModelDescription
-from slipstream.types import EmbeddingOutput, EngineOutput, FinishReason, Prompt, RerankResult, Vectors
+from slipstream.types import EmbeddingOutput, FinishReason, Prompt, RerankResult, VectorOutput, Vectors
 
 
 def scores_pairs(model: ModelDescription) -> bool:
@@ -49,11 +50,10 @@ class TextsAnswer:
         self._parts: list[tuple[int, bytes]] = []
         self.finished = False
 
-    def take(self, output: EngineOutput) -> Vectors:
-        """What it brings, of the texts from `output.first_text` on. EngineError if the engine failed, or ended the request
-        before its time."""
-        if output.embedding is not None:
-            self._parts.append((output.first_text, output.embedding))
+    def take(self, output: VectorOutput) -> Vectors:
+        """The vectors that `output` brings. EngineError if the engine failed, or ended the request before its time."""
+        if output.num_texts:
+            self._parts.append((output.first_text, output.vectors))
         if output.finish_reason is not None:
             self.finished = True
             if output.finish_reason is not FinishReason.STOP:
@@ -61,7 +61,7 @@ class TextsAnswer:
         which = slice(output.first_text, output.first_text + output.num_texts)
         prepared = self._prepared
         return Vectors(
-            prompts=prepared.prompts[which], prompt_token_ids=prepared.token_ids[which], data=output.embedding or b""
+            prompts=prepared.prompts[which], prompt_token_ids=prepared.token_ids[which], data=output.vectors
         )
 
     def vectors(self) -> Vectors:

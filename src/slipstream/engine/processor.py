@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.config import EngineArgs, EngineConfig
-from slipstream.engine.gguf_tokenizer import from_gguf
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
@@ -68,9 +67,8 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     """The tokenizer that `args` asks for: the model's own, another one, or none."""
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer is not None:
-        return Tokenizer.from_pretrained(resolve_model(args.tokenizer, download_dir=args.download_dir))
-    return Tokenizer.from_pretrained(model.path) if model.gguf is None else from_gguf(model.gguf)
+    other = None if args.tokenizer is None else resolve_model(args.tokenizer, download_dir=args.download_dir)
+    return Tokenizer.for_model(model, other)
 
 
 def default_sampling(model: ModelDescription) -> SamplingParams:
@@ -111,7 +109,8 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        eos = (*description.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+        rows = description.spec.vocab_size
+        eos = (*description.eos_token_ids, *(i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < rows))
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -318,12 +317,15 @@ class InputProcessor:
         )
 
     def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+        given: Any = prompt
+        if isinstance(given, dict) and set(given) == {"prompt"} and isinstance(given["prompt"], str):
+            prompt = given["prompt"]  # vLLM's other way to say a text
         if isinstance(prompt, str):
             self._check_text(prompt)
             assert self.tokenizer is not None
             text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            given = prompt["prompt_token_ids"]
+        elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
+            given = given["prompt_token_ids"]
             try:
                 text, tokens = None, tuple(given)
             except TypeError:
@@ -333,7 +335,8 @@ class InputProcessor:
             self._check_ids("prompt_token_ids", tokens)
         else:
             raise RequestError(
-                'a prompt is a string or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__, field="prompt"
+                'a prompt is a string, {"prompt": "…"} or {"prompt_token_ids": [...]}, got ' + type(prompt).__name__,
+                field="prompt",
             )
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")

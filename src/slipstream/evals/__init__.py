@@ -1,1 +1,1 @@
-"""What a model knows and what a change to it cost: text, perplexity, divergence, tasks."""
+"""Measures a model's quality on text: perplexity, divergence from another model, tasks."""

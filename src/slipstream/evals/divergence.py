@@ -1,13 +1,13 @@
-"""How far one model is from another on the same text: what a compression, a kernel or a cache's form changed.
+"""Compares two models on the same text, to measure what a compression, a kernel or a cache format changes.
 
-Model A is the original, B what is compared with it. At every scored token, with p and q the distributions that A and B give
-for it: KL(p‖q) = Σ p (ln p − ln q) in nats; whether the likeliest token is the same (top-1) and how much of the five
-likeliest (top-5, the shared part of the two sets). Both models read the same tokens, side by side, so that nothing but running
-sums and one number a token is kept.
+A is the original, B the other. For every scored token, with A's distribution p and B's q: KL(p‖q) = Σ p (ln p − ln q) in nats,
+whether both rank the same token first (top-1), and the share that their five likeliest tokens have in common (top-5). Both
+models read the same tokens side by side, so that only sums and one number per token are kept.
 
-Layer by layer, on the same text: `state` is how far the residual after a layer is off by then (what came before included), and
-`own` what the layer itself adds: B's layer is given A's residual, and what it adds to it is compared with what A's layer adds.
-The culprit is where `own` is large. Both are ‖b − a‖ / ‖a‖ over all tokens (relative root mean square).
+For each layer, as ‖b − a‖ / ‖a‖ over all tokens (relative root mean square error):
+
+    state   the residual after the layer, which includes the errors before it
+    own     what the layer adds to A's residual: a large value shows the layer at fault
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from slipstream.kernels.metadata import AttentionMetadata
 
 TOP = 5
 LAYER_WINDOWS = 4
-"""Windows whose layers are compared: a mean over so many tokens does not change any more."""
+"""The number of windows on which layers are compared; more do not change the mean."""
 
 KL_EDGES = tuple(10 ** (i / 4) for i in range(-24, 5))
-"""Of the histogram of KL over tokens: from 1e-6 to 10 nats, four to a decade."""
+"""The edges of the histogram of KL over tokens: from 1e-6 to 10 nats, four to a decade."""
 
 SHOWN_CONTEXT = 48
-"""Tokens of text shown before a place where the two part."""
+"""Tokens of text shown before a token with a large KL."""
 
 CONTINUATION = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of KL over tokens, in nats. p99: 99 of 100 tokens do not exceed it. `stderr` of the mean, from window to window.
-    `histogram` counts tokens between `KL_EDGES`; what lies beyond is in the first or the last."""
+    """The KL over tokens, in nats. p99: 99 of 100 tokens do not exceed it. `stderr` is the mean's, over windows. `histogram`
+    counts tokens between `KL_EDGES`; the first and last count include those outside."""
 
     mean: float
     p99: float
@@ -59,7 +59,7 @@ class LayerDivergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A token that a model finds likely, as text, and its probability."""
+    """A likely token, as text."""
 
     token: str
     probability: float
@@ -67,12 +67,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstPrompt:
-    """Where a window's KL is largest: the text up to there, the token that follows, what each model expected, and how each goes
-    on from there by itself."""
+    """The token of a window with the largest KL: the text before it, the token, each model's candidates and continuation."""
 
     window: int
     kl_mean: float  # of the window
-    kl: float  # here
+    kl: float  # of the token
     text: str
     actual: str
     expected_a: tuple[Candidate, ...]
@@ -83,8 +82,8 @@ class WorstPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """`perplexity_ratio` is B's over A's, and its standard error is that of paired windows. `layers` is empty where the two do
-    not have the same layers, and `why_no_layers` says so."""
+    """`perplexity_ratio` is B's over A's; its standard error is over paired windows. If `layers` is empty, `why_no_layers` says
+    why."""
 
     kl: Distribution
     perplexity_a: float
@@ -114,7 +113,7 @@ def compare(
     layers: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Divergence:
-    """B against A on `windows`. ConfigError if their vocabularies differ, or if nothing is scored."""
+    """Compare B with A on `windows`. ConfigError if their vocabularies differ, or if no token is scored."""
     check_windows(a, windows)
     check_vocabularies(a, b, windows)
     kls: list[Tensor] = []
@@ -124,11 +123,11 @@ def compare(
     for i, window in enumerate(windows):
         (hidden_a, targets), (hidden_b, _) = scored(a, window), scored(b, window)
         kl, sum_a, sum_b = [], 0.0, 0.0
-        for piece in a.rows(len(targets)):
-            logits_a = a.logits(hidden_a[piece])
-            logits_b = b.logits(hidden_b[piece]).to(logits_a.device)
-            sum_a += float(token_nll(logits_a, targets[piece]).double().sum())
-            sum_b += float(token_nll(logits_b, targets[piece]).double().sum())
+        for rows in a.rows(len(targets)):
+            logits_a = a.logits(hidden_a[rows])
+            logits_b = b.logits(hidden_b[rows]).to(logits_a.device)
+            sum_a += float(token_nll(logits_a, targets[rows]).double().sum())
+            sum_b += float(token_nll(logits_b, targets[rows]).double().sum())
             best_a, best_b = logits_a.topk(TOP).indices, logits_b.topk(TOP).indices
             same1 += float((best_a[:, 0] == best_b[:, 0]).sum())
             shared5 += float((best_a[:, :, None] == best_b[:, None, :]).sum()) / TOP
@@ -167,34 +166,34 @@ def compare(
 
 
 def token_kl(logits_a: Tensor, logits_b: Tensor) -> Tensor:
-    """KL(A‖B) of each row in nats: float32 [N, V] twice → [N]. What A holds impossible adds nothing."""
+    """KL(A‖B) of each row in nats [N], from logits float32 [N, V]. Tokens that A gives probability 0 add nothing."""
     log_p, log_q = logits_a.log_softmax(-1), logits_b.log_softmax(-1)
     p = log_p.exp()
     return (p * (log_p - log_q)).masked_fill(p == 0, 0).sum(-1).clamp(min=0)
 
 
 def check_vocabularies(a: Scorer, b: Scorer, windows: Sequence[Window]) -> None:
-    """ConfigError unless the two have as many tokens, and the same ones as far as the text goes."""
+    """ConfigError unless the vocabularies have the same size, and the same tokens where the text uses them."""
     sizes = a.spec.vocab_size, b.spec.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"{a.name} has a vocabulary of {sizes[0]} tokens and {b.name} of {sizes[1]}: they can't be compared token by "
-            "token; compare their perplexities for each character, or their answers",
+            "token; compare their perplexities per character, or their answers",
             field="model",
         )
     for token in sorted({t for w in windows for t in w.token_ids}):
         if a.tokenizer.token_bytes(token) != b.tokenizer.token_bytes(token):
             raise ConfigError(
                 f"the token {token} is {a.tokenizer.id_to_token(token)!r} for {a.name} and {b.tokenizer.id_to_token(token)!r} "
-                f"for {b.name}: their vocabularies differ, and they can't be compared token by token",
+                f"for {b.name}: their vocabularies differ; compare models with the same tokenizer",
                 field="tokenizer",
             )
 
 
 @torch.inference_mode()
 def layer_divergence(a: Scorer, b: Scorer, windows: Sequence[Window]) -> tuple[tuple[LayerDivergence, ...], str]:
-    """(each layer's, "") or ((), why there is none). Layers are run one by one, through the same ops as otherwise but without
-    what an op set compiles over several of them."""
+    """(the divergence of each layer, "") or ((), the reason why there is none). Layers run one by one, so without what an op
+    set compiles for several layers."""
     if (len(a.decoder.layers), a.spec.hidden_size) != (len(b.decoder.layers), b.spec.hidden_size):
         return (), (
             f"{a.name} has {len(a.decoder.layers)} layers of width {a.spec.hidden_size}, {b.name} "
@@ -218,27 +217,27 @@ def layer_divergence(a: Scorer, b: Scorer, windows: Sequence[Window]) -> tuple[t
 
 
 def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -> Tensor:
-    """The residual after a layer that reads `state` [T, E], which is kept as it is."""
+    """The residual after a layer that reads `state` [T, E], which is not changed."""
     decoder = scorer.decoder
     pending, residual = decoder.layers[layer](decoder.ops, state.clone(), None, scorer.kv[layer], meta)
     return pending.clone() if residual is None else pending + residual
 
 
 def _distinct(windows: Sequence[Window], kls: Sequence[Tensor], order: Sequence[int]) -> list[int]:
-    """Of the windows in this order those whose worst place is not another's: many conversations open alike."""
+    """The windows in this order, but one for each text before the worst token: many conversations open alike."""
     found: dict[tuple[int, ...], int] = {}
     for i in order:
-        at = _worst_place(windows[i], kls[i])
+        at = _worst_token(windows[i], kls[i])
         found.setdefault(windows[i].token_ids[max(0, at - SHOWN_CONTEXT) : at + 1], i)
     return list(found.values())
 
 
-def _worst_place(window: Window, kl: Tensor) -> int:
+def _worst_token(window: Window, kl: Tensor) -> int:
     return window.num_context + int(kl.argmax())
 
 
 def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> WorstPrompt:
-    at = _worst_place(window, kl)
+    at = _worst_token(window, kl)
     before = window.token_ids[:at]
 
     def expected(scorer: Scorer) -> tuple[Candidate, ...]:
@@ -265,7 +264,7 @@ def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> Wor
 
 
 def _percentile(values: Tensor, share: float) -> float:
-    """The smallest value that `share` of all do not exceed."""
+    """The smallest value that the given share of all values do not exceed."""
     return float(values.sort().values[max(0, math.ceil(share * len(values)) - 1)])
 
 
@@ -275,7 +274,7 @@ def _histogram(values: Tensor) -> tuple[int, ...]:
 
 
 def _stderr(means: Tensor, weights: Tensor) -> float:
-    """Of the weighted mean of independent windows' means; 0 where there is only one and nothing is known."""
+    """The standard error of the weighted mean of independent windows' means; 0 for one window."""
     n = len(means)
     if n < 2:
         return 0.0

@@ -1,9 +1,9 @@
-"""`LLM` behind lm-eval's interface, so that any of its tasks can be run on any model, format, kernel and cache of ours.
+"""`LLM` as a model of lm-eval, so that all of its tasks can be run.
 
     import lm_eval
     lm_eval.simple_evaluate(model=SlipstreamLM(LLM("smollm2")), tasks=["hellaswag"])
 
-Needs the package lm-eval; `evals.tasks.run_lm_eval` is the way in that says so.
+It needs the package lm-eval; `evals.tasks.run_lm_eval` reports if that is missing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lm_eval.utils import get_rolling_token_windows
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
-from slipstream.evals.tasks import loglikelihoods
+from slipstream.evals.likelihood import loglikelihoods
 from slipstream.types import Prompt, SamplingParams
 
 DEFAULT_GENERATED = 256
-"""Tokens of an answer where a task does not say (lm-eval's own default)."""
+"""The length of an answer where a task sets none (lm-eval's default)."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
-    """All requests of a task go to the engine at once, which batches them."""
+    """Gives all requests of a task to the engine at once, which batches them."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing stands before."""
+        """The token before a text without context."""
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     @property
@@ -68,7 +68,7 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """ln p of whole texts, each token once, after the beginning-of-sequence token and as much else as fits."""
+        """ln p of whole texts. Each token is scored once, with as much before it as fits."""
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -93,8 +93,7 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
             room = self.max_length - sampling.max_tokens
             if room < 1:
                 raise ConfigError(
-                    f"a task asks for {sampling.max_tokens} tokens, and the context holds {self.max_length}; raise "
-                    "max_model_len",
+                    f"a task asks for {sampling.max_tokens} tokens, but the context has {self.max_length}; raise max_model_len",
                     field="max_model_len",
                 )
             prompts.append({"prompt_token_ids": self.tokenizer.encode(text)[-room:]})
@@ -106,14 +105,14 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
 
 
 def sampling_of(settings: dict[str, Any]) -> SamplingParams:
-    """A task's `generation_kwargs`. ConfigError for one that has no meaning here."""
+    """The sampling of a task's `generation_kwargs`. ConfigError for unknown ones."""
     left = dict(settings)
     until = left.pop("until", [])
     lengths = [left.pop(name) for name in LENGTHS if name in left]
     temperature, sample = float(left.pop("temperature", 0.0)), left.pop("do_sample", None)
     known = {name: left.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in left}
     if left:
-        raise ConfigError(f"generation_kwargs {', '.join(left)} are not known here", field="generation_kwargs")
+        raise ConfigError(f"generation_kwargs {', '.join(left)} are not supported; drop them", field="generation_kwargs")
     return SamplingParams(
         temperature=0.0 if sample is False else temperature or (1.0 if sample else 0.0),
         stop=tuple(s for s in ([until] if isinstance(until, str) else until) if s),

@@ -1,8 +1,8 @@
-"""Perplexity: exp of the mean of −ln p(token | what stands before it in its window), over every scored token.
+"""Perplexity: exp of the mean of −ln p(token | the tokens before it in its window) over all scored tokens.
 
-It depends on the text, on how it is cut (context, stride) and on the tokenizer: numbers compare only where all of these are
-the same, which is why they are reported together. With a stride below the context, tokens at a window's beginning are not
-judged without context (Radford et al. 2019; the procedure that Hugging Face documents for fixed-length models).
+It depends on the text, on how it is cut (context, stride) and on the tokenizer, so these are reported with it. With a stride
+below the context every scored token has context before it (Radford et al. 2019; Hugging Face's procedure for fixed-length
+models).
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ class PerplexityResult:
 
 @torch.inference_mode()
 def perplexity(scorer: Scorer, windows: Sequence[Window], *, progress: Progress = lambda done, total: None) -> PerplexityResult:
-    """Of the model on `windows`, which hold at least one scored token. ConfigError if there is none, or if a token is not in
-    the vocabulary."""
+    """The model's perplexity on `windows`. ConfigError if they have no scored token, or one that is not in the vocabulary."""
     check_windows(scorer, windows)
     total = 0.0
     for i, window in enumerate(windows):
         hidden, targets = scored(scorer, window)
-        for piece in scorer.rows(len(hidden)):
-            total += float(token_nll(scorer.logits(hidden[piece]), targets[piece]).double().sum())
+        for rows in scorer.rows(len(hidden)):
+            total += float(token_nll(scorer.logits(hidden[rows]), targets[rows]).double().sum())
         progress(i + 1, len(windows))
     num_tokens = sum(w.num_scored for w in windows)
     return PerplexityResult(
@@ -51,19 +50,19 @@ def check_windows(scorer: Scorer, windows: Sequence[Window]) -> None:
     largest = max(max(w.token_ids) for w in windows)
     if largest >= scorer.spec.vocab_size:
         raise ConfigError(
-            f"the text has the token {largest}, and {scorer.name} has a vocabulary of {scorer.spec.vocab_size}: the tokenizer "
-            "is another model's",
+            f"the text has the token {largest}, but {scorer.name} has a vocabulary of {scorer.spec.vocab_size}: use the "
+            "model's own tokenizer",
             field="tokenizer",
         )
 
 
 def scored(scorer: Scorer, window: Window) -> tuple[Tensor, Tensor]:
-    """(hidden states [N, E] that predict the scored tokens, those tokens int64 [N])."""
+    """(hidden states [N, E] that predict the scored tokens, these tokens, int64 [N])."""
     hidden = scorer.hidden(window.token_ids)
     targets = scorer.tensor(window.token_ids[window.num_context :]).long()
     return hidden[window.num_context - 1 : -1], targets
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits float32 [N, V], targets int64 [N] → −ln p [N]."""
+    """−ln p of the targets int64 [N], from logits float32 [N, V]."""
     return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]

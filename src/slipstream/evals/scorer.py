@@ -1,8 +1,7 @@
-"""A model as it would run (op set, scheme, form of the cache), one sequence at a time, for its logits rather than its tokens.
+"""Runs a model on one sequence at a time for its logits, with the decoder, op set, scheme and paged cache that the engine uses.
 
-Everything that is measured on text goes through here: a sequence's tokens are fed in steps, through the same decoder and the
-same paged cache that the engine uses, and logits are made for a few rows at a time, so that a large vocabulary times a long
-text is never in memory.
+All measurements on text use it. Logits are computed for a few rows at a time, since a large vocabulary times a long text does
+not fit in memory.
 """
 
 from __future__ import annotations
@@ -19,52 +18,46 @@ from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.canary import Canary, make_canary
 from slipstream.worker.executor import load_runner
 from slipstream.worker.forward import Forwards
 
 STEP_TOKENS = 2048
-"""The most tokens of a sequence that go through the model at once."""
+"""The most tokens that go through the model at once."""
 
 LOGITS_BYTES = 64 * 2**20
-"""Float32 logits that are held at once."""
+"""The size of the float32 logits in memory at a time."""
 
 
+@dataclasses.dataclass
 class Scorer:
-    """`kv` holds `context` tokens after block 0. `settings` say what runs, for a report. Not thread-safe."""
+    """`kv` holds `context` tokens from block 1 on. `settings` describe the run for reports. Not thread-safe."""
 
-    def __init__(
-        self,
-        forwards: Forwards,
-        kv: Sequence[LayerKV],
-        tokenizer: Tokenizer,
-        *,
-        name: str,
-        context: int,
-        settings: Mapping[str, Any] | None = None,
-        weights_bytes: int = 0,
-    ) -> None:
-        self.forwards = forwards
-        self.decoder = forwards.decoder
-        self.kv = kv
-        self.tokenizer = tokenizer
-        self.name = name
-        self.context = context
-        self.settings = dict(settings or {})
-        self.weights_bytes = weights_bytes
+    forwards: Forwards
+    kv: Sequence[LayerKV]
+    tokenizer: Tokenizer
+    _: dataclasses.KW_ONLY
+    name: str
+    context: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weights_bytes: int = 0
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.forwards.decoder
 
     @classmethod
     def load(cls, args: EngineArgs, *, context: int) -> Scorer:
-        """The model that `args` describe, with room for `context` tokens. What sizes an engine (sequences, budgets, memory
-        share) has no effect here and is not looked at. UnsupportedModelError if they describe no decoder."""
+        """Load the model of `args`, with a cache for `context` tokens. Arguments about an engine's size are ignored.
+        UnsupportedModelError if it is not a decoder."""
         description, runner, _ = load_runner(
             dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
         )
         if description.spec.kind != "a decoder":
             raise UnsupportedModelError(
-                f"{description.name} is {description.spec.kind}; only decoders can be measured on text",
-                field="model_type",
+                f"{description.name} is {description.spec.kind}; only decoders can be measured on text", field="model_type"
             )
         config = runner.config
         tokenizer = load_tokenizer(args, description)
@@ -72,7 +65,7 @@ class Scorer:
             raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
         return cls(
             runner.forwards,
-            runner.make_cache(config.max_blocks_per_seq + 1),
+            runner.make_cache(len(config.cache.groups) * config.max_blocks_per_seq + 1),
             tokenizer,
             name=args.model,
             context=context,
@@ -91,7 +84,7 @@ class Scorer:
         return self.decoder.spec
 
     def hidden(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
-        """[T, E] for the tokens at positions start … of a sequence, of which the ones before `start` were given last."""
+        """The final hidden states [T, E] of tokens from position `start` on. Those before must be of the last calls."""
         if start + len(token_ids) > self.context:
             raise ConfigError(
                 f"{start + len(token_ids)} tokens are more than the context of {self.context}; lower context", field="context"
@@ -105,21 +98,21 @@ class Scorer:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → float32 [N, V]. EngineError if they are no numbers: then nothing that follows from them is."""
+        """Logits float32 [N, V] of hidden states [N, E]. EngineError if any is NaN or infinite."""
         logits = self.forwards.logits(hidden).float()
         if not torch.isfinite(logits.logsumexp(-1)).all():
-            raise EngineError(f"{self.name} computes something that is no number (NaN or infinity): it can't be measured")
+            raise EngineError(f"{self.name} computes logits that are no numbers (NaN or infinity): it can't be measured")
         return logits
 
     def rows(self, num_rows: int) -> Iterator[slice]:
-        """`num_rows` in pieces whose logits take LOGITS_BYTES at most."""
+        """Slices of `num_rows` whose logits take at most LOGITS_BYTES."""
         size = max(1, LOGITS_BYTES // (4 * self.spec.vocab_size))
         for i in range(0, num_rows, size):
             yield slice(i, min(i + size, num_rows))
 
     @torch.inference_mode()
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The likeliest next tokens, up to the end token or the end of the context."""
+        """The greedy continuation, up to the end token or the end of the context."""
         found: list[int] = []
         hidden = self.hidden(token_ids)[-1:]
         for position in range(len(token_ids), min(len(token_ids) + num_tokens, self.context)):
@@ -131,12 +124,13 @@ class Scorer:
         return found
 
     def canary(self, token_ids: Sequence[int], **more: Any) -> Canary:
-        """What a later start of this checkpoint has to give again on the first of `token_ids`."""
+        """The canary of this model on the first of `token_ids`."""
         return make_canary(self.forwards, self.kv, token_ids, made_with=self.settings, **more)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int32, device=self.decoder.device)
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
-        """The metadata of positions start … start + num_tokens − 1."""
-        return AttentionMetadata.alone(start, num_tokens, block_size=self.kv[0].block_size, device=self.decoder.device)
+        """The attention metadata of `num_tokens` tokens from position `start` on."""
+        size, groups = self.kv[0].block_size, len(self.spec.cache_groups)
+        return AttentionMetadata.alone(start, num_tokens, block_size=size, device=self.decoder.device, num_groups=groups)

@@ -1,8 +1,8 @@
-"""Tasks with right answers: multiple choice from a local file, and those of lm-eval where its package and data are at hand.
+"""Tasks with right answers: multiple choice from a local file, and the tasks of lm-eval.
 
-A file of questions has a JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
-what follows the prompt and a space, by its log-probability a byte (lm-eval's acc_norm): a long answer is not held against
-itself. Any other name is a task of lm-eval (`pip install 'slipstream[eval]'`).
+A file of questions has one JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
+the continuation of the prompt and a space, by its log-probability per byte (lm-eval's acc_norm), so that its length does not
+count. Any other name is a task of lm-eval (`pip install 'slipstream[eval]'`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,10 @@ from typing import Any
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
-from slipstream.types import SamplingParams
+from slipstream.evals.likelihood import loglikelihoods
 
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
-"""Which of a task's metrics is reported, the first that it has; else its first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Likelihood:
-    """Of a continuation: ln p of all its tokens, and whether each is the likeliest where it stands."""
-
-    logprob: float
-    is_greedy: bool
+"""The first of these metrics that a task has is reported, or else its first metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +31,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """`stderr` None: the task does not say."""
+    """`stderr` is None if the task has none."""
 
     name: str
     metric: str
@@ -49,8 +41,8 @@ class TaskResult:
 
 
 def run_tasks(llm: LLM, names: Sequence[str], *, limit: int | None = None, num_fewshot: int | None = None) -> list[TaskResult]:
-    """Each of `names`, a .jsonl file or a task of lm-eval, on its first `limit` questions. `num_fewshot` examples before a
-    question are lm-eval's to give: ConfigError with files alone."""
+    """Run the tasks `names`, each a .jsonl file or a task of lm-eval, on their first `limit` questions. `num_fewshot` is for
+    lm-eval's tasks; ConfigError if there are none."""
     files = [name for name in names if name.endswith(".jsonl")]
     if num_fewshot is not None and len(files) == len(names):
         raise ConfigError("num_fewshot is for lm-eval's tasks; write the examples into the file's prompts", field="num_fewshot")
@@ -61,7 +53,7 @@ def run_tasks(llm: LLM, names: Sequence[str], *, limit: int | None = None, num_f
 
 
 def check_tasks(names: Sequence[str]) -> None:
-    """ConfigError where `run_tasks` would find no questions, before there is a model to ask."""
+    """ConfigError if `run_tasks` would not find the questions. It needs no model."""
     for name in names:
         if name.endswith(".jsonl"):
             read_questions(Path(name))
@@ -70,7 +62,7 @@ def check_tasks(names: Sequence[str]) -> None:
 
 
 def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "choices") -> TaskResult:
-    """The share of questions whose answer is the likeliest choice."""
+    """The share of questions whose right choice is the likeliest."""
     tokenizer = llm.get_tokenizer()
     pairs = []
     for question in questions:
@@ -88,32 +80,8 @@ def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "cho
     return TaskResult(name=name, metric="acc_norm", value=share, stderr=stderr, num_questions=len(questions))
 
 
-def loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
-    """Of each (context, continuation), in tokens. What does not fit is cut off the context's beginning; ConfigError if the
-    continuation alone does not fit or is empty, or if nothing stands before it."""
-    room = llm.config.model.max_model_len - 1  # the engine always has one more token to say
-    prompts = []
-    for i, (context, continuation) in enumerate(pairs):
-        if not context or not continuation:
-            raise ConfigError(f"pair {i}: a continuation of {len(continuation)} tokens after {len(context)}", field="pairs")
-        if len(continuation) >= room:
-            raise ConfigError(
-                f"pair {i}: {len(continuation)} tokens are too many to score in a context of {room + 1}; raise max_model_len",
-                field="max_model_len",
-            )
-        prompts.append(list((*context, *continuation)[-room:]))
-    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
-    found = []
-    for answer, (_, continuation) in zip(answers, pairs, strict=True):
-        scored = [p.chosen for p in (answer.prompt_logprobs or [])[-len(continuation) :] if p is not None]
-        assert len(scored) == len(continuation)
-        found.append(Likelihood(logprob=sum(p.logprob for p in scored), is_greedy=all(p.rank == 1 for p in scored)))
-    return found
-
-
 def read_questions(path: Path) -> list[Question]:
-    """ConfigError names the line that is wrong."""
+    """The questions in a file. ConfigError names the line that is wrong."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -141,7 +109,7 @@ def _question(line: str, where: str) -> Question:
 
 
 def _manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
-    """lm-eval's, which knows all of the tasks."""
+    """lm-eval's task manager. ConfigError if it does not know one of the tasks."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -156,8 +124,8 @@ def _manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
 def run_lm_eval(
     llm: LLM, tasks: Sequence[str | dict[str, Any]], *, limit: int | None = None, num_fewshot: int | None = None
 ) -> dict[str, TaskResult]:
-    """Tasks of lm-eval, by name (or as its configs), with the model behind `LLM`. A group of tasks is given as lm-eval sums it
-    up. ConfigError without the package, or for a name that it does not know."""
+    """Run tasks of lm-eval, given by name or as configs. A group of tasks has one result. ConfigError if the package is missing
+    or does not know a name."""
     manager = _manager(tasks)
     import lm_eval
 

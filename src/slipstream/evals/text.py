@@ -1,16 +1,18 @@
-"""Text to calibrate with and text to measure on: read, split so that the two never meet, cut into windows of tokens.
+"""Reads text for calibration and evaluation, splits it into these two parts, and cuts it into windows of tokens.
 
 A source is
-    sharegpt                  the default, real conversations out of a package on the package index
-    FILE.txt, FILE.md, …      plain text in UTF-8
-    FILE.jsonl, FILE.json     an object a line, or an array of objects
-    hf:ORG/NAME[:CONFIG[:SPLIT]]   a Hugging Face data set, with the package `datasets`; the split is "train" unless said
-An object has `text`, or `messages` ([{role, content}]), or `conversations` ([{from, value}]), or `prompt` with `completion`
-or `response`; any other is refused with the names it has.
 
-The split is by the hash of how a document opens (its first turn, or its first 256 characters), not by its place: the same
-conversation met twice, or in another order or file, is on the same side. Half of the documents calibrate, half evaluate.
-Plain text is cut into sections of some `SECTION` characters for that; unsplit ("all"), a file is one document.
+    sharegpt                       the default: conversations from a package on the package index
+    FILE.txt, FILE.md, …           plain text in UTF-8
+    FILE.jsonl, FILE.json          one object a line, or an array of objects
+    hf:ORG/NAME[:CONFIG[:SPLIT]]   a Hugging Face data set, with the package `datasets`; the default split is "train"
+
+An object has `text`, or `messages` ([{role, content}]), or `conversations` ([{from, value}]), or `prompt` with `completion` or
+`response`.
+
+Half of the documents calibrate, half evaluate. The part depends on the hash of a document's opening (its first turn, or its
+first 256 characters), so a conversation that occurs twice, or in another file, is in the same part. Plain text is split into
+sections of about `SECTION` characters; with the part "all", a file is one document.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Part: TypeAlias = Literal["calibration", "evaluation", "all"]
 
 DEFAULT_TEXT = "sharegpt"
 SECTION = 4096
-"""Characters of plain text that go to one side, at least: up to the next empty line."""
+"""A section of plain text has at least this many characters and ends at an empty line."""
 
 OPENING = 256
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -41,19 +43,20 @@ ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text, or a conversation as (role, content) with the roles system, user and assistant."""
+    """A text, or a conversation of (role, content), with the roles system, user and assistant."""
 
     text: str = ""
     turns: tuple[tuple[str, str], ...] = ()
 
     @property
     def part(self) -> Part:
-        """On which side of the split it is."""
+        """The part that the document belongs to."""
         opening = self.turns[0][1] if self.turns else self.text[:OPENING]
         return "evaluation" if hashlib.sha256(opening.encode("utf-8", "replace")).digest()[0] % 2 else "calibration"
 
     def render(self, tokenizer: Tokenizer) -> str:
-        """A conversation as the model's chat template puts it, or without one as paragraphs that begin with the role."""
+        """The text of a conversation by the model's chat template; without one, a paragraph for each turn that begins with its
+        role."""
         if not self.turns:
             return self.text
         if tokenizer.chat_template is None:
@@ -64,8 +67,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A stretch of one document. The first `num_context` tokens (at least 1) are read only; each one after them is scored, by
-    what is predicted from all that stands before it in the window."""
+    """Consecutive tokens of a document. The first `num_context` (at least 1) are context, the others are scored."""
 
     token_ids: tuple[int, ...]
     num_context: int
@@ -77,8 +79,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Which text, how it is cut, and how much of it: all that has to be stated beside a perplexity. `num_windows` None: the
-    whole source."""
+    """Which text, how much of it, and how it is cut: a perplexity depends on all of these. `num_windows` None: the whole
+    source."""
 
     source: str = DEFAULT_TEXT
     part: Part = "evaluation"
@@ -93,7 +95,7 @@ class TextSettings:
             raise ConfigError(f"context={self.context}: a window needs two tokens at least", field="context")
         if not 1 <= self.stride <= self.context:
             raise ConfigError(
-                f"stride={self.stride} must lie between 1 and context={self.context}, or tokens would go unscored",
+                f"stride={self.stride} must lie between 1 and context={self.context}, or tokens would not be scored",
                 field="stride",
             )
         if self.num_windows is not None and self.num_windows < 1:
@@ -101,7 +103,7 @@ class TextSettings:
 
 
 def read_windows(settings: TextSettings, tokenizer: Tokenizer, *, download_dir: str | None = None) -> list[Window]:
-    """The windows to score. ConfigError if the text gives none."""
+    """The windows to score. ConfigError if there are none."""
     documents = read_documents(settings.source, settings.part, download_dir=download_dir)
     found = list(islice(cut(documents, tokenizer, context=settings.context, stride=settings.stride), settings.num_windows))
     if not found:
@@ -117,8 +119,8 @@ def calibration_windows(
     context: int = 512,
     download_dir: str | None = None,
 ) -> list[tuple[int, ...]]:
-    """`num_windows` token sequences of exactly `context` tokens, no two overlapping, from documents that never evaluate;
-    short documents are left out. ConfigError if the source has fewer."""
+    """`num_windows` windows of exactly `context` tokens of the calibration part, without overlaps. ConfigError if it has
+    fewer."""
     documents = read_documents(source, "calibration", download_dir=download_dir)
     whole = (w.token_ids for w in cut(documents, tokenizer, context=context, stride=context) if len(w.token_ids) == context)
     found = list(islice(whole, num_windows))
@@ -132,11 +134,11 @@ def calibration_windows(
 
 
 def cut(documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `context` tokens, each `stride` after the one before and never over a document's end. Every token of
-    a document is scored once, but the first and, without an overlap (stride = context), the first of each window."""
+    """Windows of at most `context` tokens within a document, `stride` tokens apart. Every token is scored once, except the
+    first of a document and, if windows do not overlap (stride = context), the first of each window."""
     for document in documents:
         ids = tokenizer.encode(document.render(tokenizer))
-        scored = 0  # up to here
+        scored = 0  # tokens scored so far
         for begin in range(0, len(ids), stride):
             end = min(begin + context, len(ids))
             num_context = max(1, scored - begin)
@@ -151,7 +153,7 @@ def cut(documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, st
 
 
 def read_documents(source: str, part: Part, *, download_dir: str | None = None) -> Iterator[Document]:
-    """The documents of one side of the source, in its order, as they are needed. ConfigError or DownloadError if it can't be
+    """The documents of one part of the source, in its order, read as needed. ConfigError or DownloadError if it can't be
     read."""
     if source == DEFAULT_TEXT:
         found = _sharegpt(resolve_dataset(source, download_dir=download_dir))
@@ -167,8 +169,8 @@ def _which(source: str, part: Part) -> str:
 
 
 def _sharegpt(path: Path) -> Iterator[Document]:
-    """Only what is a conversation's first piece (its id ends in _0): the later pieces of one that was cut up would land on
-    either side. The file is cut off at its end."""
+    """Conversations that begin at their start (whose id ends in _0). Later sections of a split conversation could be in the
+    other part. The file is truncated."""
     for row in read_objects(path, cut_off=True):
         if str(row.get("id")).endswith("_0") and (turns := _turns(row.get("conversations") or [])):
             yield Document(turns=turns)
@@ -193,7 +195,7 @@ def _file(path: Path, part: Part) -> Iterator[Document]:
 
 
 def sections(text: str) -> Iterator[str]:
-    """`text` in pieces that end at an empty line, each as short as that allows above `SECTION` characters."""
+    """The text in sections that end at an empty line, with at least `SECTION` characters each."""
     begin = 0
     while begin < len(text):
         gap = text.find("\n\n", begin + SECTION)
@@ -232,7 +234,7 @@ def _documents(rows: Iterable[Any], source: str) -> Iterator[Document]:
         if document is None:
             has = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
             raise ConfigError(
-                f"{source}, entry {number}: has {has}; one of text, messages, conversations, or prompt with completion or "
+                f"{source}, object {number}: has {has}; one of text, messages, conversations, or prompt with completion or "
                 "response was expected",
                 field="text",
             )
@@ -253,8 +255,8 @@ def _document(row: Mapping[str, Any]) -> Document | None:
 
 
 def _turns(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """As far as chat templates take it: a system turn perhaps, then user and assistant in turn, nothing empty. Empty if there
-    is no question and answer."""
+    """The turns that chat templates accept: perhaps a system turn, then user and assistant in turn, none empty. () if there is
+    no answer."""
     turns: list[tuple[str, str]] = []
     for turn in given:
         role, content = ROLES.get(str(turn.get("role", turn.get("from")))), turn.get("content", turn.get("value"))

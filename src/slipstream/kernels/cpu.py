@@ -48,7 +48,7 @@ SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
 SPARSE_FROM_ELSEWHERE = 0.8
 """The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
 the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
-the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (benchmarks/cpu_sparse.py)."""
+the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (`benchmarks/kernels.py`)."""
 
 
 class NativeOps(CpuOps):
@@ -237,7 +237,8 @@ class NativeOps(CpuOps):
         step = native.StepInputs(num_tokens=len(x))
         counts = None
         if load is not None:
-            counts, step.block_size, step.slots = load.counts[None], load.block_size, load.slots.data_ptr()
+            step.groups = (native.GroupInputs * 1)(native.GroupInputs(slots=load.slots.data_ptr()))
+            counts, step.block_size = load.counts[None], load.block_size
         rows, size, k = _wide(x), x.shape[1], spec.num_experts_per_token
         logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
 
@@ -402,21 +403,22 @@ def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate:
         row += part.rows
 
 
-def add_rope_and_cache(program: Program, qkv: int, layer: int, h: QKVLayout) -> None:
-    """float32 rows: q is turned where it stands, k and v go to the step's slots of the layer's cache."""
+def add_rope_and_cache(program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0) -> None:
+    """float32 rows: q is turned where it stands, k and v go to the step's slots of `group` in the layer's cache."""
     norms = [None if t is None else t.float() for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
-    program.add("rope_and_cache", qkv, layer, *sizes, *turned, *norms, h.norm_eps, h.norm_offset)
+    program.add("rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, h.norm_eps, h.norm_offset)
 
 
 def add_attention(
-    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], s: AttentionParams, *, cross: bool = False
+    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], s: AttentionParams, *, group: int = 0
 ) -> None:
-    """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim, values'. `cross`: of another text."""
+    """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim, values'. `group`: whose tables say
+    where the keys and values are."""
     of_heads = [None if t is None else t.float().contiguous() for t in (s.alibi_slopes, s.sinks, s.distance_bias)]
-    masks = s.window or 0, s.softcap or 0.0, *of_heads, s.reach, s.causal, cross
-    program.add("attention", q, out, layer, *sizes, s.scale, *masks)
+    masks = s.window or 0, s.softcap or 0.0, *of_heads, s.reach, s.causal
+    program.add("attention", q, out, layer, group, *sizes, s.scale, *masks)
 
 
 def _native(weight: Tensor, bias: Tensor | None, parts: tuple[Packed, ...]) -> NativeLinear:

@@ -73,9 +73,9 @@ class Emitter:
 
     def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None: ...
 
-    def rope_and_cache(self, rows: int, layer: int, heads: Any, *, has_queries: bool) -> None: ...
+    def rope_and_cache(self, rows: int, layer: int, group: int, heads: Any, *, has_queries: bool) -> None: ...
 
-    def attention(self, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], params: Any, cross: bool) -> None: ...
+    def attention(self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: Any) -> None: ...
 
     def mla_attention(self, q: int, row: int, out: int, layer: int, op: Op, scratch: Scratch) -> None: ...
 
@@ -379,24 +379,21 @@ class Lowering:
     def _rope_and_cache(self, op: Op) -> None:
         """The queries stay where they stand, at the beginning of the rows."""
         rows = self.stored(op.x)
-        self.emit.rope_and_cache(rows.number, op.arguments["kv"].layer, op.arguments["heads"], has_queries=True)
+        self.emit.rope_and_cache(rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True)
         self.put(op.out, Stored(rows))
 
     def _cache_kv(self, op: Op) -> None:
         rows = self.stored(op.x).number
-        self.emit.rope_and_cache(rows, op.arguments["kv"].layer, op.arguments["heads"], has_queries=False)
+        self.emit.rope_and_cache(rows, *_cache_of(op), op.arguments["heads"], has_queries=False)
 
     def _attention(self, op: Op) -> None:
         q, kv, (num_heads, head_dim) = self.stored(op.x), op.arguments["kv"], op.out.shape
         out, sizes = self.new(F32, op.out.width), (num_heads, kv.num_kv_heads, head_dim, head_dim)
         self.put(op.out, Stored(out))
-        cross = op.arguments["meta"].of == "cross"
-        self.emit.attention(q.number, out.number, kv.layer, sizes, op.arguments["params"], cross)
+        self.emit.attention(q.number, out.number, *_cache_of(op), sizes, op.arguments["params"])
 
     def _bidirectional_attention(self, op: Op) -> None:
-        self.emit.rope_and_cache(
-            self.stored(op.x).number, op.arguments["kv"].layer, op.arguments["heads"], has_queries=True
-        )
+        self.emit.rope_and_cache(self.stored(op.x).number, *_cache_of(op), op.arguments["heads"], has_queries=True)
         self._attention(op)
 
     def _mla_attention(self, op: Op) -> None:
@@ -478,3 +475,8 @@ def _known(activation: Activation) -> Activation:
     if isinstance(activation, OwnActivation):
         raise Refused("the C++ program can't call an activation from outside (OwnActivation)")
     return activation
+
+
+def _cache_of(op: Op) -> tuple[int, int]:
+    """The layer whose cache it uses, and the group whose tables say where."""
+    return op.arguments["kv"].layer, op.arguments["meta"].group

@@ -55,7 +55,7 @@ def add_latent_attention(
     num_heads, rank = _num_heads(values), values.inner
     seen = new("seen latents", native.FORM_F32, num_heads * rank)
     sizes = num_heads, 1, rotary + rank, rank
-    p.add("attention", queries, seen, layer, *sizes, scale, 0, 0.0, None, None, None, 0, True, False)
+    p.add("attention", queries, seen, layer, 0, *sizes, scale, 0, 0.0, None, None, None, 0, True)
     if values.form != native.FORM_F32:
         wide, seen = seen, new("seen latents", values.form, num_heads * rank)
         p.add("convert", wide, seen, values.form, num_heads * rank, 1)

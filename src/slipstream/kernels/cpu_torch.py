@@ -1,7 +1,7 @@
 """The torch ops that are fast on a CPU, in bfloat16 and float32: what runs where the C++ kernels (`cpu.py`) are not built,
 and the rest of the op set where they are. What is not here gains nothing over the reference.
 
-What was measured (benchmarks/cpu_ops.py): oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
+Measured by `benchmarks/kernels.py --op torch`: oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
 `scaled_dot_product_attention` over gathered blocks, with the query heads of a kv head packed as rows, keeps scores in
 float32 and is as fast as products of our own that do so (`enable_gqa` expands the cache: never). Products with bfloat16
 scores were up to 1.6 × as fast at 32 long sequences, for a fifth more error on SmolLM2's own queries and keys.
@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout, has_cpu_kernels
+from slipstream.kernels.native import has_cpu_kernels
+from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,

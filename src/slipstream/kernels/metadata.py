@@ -6,6 +6,7 @@ query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads, D
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,7 +66,9 @@ class AttentionMetadata:
 
     The first `num_decodes` sequences have exactly one token each (their queries are tokens 0 … num_decodes − 1).
     `from_start`: the sequences behind them have nothing in the cache before this step (False says nothing).
-    `cross` says where the same sequences' keys and values of an encoder stand (its positions and slots are unused).
+    `groups`: where a model's layers have several block tables (`CacheGroup`), the same step as each group sees it. This one is
+    then the first group's. Of an encoder's text (the `cross` group) positions and slots are unused. Without `groups` all layers
+    use these tables.
     Inside a captured graph the ints are upper bounds and padded sequences have seq_len 0 and write to slot 0
     (in the null block).
     """
@@ -81,33 +84,57 @@ class AttentionMetadata:
     from_start: bool = False
     token_types: Tensor | None = None  # int64 [T], where a model's texts have two parts; None: all of the first
     text_ends: Tensor | None = None  # int32 [T]: where each token's text ends, if they are whole texts (and if it is known)
-    cross: AttentionMetadata | None = None
+    groups: tuple[AttentionMetadata, ...] = ()
+
+    def of_group(self, group: int) -> AttentionMetadata:
+        """The step as the layers of a group see it."""
+        return self.groups[group] if self.groups else self
+
+    def with_groups(self, *others: AttentionMetadata) -> AttentionMetadata:
+        """The step of a model with further groups behind this first one."""
+        return dataclasses.replace(self, groups=(self, *others)) if others else self
 
     @classmethod
-    def alone(cls, start: int, num_tokens: int, *, block_size: int, device: torch.device) -> AttentionMetadata:
-        """One sequence, in blocks 1, 2, …: its tokens start … start + num_tokens − 1, those before being in the cache."""
-        return cls.uniform(1, num_tokens, start + num_tokens, block_size=block_size, device=device)
+    def alone(
+        cls, start: int, num_tokens: int, *, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> AttentionMetadata:
+        """One sequence, in blocks 1, 2, … which the groups take in turn. Its tokens are start … start + num_tokens − 1, and
+        those before are in the cache."""
+        return cls.uniform(1, num_tokens, start + num_tokens, block_size=block_size, device=device, num_groups=num_groups)
 
     @classmethod
     def uniform(
-        cls, num_seqs: int, num_new: int, length: int, *, block_size: int, device: torch.device | None = None
+        cls,
+        num_seqs: int,
+        num_new: int,
+        length: int,
+        *,
+        block_size: int,
+        device: torch.device | None = None,
+        num_groups: int = 1,
     ) -> AttentionMetadata:
-        """`num_seqs` sequences of `length` tokens, the last `num_new` of them new; each has its own blocks, from block 1 on."""
+        """`num_seqs` sequences of `length` tokens, the last `num_new` of them new; each has its own blocks in every group, from
+        block 1 on."""
         num_blocks = -(-length // block_size)
-        table = (torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device) + 1).view(num_seqs, num_blocks)
+        own = torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device).view(num_seqs, num_blocks) * num_groups + 1
         positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)
         rows = torch.arange(num_seqs, device=device).repeat_interleave(num_new)
-        return cls(
+        slots = own[rows, positions // block_size].long() * block_size + positions % block_size
+        first = cls(
             query_start_loc=torch.arange(0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device),
             seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=device),
-            block_table=table,
+            block_table=own,
             positions=positions,
-            slot_mapping=table[rows, positions // block_size].long() * block_size + positions % block_size,
+            slot_mapping=slots,
             num_decodes=num_seqs if num_new == 1 else 0,
             max_query_len=num_new,
             max_seq_len=length,
             from_start=num_new == length,
         )
+        others = (
+            dataclasses.replace(first, block_table=own + g, slot_mapping=slots + g * block_size) for g in range(1, num_groups)
+        )
+        return first.with_groups(*others)
 
 
 @dataclass(frozen=True, slots=True)

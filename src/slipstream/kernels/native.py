@@ -26,7 +26,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.weights import Linear
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
 
-ABI = 10
+ABI = 11
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
@@ -74,18 +74,20 @@ class LayerPointers(ctypes.Structure):
     _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p))
 
 
+class GroupInputs(ctypes.Structure):
+    """`ss_group`"""
+
+    _fields_ = (("seq_lens", c_void_p), ("block_table", c_void_p), ("table_stride", c_int64), ("slots", c_void_p))
+
+
 class StepInputs(ctypes.Structure):
     """`ss_step`"""
 
     _fields_ = (
-        *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size", "table_stride")),
+        *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size")),
         ("cache", c_int32),
-        *(
-            (name, c_void_p)
-            for name in ("token_ids", "query_start_loc", "seq_lens", "block_table", "cross_lens", "cross_table")
-        ),
-        ("cross_stride", c_int64),
-        *((name, c_void_p) for name in ("positions", "slots")),
+        *((name, c_void_p) for name in ("token_ids", "query_start_loc", "positions")),
+        ("groups", ctypes.POINTER(GroupInputs)),
         ("layers", ctypes.POINTER(LayerPointers)),
     )
 
@@ -123,9 +125,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_gather": (None, [_P, _I, _I, _I, _L, _I]),
     "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
     "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
-    "add_rope_and_cache": (None, [_P, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
+    "add_rope_and_cache": (None, [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F]),
     "add_latent_queries": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _L, _P, _F, _P, _L, _I]),
-    "add_attention": (None, [_P, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I, _I]),
+    "add_attention": (None, [_P, _I, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
     "add_argmax": (None, [_P, _I, _I, _L]),
     "add_linear_argmax": (None, [_P, _I, _I, _I, _L, _L, _P, _P]),
     "add_ceiling": (None, [_P, _I, _P, _L, _L]),
@@ -143,6 +145,11 @@ def library_path() -> Path | None:
 
     folders = [str(Path(__file__).parent), *slipstream.kernels.__path__]
     return next((path for folder in folders if (path := Path(folder) / LIBRARY).is_file()), None)
+
+
+def has_cpu_kernels() -> bool:
+    """Whether the C++ kernels are built."""
+    return library_path() is not None
 
 
 @cache
@@ -489,36 +496,34 @@ def layer_pointers(kv: Sequence[LayerKV]) -> Any:
 
 
 def step_inputs(
-    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Tensor | None = None
+    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Tensor | None = None, num_groups: int = 1
 ) -> tuple[StepInputs, object]:
-    """The step as the library reads it, and what must live while it runs."""
+    """The step as the library reads it, for operators of up to `num_groups` groups, and what must live while it runs."""
     if kv.k.dtype not in CACHES:
         raise ConfigError(
             f"the C++ kernels have no cache of {kv.k.dtype}; use bfloat16, float32 or int8", field="kv_cache_dtype"
         )
     ids = None if token_ids is None else token_ids.to(torch.int32).contiguous()
-    starts, lens, table = (t.to(torch.int32) for t in (meta.query_start_loc, meta.seq_lens, meta.block_table))
-    table = table if table.stride(1) == 1 else table.contiguous()
-    positions, slots = meta.positions.long().contiguous(), meta.slot_mapping.long().contiguous()
-    cross_lens = cross_table = None
-    if (cross := meta.cross) is not None:
-        cross_lens, cross_table = cross.seq_lens.to(torch.int32), cross.block_table.to(torch.int32).contiguous()
+    starts, positions = meta.query_start_loc.to(torch.int32), meta.positions.long().contiguous()
+    groups, kept = (GroupInputs * num_groups)(), list[Tensor]()
+    for i, group in enumerate(groups):
+        own = meta.of_group(i)
+        lens, table = own.seq_lens.to(torch.int32), own.block_table.to(torch.int32)
+        table = table if table.stride(1) == 1 else table.contiguous()
+        slots = own.slot_mapping.long().contiguous()
+        group.seq_lens, group.block_table, group.slots = lens.data_ptr(), table.data_ptr(), slots.data_ptr()
+        group.table_stride = table.stride(0)
+        kept += (lens, table, slots)
     inputs = StepInputs(
         num_tokens=len(positions),
-        num_seqs=len(lens),
+        num_seqs=len(starts) - 1,
         num_decodes=meta.num_decodes,
         block_size=kv.block_size,
-        table_stride=table.stride(0),
         cache=CACHES[kv.k.dtype],
         token_ids=_at(ids),
         query_start_loc=starts.data_ptr(),
-        seq_lens=lens.data_ptr(),
-        block_table=table.data_ptr(),
-        cross_lens=_at(cross_lens),
-        cross_table=_at(cross_table),
-        cross_stride=0 if cross_table is None else cross_table.stride(0),
         positions=positions.data_ptr(),
-        slots=slots.data_ptr(),
+        groups=groups,
         layers=layers,
     )
-    return inputs, (ids, starts, lens, table, cross_lens, cross_table, positions, slots)
+    return inputs, (ids, starts, positions, groups, kept)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
 from slipstream.kernels.layouts import MLAShape as MLAShape
@@ -406,51 +405,3 @@ class OpSet(ABC):
     @abstractmethod
     def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""
-
-
-def select_ops(
-    device: torch.device,
-    implementation: str = "auto",
-    tiles: TileTable = NO_TILES,
-    *,
-    num_threads: int = 1,
-    isa: str | None = None,
-    deterministic: bool = False,
-    dense_copies: bool = False,
-) -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
-    CPU auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the last that the machine has), or
-    torch where they are not built (`slipstream doctor` says so). `tiles` are for triton, and so are `deterministic` (the result
-    for a token depends on nothing but the tokens before it) and `dense_copies` (4-bit weights are kept dense as well)."""
-    from slipstream.errors import ConfigError
-
-    if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
-    if deterministic and implementation != "triton":
-        raise ConfigError("deterministic=True needs a GPU and its kernels ('triton'); leave it out", field="deterministic")
-    if implementation == "reference":
-        from slipstream.kernels.reference import ReferenceOps
-
-        return ReferenceOps()
-    if implementation == "cpu" and device.type == "cpu":
-        from slipstream.kernels.cpu import NativeOps
-
-        return NativeOps(num_threads, isa)
-    if implementation == "torch" and device.type == "cpu":
-        from slipstream.kernels.cpu_torch import CpuOps
-
-        return CpuOps()
-    if implementation == "triton" and device.type == "cuda":
-        from slipstream.kernels.triton import TritonOps
-
-        return TritonOps(tiles, deterministic=deterministic, dense_copies=dense_copies)
-    raise ConfigError(
-        f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
-    )
-
-
-def has_cpu_kernels() -> bool:
-    """Whether the C++ kernels are built."""
-    from slipstream.kernels.native import library_path
-
-    return library_path() is not None

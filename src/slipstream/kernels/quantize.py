@@ -8,8 +8,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
-from slipstream.spec.scheme import BLOCK, FORMAT_MAX, InputFormat, Scheme
+from slipstream.kernels.weights import GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
+from slipstream.spec.scheme import FORMAT_MAX, FP8_TILE, InputFormat, Scheme
 
 SMALLEST = 1e-12
 """The least magnitude that a row is scaled by, so that a row of zeros has a scale."""
@@ -24,8 +24,8 @@ def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
     """[T, E] → values and a scale a row (of `fp8-block`: for each 128 of it): the largest magnitude falls on 448 (fp8) or 127
     (int8)."""
     if inputs == "fp8-block":
-        groups = quantize_rows(x.reshape(-1, BLOCK), "fp8")
-        return Quantized(groups.values.view(x.shape), groups.scales.view(len(x), x.shape[1] // BLOCK))
+        groups = quantize_rows(x.reshape(-1, FP8_TILE), "fp8")
+        return Quantized(groups.values.view(x.shape), groups.scales.view(len(x), x.shape[1] // FP8_TILE))
     x, top = x.float(), FORMAT_MAX[inputs]
     scales = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / top
     x = x / scales
@@ -42,9 +42,9 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dty
     """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time. The scales of groups are of the weight's
     type unless another is given."""
     if scheme.name == "fp8-block":
-        codes, scales = zip(*(_round_blocks(rows) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+        codes, scales = zip(*(_round_tiles(rows) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
         made = torch.cat([c.view(torch.uint8) for c in codes]).view(DTYPES["fp8-block"])
-        return BlockScaledLinear(weight=made, scales=torch.cat(scales), bias=bias, out_dtype=weight.dtype)
+        return TileScaledLinear(weight=made, scales=torch.cat(scales), bias=bias, out_dtype=weight.dtype)
     if scheme.inputs is not None:
         parts = [quantize_rows(rows, scheme.inputs) for rows in weight.split(ROWS_AT_ONCE)]
         return ScaledLinear(
@@ -76,13 +76,14 @@ def chunk_of(inner: int, size: int) -> int:
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
-def _round_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [out, in], scales [⌈out / 128⌉, in / 128])."""
     rows, inner = weight.shape
-    blocks = torch.nn.functional.pad(weight.float(), (0, 0, 0, -rows % BLOCK)).view(-1, BLOCK, inner // BLOCK, BLOCK)
-    flat = quantize_rows(blocks.transpose(1, 2).flatten(2).flatten(0, 1), "fp8")
-    codes = flat.values.view(torch.uint8).view(-1, inner // BLOCK, BLOCK, BLOCK).transpose(1, 2).reshape(-1, inner)[:rows]
-    return codes.contiguous().view(DTYPES["fp8-block"]), flat.scales.view(-1, inner // BLOCK)
+    n, across = FP8_TILE, inner // FP8_TILE
+    tiles = torch.nn.functional.pad(weight.float(), (0, 0, 0, -rows % n)).view(-1, n, across, n)
+    flat = quantize_rows(tiles.transpose(1, 2).flatten(2).flatten(0, 1), "fp8")
+    codes = flat.values.view(torch.uint8).view(-1, across, n, n).transpose(1, 2).reshape(-1, inner)[:rows]
+    return codes.contiguous().view(DTYPES["fp8-block"]), flat.scales.view(-1, across)
 
 
 def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -124,10 +125,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the codes 0 … 7 of a 4-bit float stand for; codes 8 … 15 are the same below 0."""
 
 
-def dequantize(w: ScaledLinear | BlockScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(w: ScaledLinear | TileScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [out, in], computed in float32."""
-    if isinstance(w, BlockScaledLinear):
-        scales = w.scales.repeat_interleave(BLOCK, dim=0)[: len(w.weight)]
+    if isinstance(w, TileScaledLinear):
+        scales = w.scales.repeat_interleave(FP8_TILE, dim=0)[: len(w.weight)]
         return numbers(Quantized(w.weight, scales)).to(dtype)
     if isinstance(w, ScaledLinear):
         return (w.weight.float() * w.scales[:, None]).to(dtype)

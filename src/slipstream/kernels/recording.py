@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
 from slipstream.spec.model import (
@@ -104,13 +104,12 @@ class TracedKV:
 
 @dataclass(frozen=True, slots=True)
 class TracedMeta:
-    """Stands for a step's metadata, or for the metadata of the encoder's text that the same sequences look at."""
+    """Stands for a step's metadata, as the layers of a group see it."""
 
-    of: Literal["step", "cross"] = "step"
+    group: int = 0
 
-    @property
-    def cross(self) -> TracedMeta:
-        return TracedMeta("cross")
+    def of_group(self, group: int) -> TracedMeta:
+        return TracedMeta(group)
 
 
 TOKENS = "tokens"

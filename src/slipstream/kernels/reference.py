@@ -16,12 +16,12 @@ from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,
-    BlockScaledLinear,
     GroupedLinear,
     Linear,
     Quantized,
     ScaledLinear,
     SplitLinear,
+    TileScaledLinear,
 )
 from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation
 from slipstream.spec.scheme import InputFormat, Scheme
@@ -88,7 +88,7 @@ LEAST_WEIGHT = 1e-20
 """Added to the sum of weights that they are divided by: logistic functions may all be 0."""
 
 
-ROUNDED = (ScaledLinear, BlockScaledLinear, GroupedLinear)
+ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)
 
 
 class ReferenceOps(OpSet):
@@ -112,7 +112,7 @@ class ReferenceOps(OpSet):
         if isinstance(w, SplitLinear):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
-        if isinstance(w, (ScaledLinear, BlockScaledLinear)):
+        if isinstance(w, (ScaledLinear, TileScaledLinear)):
             q = x if isinstance(x, Quantized) else self.quantize(x, w.inputs)
             x, dtype = numbers(q), w.out_dtype
         else:

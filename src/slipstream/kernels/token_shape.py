@@ -31,6 +31,57 @@ LACKS = {
     "add": "the one-token kernel has a norm before every branch and no other sums",
 }
 
+COLUMN = 64
+"""Bytes of a row that a tensor core takes at once."""
+MOST_EXPERTS = 512
+"""Each lane of a warp holds a 32nd of them."""
+MOST_CHOSEN = 16
+"""Experts of a token: the threads that multiply have a tile's row of each."""
+MOST_MIDS = 32768
+"""Numbers of a token's experts between their two products, which the threads hold at once."""
+
+
+def widths(s: TokenShape) -> tuple[int, int, int]:
+    """Numbers between the products of a dense MLP, of an expert and of the shared expert; 0: there is none."""
+    shared = None if s.experts is None else s.experts.shared
+    return (
+        s.intermediate_size,
+        0 if s.experts is None else s.experts.expert.intermediate_size,
+        0 if shared is None else shared.mlp.intermediate_size,
+    )
+
+
+def inner_sizes(s: TokenShape) -> list[int]:
+    """The widths of rows that the products read."""
+    return [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
+
+
+def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
+    """Why the kernel can't run layers of these sizes with weights of so many bits; None if it can."""
+    group = s.num_heads // s.num_kv_heads
+    if s.experts is not None and not _takes_experts(s.experts, s):
+        return Reason("the one-token kernel has no such mixture of experts: in groups, in a parallel block, too many, too wide")
+    if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in inner_sizes(s)):
+        found = ", ".join(map(str, inner_sizes(s)))
+        return Reason(f"the one-token kernel reads {COLUMN} bytes of a row at once, which rows of {found} are no multiples of")
+    if s.head_dim not in (32, 64, 128, 256) or group > 8 or s.num_kv_heads * s.head_dim % 16:
+        which = f"heads of {s.head_dim} with {group} queries to a key"
+        return Reason(f"the one-token kernel has no {which}; it has heads of 32, 64, 128 or 256 with at most 8")
+    if rotary is not None and rotary % 2:
+        return Reason(f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated")
+    return None
+
+
+def _takes_experts(m: MoESpec, s: TokenShape) -> bool:
+    top = m.num_experts_per_token
+    return (
+        not s.parallel
+        and m.groups is None
+        and top <= min(MOST_CHOSEN, m.num_experts)
+        and top * m.expert.intermediate_size <= MOST_MIDS
+        and m.num_experts <= MOST_EXPERTS
+    )
+
 
 @dataclass(slots=True)
 class LayerMatch:

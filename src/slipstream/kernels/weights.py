@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.spec.scheme import BLOCK, InputFormat
+from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,18 @@ class ScaledLinear(Linear):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockScaledLinear(Linear):
-    """`fp8-block`: `weight` float8_e4m3fn [out, in], each block of 128 × 128 of it times one of `scales`; inputs of that form.
-    `in` is a multiple of 128, and of experts the rows of each are."""
+class TileScaledLinear(Linear):
+    """`fp8-block`: `weight` float8_e4m3fn [out, in], with one of `scales` per FP8 tile of 128 × 128; inputs of that form. `in`
+    is a multiple of 128, and so are the rows of each expert."""
 
     scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
     out_dtype: torch.dtype
 
-    def part(self, rows: slice) -> BlockScaledLinear:
-        assert rows.start % BLOCK == 0
-        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
-        bias, scales = self._bias(rows), self.scales[blocks]
-        return BlockScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
+    def part(self, rows: slice) -> TileScaledLinear:
+        assert rows.start % FP8_TILE == 0
+        tiles = slice(rows.start // FP8_TILE, -(-rows.stop // FP8_TILE))
+        bias, scales = self._bias(rows), self.scales[tiles]
+        return TileScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
 
     @property
     def inputs(self) -> InputFormat:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, run_layers
 from slipstream.model.loader import LoadedModel, load_model
@@ -98,7 +98,7 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
         num_decodes=0,
     )
     meta = dataclasses.replace(meta, num_decodes=0 if decoder.spec.is_encoder else meta.num_decodes)
-    return dataclasses.replace(meta, cross=read) if decoder.encoder is not None else meta, read
+    return meta.with_groups(read) if decoder.encoder is not None else meta, read
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import DTYPES, chunk_of, pack4
-from slipstream.kernels.weights import BlockScaledLinear, GroupedLinear, Linear, ScaledLinear, SplitLinear
+from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, SplitLinear, TileScaledLinear
 from slipstream.model.packing import block_numbers, numbers, stored_parts, stored_shape, unpack_words
 from slipstream.spec.native_formats import PRODUCTS, held_group
 from slipstream.spec.parameters import Placement, Shape
@@ -233,7 +233,7 @@ class RoundedWeights:
         for name, w in self._weights.items():
             rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
             if self.formats[name].block_rows > 1:
-                made[name] = BlockScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
+                made[name] = TileScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
             elif size := held_group(self.formats[name], rows, inner):
                 chunk = chunk_of(inner, size)
                 made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)

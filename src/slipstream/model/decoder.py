@@ -85,7 +85,8 @@ class Decoder:
             dense = None if c.activation is None else build_linear("classifier.dense", parameters, ops, None, products)
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
-        self.layers = list(layers) if layers is not None else stack(spec.layers, "")
+        groups = zip(layers if layers is not None else stack(spec.layers, ""), spec.group_of_layer, strict=False)
+        self.layers = [dataclasses.replace(x, group=g, cross_group=spec.cross_group) for x, g in groups]
         assert not parameters, f"unused: {list(parameters)}"
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:

@@ -5,7 +5,7 @@ one cache in turn and read them back in the same step (a GPU reads them where th
 a step holds all of each.
 
 In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are made once a
-request and stand in blocks of the layers' own caches, found by a table of their own (`AttentionMetadata.cross`). The encoder
+request and stand in blocks of the layers' own caches, found by a table of their own (`CacheGroup`'s `cross`). The encoder
 borrows those blocks of the first layer's cache while it runs. Nothing here imports torch.
 """
 

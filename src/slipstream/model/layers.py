@@ -146,9 +146,8 @@ class CrossAttention:
     heads: QKVLayout
     params: AttentionParams
 
-    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata | None) -> Tensor:
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]; `meta` says where the encoder's keys and values of each sequence stand."""
-        assert meta is not None
         q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
         return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
@@ -214,11 +213,14 @@ class Layer:
     norms: Mapping[str, Norm]
     cross: CrossAttention | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
+    group: int = 0  # `ModelSpec.group_of_layer`
+    cross_group: int = 0
 
     def __call__(
         self, ops: OpSet, pending: Tensor, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor | None]:
-        """(what to add next, the residual)."""
+        """(what to add next, the residual). `meta` is the whole step's: here its group is chosen."""
+        step, meta = meta, meta.of_group(self.group)
         n, scale = self.norms, self.spec.residual_scale
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(pending, residual)
@@ -234,7 +236,7 @@ class Layer:
         h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
         if self.cross is not None:
             normed, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = self.cross(ops, normed, kv, meta.cross)
+            h = self.cross(ops, normed, kv, step.of_group(self.cross_group))
         normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
         return _scaled(self._after("post_mlp", ops, self._feed(ops, normed, kv, meta)), scale), residual
 

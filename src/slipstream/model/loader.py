@@ -169,7 +169,7 @@ def _schemes(ops: OpSet, *names: str) -> str:
 
 def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet) -> None:
     """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16."""
-    if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.products(spec.hidden_size)):
+    if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size)):
         raise ConfigError(
             f"{scheme.name} is for mixtures of experts, and the model has none; {_schemes(ops, 'int4', 'fp8', 'int8')}",
             field="quantization",
@@ -192,7 +192,7 @@ def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet) -> None:
                     field="quantization",
                 )
     for layer in spec.all_layers:
-        for product in layer.products(spec.hidden_size):
+        for product in layer.weight_shapes(spec.hidden_size):
             if scheme.experts_only and product.copies == 1:
                 continue
             if product.copies > 1 and product.rows % scheme.block_rows:

@@ -36,11 +36,11 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
-    body = _compiled(ops, *lowered_part(decoder.spec, step))
+    body = _compiled(ops, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step))
     if isinstance(body, Reason) or decoder.encoder is None:
         return body if isinstance(body, Reason) else CpuProgram(decoder, ops, body, None, step.head)
     encoder = trace_encoder(decoder)
-    reading = _compiled(ops, encoder.body, encoder.embedded, None)
+    reading = _compiled(ops, 1, encoder.body, encoder.embedded, None)
     return reading if isinstance(reading, Reason) else CpuProgram(decoder, ops, body, reading, step.head)
 
 
@@ -118,6 +118,7 @@ class CompiledOps:
 
     program: Program
     lowered: Lowered
+    num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
 
@@ -151,14 +152,16 @@ class CompiledOps:
             self.program.bind(self.lowered.out, out)
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids)
+        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
         return inputs, (kept, self._pointers)
 
 
-def _compiled(ops: NativeOps, part: Sequence[Op], given: Value | None, result: Value | None) -> CompiledOps | Reason:
+def _compiled(
+    ops: NativeOps, num_groups: int, part: Sequence[Op], given: Value | None, result: Value | None
+) -> CompiledOps | Reason:
     program = Program(ops.pool)
     lowered = lower(part, given, result, ProgramEmitter(program))
-    return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered)
+    return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
 
 
 def _head_step(ops: NativeOps, op: Op) -> Callable[[Tensor], Tensor]:
@@ -224,13 +227,14 @@ class ProgramEmitter(Emitter):
     def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None:
         self.program.add("activation", x, out, form, *_kind(activation), gated, size, 1)
 
-    def rope_and_cache(self, rows: int, layer: int, heads: QKVLayout, *, has_queries: bool) -> None:
-        add_rope_and_cache(self.program, rows, layer, heads if has_queries else dataclasses.replace(heads, num_heads=0))
+    def rope_and_cache(self, rows: int, layer: int, group: int, heads: QKVLayout, *, has_queries: bool) -> None:
+        heads = heads if has_queries else dataclasses.replace(heads, num_heads=0)
+        add_rope_and_cache(self.program, rows, layer, heads, group=group)
 
     def attention(
-        self, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], params: AttentionParams, cross: bool
+        self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: AttentionParams
     ) -> None:
-        add_attention(self.program, q, out, layer, sizes, params, cross=cross)
+        add_attention(self.program, q, out, layer, sizes, params, group=group)
 
     def mla_attention(self, q: int, row: int, out: int, layer: int, op: Op, scratch: Scratch) -> None:
         a, cos_sin = op.arguments, op.arguments["cos_sin"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from slipstream.kernels.cpu_lowering import Emitter, lower, refusal
 from slipstream.kernels.recording import TOKENS, NamedWeight, Op, RecordingOps, TracedKV, TracedMeta, Value
-from slipstream.kernels.token_shape import match_layers
+from slipstream.kernels.token_shape import match_layers, size_refusal
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, run_layers
 from slipstream.spec.model import ModelSpec
@@ -76,13 +76,19 @@ def named_decoder(spec: ModelSpec) -> Decoder:
 
 
 def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"]) -> dict[str, Reason | None]:
-    """The fast ways to run a step that these kernels have, by name: None, or why not for this model. Weights and the device may
-    still rule one out."""
+    """The fast ways to run a step that these kernels have, by name: None, or why not for this model with weights of 16 bits.
+    How weights are held, and the device, may still rule one out."""
     decoder = named_decoder(spec)
     if kernels == "cpu":
         return {"program": program_refusal(decoder)}
+    if len(spec.cache_groups) > 1:
+        return {"one-token": Reason("the one-token kernel has one block table, and the model's layers have several")}
     matched = match_layers(trace(decoder).body)
-    return {"one-token": matched if isinstance(matched, Reason) else None}
+    if isinstance(matched, Reason):
+        return {"one-token": matched}
+    shape, layers = matched
+    rotary = None if layers[0].cos_sin is None else layers[0].cos_sin.shape[1]
+    return {"one-token": size_refusal(shape, 16, rotary)}
 
 
 def program_refusal(decoder: Decoder) -> Reason | None:

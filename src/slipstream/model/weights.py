@@ -211,9 +211,13 @@ def safetensors_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
-            files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            outside = sorted(name for name in named if Path(name).name != name or not name.endswith(".safetensors"))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
             raise CheckpointError(f"{index} can't be read: {error}", field=index.name) from error
+        if outside:
+            raise CheckpointError(f"{index} names {outside[0]!r}, which is no .safetensors file beside it", field=index.name)
+        files = sorted(path / name for name in named)
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}, which its index names", field=missing[0])

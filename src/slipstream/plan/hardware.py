@@ -1,4 +1,4 @@
-"""What this machine has, asked of the operating system alone. No torch: `info`, `doctor` and reports must be quick.
+"""What this machine has, by the operating system alone. No torch, so that `info`, `doctor` and reports are quick.
 
 A number that the system does not give is None, never a guess.
 """
@@ -26,7 +26,7 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo: what it is called
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """`num_cores` is what this process may use (affinity and control group); `num_cpus` what the machine has."""
+    """`num_cores` are those that this process may use; `num_cpus` are the machine's."""
 
     system: str
     cpu: str
@@ -59,7 +59,7 @@ def host_info() -> HostInfo:
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, and its control group's quota."""
+    """Cores that this process may use by its affinity and its control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -71,7 +71,7 @@ def available_cores() -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of host memory, within the control group's limit."""
+    """Total and available bytes of host memory, within the control group's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = total
     try:
@@ -92,13 +92,13 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """Those of `CPU_FEATURES` that this CPU shows; empty where the system does not list them."""
+    """The `CPU_FEATURES` that this CPU has; empty where the system does not list them."""
     flags = set(_cpuinfo("flags").split())
     return tuple(name for flag, name in CPU_FEATURES.items() if flag in flags)
 
 
 def gpus() -> tuple[GpuInfo, ...]:
-    """NVIDIA GPUs as the driver's own tool lists them; empty if there is no driver or it does not answer."""
+    """NVIDIA GPUs as nvidia-smi lists them; empty if there is no driver or it does not answer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -120,18 +120,18 @@ def gpus() -> tuple[GpuInfo, ...]:
 
 
 def bound_spinning() -> None:
-    """Let OpenMP's idle threads sleep after some 50 µs, unless the user said otherwise. To be called before torch loads.
+    """Let OpenMP's idle threads sleep after about 50 µs, unless the user said otherwise. Call it before torch loads.
 
-    By default they spin for milliseconds. On shared cores they then hold the core that the thread they wait for needs:
-    with a busy neighbour SmolLM2 decoded 5 tokens/s instead of 35. Spinning for less than an operator lasts (or not at
-    all) costs half the speed of an idle machine, this long costs nothing that could be measured.
+    By default idle threads spin for milliseconds. On shared cores they then hold the core that the thread they wait for needs:
+    beside a busy process SmolLM2 decoded 5 tokens/s instead of 35. A shorter spin than an operator lasts halves the speed of an
+    idle machine. This one costs nothing that could be measured.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def seconds_since_process_start() -> float | None:
-    """Age of this process by the kernel's clock, to a hundredth of a second; None where there is no /proc."""
+    """The age of this process to a hundredth of a second; None where there is no /proc."""
     try:
         # The name, in parentheses, may itself hold spaces; the start time is the 20th field after it.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.spec.model import ModelSpec, MoESpec
+from slipstream.spec.model import CacheGroup, ModelSpec, MoESpec, blocks_of_sequence
 from slipstream.spec.native_formats import held_group
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
@@ -36,7 +36,7 @@ def weights_bytes(
         found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.all_layers:
-        for product in layer.products(hidden):
+        for product in layer.weight_shapes(hidden):
             if scheme.experts_only and product.copies == 1:
                 continue
             round_product(product.part, product.copies * product.rows, product.inner)
@@ -66,9 +66,9 @@ def held_bytes(
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one KV block over all layers: 2 · layers · kv_heads · head_dim · bytes · block_size; of latent attention
-    layers · (kv_rank + rotary_dim) · bytes · block_size."""
-    return spec.kv_bytes_per_token(dtype_bytes) * block_size
+    """Bytes of one KV block over the layers of a group: 2 · layers · kv_heads · head_dim · bytes · block_size; of latent
+    attention layers · (kv_rank + rotary_dim) · bytes · block_size."""
+    return spec.block_bytes_per_token(dtype_bytes) * block_size
 
 
 def plan_kv(*, budget_bytes: int, spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
@@ -103,7 +103,9 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:
         allowed = total_bytes
-        full = (config.scheduling.max_num_seqs * config.longest_seq_blocks + 1) * block  # with the null block
+        # Blocks that windows have released count as well: they stay in the prefix cache. And the null block.
+        per_seq = len(config.cache.groups) * config.max_blocks_per_seq
+        full = (config.scheduling.max_num_seqs * per_seq + 1) * block
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
@@ -118,10 +120,9 @@ def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes:
 class MemoryLedger:
     """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
 
-    `activation_bytes` and `graph_bytes` are measured; `other_bytes` are the sequences' rows (tokens and block tables).
-    One of `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as
-    loaded; empty in an estimate. With two `tables_per_seq` a sequence's prompt, of up to `max_model_len` tokens, has blocks of
-    its own beside its answer's.
+    `activation_bytes` and `graph_bytes` are measured. `other_bytes` are the sequences' rows (tokens and block tables). One of
+    `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as loaded;
+    empty in an estimate. A sequence has blocks in each of `groups`; with windows their number depends on `max_step_tokens`.
     """
 
     device: str
@@ -137,7 +138,8 @@ class MemoryLedger:
     block_size: int
     max_model_len: int
     forms: tuple[WeightForm, ...] = ()
-    tables_per_seq: int = 1
+    groups: tuple[CacheGroup, ...] = (CacheGroup(kind="full"),)
+    max_step_tokens: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -148,14 +150,25 @@ class MemoryLedger:
         return self.allowed_bytes - self.used_bytes
 
     @property
+    def blocks_per_sequence(self) -> int:
+        """The most blocks that a sequence of the longest length holds."""
+        return blocks_of_sequence(self.groups, self.max_model_len, self.block_size, self.max_step_tokens)
+
+    @property
     def num_kv_tokens(self) -> int:
-        return max(0, self.num_blocks - 1) * self.block_size
+        """Tokens that the cache holds of sequences of the longest length, prompts that an encoder read among them."""
+        tables = -(-self.max_model_len // self.block_size) * (1 + self.has_cross)
+        return max(0, self.num_blocks - 1) * self.block_size * tables // self.blocks_per_sequence
 
     @property
     def num_full_sequences(self) -> int:
         """How many sequences of the longest length the KV cache holds at once."""
-        longest = self.tables_per_seq * -(-self.max_model_len // self.block_size)
-        return max(0, self.num_blocks - 1) // longest
+        return max(0, self.num_blocks - 1) // self.blocks_per_sequence
+
+    @property
+    def has_cross(self) -> bool:
+        """A sequence's prompt, of up to `max_model_len` tokens, has blocks of its own beside its answer's."""
+        return any(group.kind == "cross" for group in self.groups)
 
     def describe(self) -> list[str]:
         """Lines for a person: each part in bytes and GiB, and what the cache buys."""
@@ -175,7 +188,7 @@ class MemoryLedger:
         return lines
 
     def describe_capacity(self) -> str:
-        each = ", prompt and answer each" if self.tables_per_seq > 1 else ""
+        each = ", prompt and answer each" if self.has_cross else ""
         return f"{self.num_kv_tokens:,} tokens: {self.num_full_sequences} sequences of {self.max_model_len:,}{each}"
 
     def describe_forms(self) -> str:

@@ -9,6 +9,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,21 +26,30 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.models import Models
 from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest
 from slipstream.server.record import RequestLog
-from slipstream.server.state import Engine, ServerSettings, ServerState
+from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 from slipstream.server.tokens import Tokens
 
 
-def create_app(engine: Engine, settings: ServerSettings, context_engine: Engine | None = None) -> Starlette:
-    """The app around a running engine, and one of a small model that shortens prompts. Its ServerState is at
-    `app.state.server`."""
+def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Starlette:
+    """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
-    state = ServerState(engine, settings, Metrics(names[0]), context_engine)
+    state = ServerState(engine, settings, Metrics(names[0]), shortener)
     probes, models, tokens = Probes(state), Models(state), Tokens(state)
     description = msgspec.json.encode(openapi.document(__version__, has_keys=bool(settings.api_keys)))
 
     async def describe(request: Request) -> Response:
         return Response(description, media_type="application/json")
 
+    async def version(request: Request) -> Response:
+        return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
     app = Starlette(
         routes=[
             Route("/v1/completions", GenerationRoute(state, CompletionRequest, completions.prepare), methods=["POST"]),
@@ -50,6 +60,8 @@ def create_app(engine: Engine, settings: ServerSettings, context_engine: Engine 
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/version", version),
+            Route("/ping", probes.health, methods=["GET", "POST"]),
             Route("/live", probes.live),
             Route("/ready", probes.ready),
             Route("/health", probes.health),
@@ -58,6 +70,7 @@ def create_app(engine: Engine, settings: ServerSettings, context_engine: Engine 
         ],
         middleware=[
             Middleware(RequestLog, metrics=state.metrics),
+            *([cors] if settings.cors_origins else []),  # outside the keys: a browser asks first, without one
             Middleware(ApiKeys, keys=settings.api_keys),
         ],
         exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.server.errors import ApiError
 
-OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
+OPEN_ROUTES = frozenset({"/ping", "/live", "/ready", "/health"})
 
 
 class ApiKeys:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.server.context import shorten
 from slipstream.server.generation import Answer, encode
-from slipstream.server.protocol import ChatRequest, message_dict
+from slipstream.server.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
 from slipstream.server.tokens import chat_tokens, template_tokens
@@ -62,12 +62,16 @@ async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) 
         max_tokens=max_tokens,  # None: the rest of the context
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    tokenizer = state.engine.tokenizer
+    variables = template_variables(body, None if tokenizer is None else tokenizer.chat_template)
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
     if body.compress_prompt is None:
-        tokens = await chat_tokens(state, body.messages)
+        tokens = await chat_tokens(state, body.messages, **variables)
         return ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     shorter, told = await shorten(state, plain, body.compress_prompt)
-    tokens = await template_tokens(state, shorter)
+    tokens = await template_tokens(state, shorter, **variables)
     answer = ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
     answer.more_usage = {"prompt_compression": told}
     return answer

@@ -1,7 +1,7 @@
 """Shortening a conversation before it is answered (`compress_prompt` of a chat request).
 
 System messages stay as they are, and so does the last paragraph of the last message, which is the question; the rest is free to
-go. A small model says what could have been guessed: that of `--context-model`. Its work is not ended by a client that leaves.
+go. A small model says what could have been guessed: that of `--context-model`.
 """
 
 from __future__ import annotations
@@ -9,50 +9,30 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slipstream.compress.context import ContextSettings, Part, compress_async, information
 from slipstream.server.errors import bad_request
 from slipstream.server.protocol import PromptCompression
 from slipstream.server.state import ServerState
-from slipstream.types import SamplingParams
-
-_SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
 async def shorten(
     state: ServerState, messages: list[dict[str, Any]], wanted: PromptCompression
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(the messages, what to tell of it beside the usage)."""
-    small = state.context_engine
-    if small is None or small.tokenizer is None:
+    """The messages, shortened, and what the usage says of it."""
+    if state.shortener is None:
         raise bad_request(
             "compress_prompt needs a small model: start the server with --context-model MODEL", "compress_prompt"
         )
-    context = min(2048, small.config.model.max_model_len - 1)
-    settings = ContextSettings(
-        keep=wanted.keep,
-        method=wanted.method,
-        unit=wanted.unit,
-        protect=tuple(map(re.escape, wanted.protect)),
-        segment=min(200, context // 2),
-        context=context,
-    )
-    parts, owners = [], []
+    parts: list[tuple[str, bool]] = []
+    owners = []
     for i, message in enumerate(messages):
-        begin = 0 if i < len(messages) - 1 else _question(message["content"])
-        cuts = [(message["content"][:begin], False), (message["content"][begin:], True)]
-        if i < len(messages) - 1:
-            cuts = [(message["content"], message["role"] == "system")]
-        for text, protected in cuts:
-            parts.append(Part(text, protected))
+        text, is_last = message["content"], i == len(messages) - 1
+        begin = _question(text) if is_last else len(text)
+        for part in ((text[:begin], message["role"] == "system" and not is_last), (text[begin:], True)):
+            parts.append(part)
             owners.append(i)
-
-    async def score(token_ids: list[int]) -> list[float]:
-        async for output in small.generate({"prompt_token_ids": token_ids}, _SCORED):
-            if output.prompt_logprobs is not None:
-                return information(output.prompt_logprobs)
-        raise bad_request("the small model gave no log-probabilities", "compress_prompt")
-
-    found = await compress_async(parts, small.tokenizer, score, settings)
+    found = await state.shortener(
+        parts, keep=wanted.keep, method=wanted.method, unit=wanted.unit, protect=tuple(map(re.escape, wanted.protect))
+    )
     contents = ["" for _ in messages]
     for owner, text in zip(owners, found.parts, strict=True):
         contents[owner] += text

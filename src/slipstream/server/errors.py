@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -107,6 +108,9 @@ def as_api_error(exc: Exception) -> ApiError:
             )
 
 
+FIELDS: set[str] = set()
+"""The names of all fields of bodies (`protocol` fills it). A name that nobody knows is the client's text, which no log has."""
+
 _CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
@@ -117,5 +121,9 @@ async def answer_error(request: Request, exc: Exception) -> Response:
     error = as_api_error(exc)
     if error.status == 500 and isinstance(exc, SlipstreamError):
         logger.error("request failed: %s", exc)
-    request.scope["record"].error = error.code or error.kind
+    record = request.scope["record"]
+    record.error = error.code or error.kind
+    if error.param is not None:
+        known = all(part in FIELDS for part in re.sub(r"\[\d+\]", "", error.param).split("."))
+        record.param = error.param if known else "unknown"
     return error.response()

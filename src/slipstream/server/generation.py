@@ -87,7 +87,9 @@ class Answer:
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
         self.stream = bool(body.stream)
-        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self.include_usage = options is not None and options.include_usage
         self.identity = {"id": self.id_prefix + record.id, "created": int(time.time()), "model": body.model}
         # The parts of a chunk that never change are encoded once.
         self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
@@ -102,7 +104,8 @@ class Answer:
         raise NotImplementedError
 
     def event(self, *choice: bytes) -> bytes:
-        return b"".join((self.head, *choice, self.tail))
+        tail = b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.continuous_usage else self.tail
+        return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:
         """What closes the stream."""
@@ -235,30 +238,27 @@ class GenerationRoute:
         body = decode(self.kind, await read_body(scope, receive, state.settings))
         body.check()
         require_model(state, body.model)
-        try:
-            answer = await self.prepare(state, body, scope["record"])
-            await self._run(answer, receive, send)
-        except RequestError as exc:
-            exc.field = body.param(exc.field)
-            raise
-
-    async def _run(self, answer: Answer, receive: Receive, send: Send) -> None:
+        record = scope["record"]
         started = False
         try:
-            async with in_flight(self.state, receive), aclosing(answer.deltas()) as deltas:
-                async for outputs in deltas:
-                    if not answer.stream:
-                        continue
-                    events = b"".join(map(answer.chunk, outputs))
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-                    if events:
-                        await send({"type": "http.response.body", "body": events, "more_body": True})
+            async with in_flight(state, receive):
+                answer = await self.prepare(state, body, record)
+                async with aclosing(answer.deltas()) as deltas:
+                    async for outputs in deltas:
+                        if not answer.stream:
+                            continue
+                        events = b"".join(map(answer.chunk, outputs))
+                        if not started:
+                            started = True
+                            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+                        if events:
+                            await send({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as exc:
+            if isinstance(exc, RequestError):
+                exc.field = body.param(exc.field)
             if not started:
                 raise
-            await _break_off(exc, answer.record, send)
+            await _break_off(exc, record, send)
             return
         # Sent after `in_flight` is left: from here on a disconnect changes nothing.
         if answer.stream:

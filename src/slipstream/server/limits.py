@@ -28,16 +28,17 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
+                event = await receive()
+                if event["type"] == "http.disconnect":
                     raise ClientDisconnected
-                body += message.get("body", b"")
+                body += event.get("body", b"")
                 if len(body) > limit:
                     raise too_long
-                if not message.get("more_body", False):
+                if not event.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise ApiError(408, f"no whole body within {settings.body_timeout_s:g} s", code="request_timeout") from None
+        message = f"no whole body within {settings.body_timeout_s:g} s"
+        raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
 
 
 class Exchange:
@@ -58,7 +59,7 @@ class Exchange:
 
 @asynccontextmanager
 async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]:
-    """The body runs while the client is there. Raises ClientDisconnected, or the reason given to `Exchange.cancel`.
+    """The code inside runs while the client is there. Raises ClientDisconnected, or the reason given to `Exchange.cancel`.
 
     A task of its own waits for the disconnect, so that watching costs nothing per token.
     """

@@ -31,6 +31,8 @@ _GETS = {
     "/live": "200 while the server runs",
     "/ready": "200 when new requests are welcome, else 503",
     "/health": "200 when the engine works, else 503",
+    "/ping": "The same as /health",
+    "/version": "The server's version",
     "/metrics": "Prometheus metrics",
 }
 _ERROR = {

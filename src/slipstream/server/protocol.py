@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
-from slipstream.server.errors import bad_request
+from slipstream.server.errors import FIELDS, bad_request
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -28,6 +29,7 @@ _Off = msgspec.field(default_factory=Raw)  # the default of fields that must be 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage so far
 
 
 class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -68,6 +70,9 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # prefixes are shared without it
+    service_tier: Literal["auto", "default"] | None = None
 
     def check(self) -> None:
         """Refuse what the schema cannot express."""
@@ -156,6 +161,9 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
+    add_generation_prompt: bool | None = None  # vLLM's, as the next
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -182,6 +190,8 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse_unless_off(self, self.off)
+        if taken := {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ()):
+            raise bad_request(f"chat_template_kwargs: {min(taken)} is a field of the request", "chat_template_kwargs")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -300,7 +310,23 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
             raise bad_request(f"logit_bias: {_shorten(key.encode())!r} is not a token id", "logit_bias")
         if not -100 <= bias <= 100:
             raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
+    found = {int(key): bias for key, bias in biases.items()}
+    if len(found) < len(biases):  # "00" and "0"
+        twice = next(key for key in biases if key != str(int(key)))
+        raise bad_request(f"logit_bias: {_shorten(twice.encode())!r} names a token that is there twice", "logit_bias")
+    return found
+
+
+def template_variables(body: ChatRequest, template: str | None) -> dict[str, Any]:
+    """What the request gives the chat template. `reasoning_effort` only where the template names it: elsewhere it would
+    change nothing."""
+    given = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in (template or ""):
+            message = "this model's chat template knows no reasoning_effort; leave it out (chat_template_kwargs are passed on)"
+            raise bad_request(message, "reasoning_effort")
+        given["reasoning_effort"] = body.reasoning_effort
+    return given
 
 
 T = TypeVar("T", bound=Struct)
@@ -308,6 +334,9 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
+_STRUCTS: tuple[type[Struct], ...] = (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart)
+for _struct in _STRUCTS:
+    FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 

@@ -16,7 +16,7 @@ from slipstream.server.metrics import Metrics
 logger = logging.getLogger("slipstream.access")
 errors = logging.getLogger("slipstream.server")
 
-_QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})  # asked for every few seconds; logged when they fail
+_QUIET = frozenset({"/ping", "/live", "/ready", "/health", "/metrics"})  # asked for every few seconds; logged when they fail
 ROUTES = _QUIET | {
     "/v1/completions",
     "/v1/chat/completions",
@@ -28,6 +28,7 @@ ROUTES = _QUIET | {
     "/tokenize",
     "/detokenize",
     "/openapi.json",
+    "/version",
 }
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -41,6 +42,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     ttft_s: float | None = None
     error: str | None = None
+    param: str | None = None  # the field that was refused
 
 
 class RequestLog:
@@ -58,7 +60,7 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         record = scope["record"] = RequestRecord()
-        started = False
+        started, unread = False, scope.get("unread_body")
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -66,6 +68,8 @@ class RequestLog:
                 started = True
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                if unread is not None and unread():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -96,6 +100,8 @@ class RequestLog:
         fields["e2e_s"] = round(time.monotonic() - record.start, 4)
         if record.error is not None:
             fields["error"] = record.error
+        if record.param is not None:
+            fields["param"] = record.param
         logger.info("request", extra={"fields": fields})
 
 

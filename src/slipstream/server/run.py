@@ -20,48 +20,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from slipstream.errors import ConfigError
 from slipstream.server.app import create_app
-from slipstream.server.errors import bad_request, shutting_down
+from slipstream.server.connection import Connection
+from slipstream.server.errors import shutting_down
 from slipstream.server.record import LogFormatter
-from slipstream.server.state import Engine, ServerSettings, ServerState
+from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 
 logger = logging.getLogger("slipstream.server")
 
-MAX_HEADER_BYTES = 64 * 1024
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # longer than load balancers usually keep idle connections, so that they close first
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 parser, which by itself takes headers of any length and answers bad requests in plain text."""
-
-    _header_bytes = 0
-
-    def on_message_begin(self) -> None:
-        self._header_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._bound(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._bound(len(name) + len(value))
-        super().on_header(name, value)
-
-    def _bound(self, length: int) -> None:
-        self._header_bytes += length
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("headers too long")  # the parser turns it into `send_400_response`
-
-    def send_400_response(self, msg: str) -> None:
-        body = bad_request("not a valid HTTP request, or its headers are too long", code="invalid_http").body()
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -136,11 +106,11 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
     return f"{'https' if settings.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
 
 
-def make_server(engine: Engine, settings: ServerSettings, context_engine: Engine | None = None) -> Server:
-    app = create_app(engine, settings, context_engine)
+def make_server(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Server:
+    app = create_app(engine, settings, shortener)
     config = uvicorn.Config(
         app,
-        http=BoundedHttp,
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -161,18 +131,16 @@ async def serve(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
-    context_engine: Engine | None = None,
+    shortener: Shortener | None = None,
 ) -> None:
-    """Serve until a signal; the engines are shut down at the end."""
+    """Serve until a signal; the engine is shut down at the end."""
     try:
-        server = make_server(engine, settings, context_engine)
+        server = make_server(engine, settings, shortener)
         listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
         on_ready()
         await server.serve(sockets=[listener])
     finally:
         await engine.shutdown()
-        if context_engine is not None and context_engine is not engine:
-            await context_engine.shutdown()
 
 
 def configure_logging(settings: ServerSettings) -> None:

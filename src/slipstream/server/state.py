@@ -33,7 +33,17 @@ class Tokenizer(Protocol):
     def strips_space_after(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> bool: ...
     def token_bytes(self, token_id: int, /) -> bytes: ...
     def id_to_token(self, token_id: int, /) -> str | None: ...
-    def apply_chat_template(self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str: ...
 
 
 class Health(Protocol):
@@ -65,6 +75,34 @@ class Engine(Protocol):
     async def shutdown(self, drain_s: float = 0.0) -> None: ...
 
 
+class Shortened(Protocol):
+    """The parts of a prompt, shortened; tokens are the small model's."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+    @property
+    def num_tokens_before(self) -> int: ...
+    @property
+    def num_tokens_after(self) -> int: ...
+    @property
+    def kept_share(self) -> float: ...
+
+
+class Shortener(Protocol):
+    """Shortens the parts of a prompt. Each part is a text, and whether it must stay as it is. `protect` are regular expressions
+    of what stays wherever it is."""
+
+    async def __call__(
+        self,
+        parts: Sequence[tuple[str, bool]],
+        *,
+        keep: float,
+        method: Literal["selective", "iterative"],
+        unit: Literal["token", "word", "sentence"],
+        protect: tuple[str, ...],
+    ) -> Shortened: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Everything about the server that is not about the engine. Sizes are bytes, `_s` are seconds."""
@@ -78,6 +116,7 @@ class ServerSettings:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
+    cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": any
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"
@@ -104,7 +143,7 @@ class ServerState:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
-    context_engine: Engine | None = None  # of the small model that shortens prompts
+    shortener: Shortener | None = None  # of prompts, by a small model
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))

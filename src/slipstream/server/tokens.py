@@ -25,18 +25,20 @@ _MAX_CHARS_PER_TOKEN = 128
 """A text longer than this per token of context cannot fit, and is refused before time is spent on it."""
 
 
-async def chat_tokens(state: ServerState, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
-    """The prompt's tokens."""
+async def chat_tokens(
+    state: ServerState, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+) -> list[int]:
+    """The prompt's tokens. `variables` are for the template."""
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt)
+    return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, **variables)
 
 
 async def template_tokens(
-    state: ServerState, plain: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    state: ServerState, plain: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
 ) -> list[int]:
     """The template writes the special tokens itself, so the tokenizer adds none."""
     tokenizer = _tokenizer(state, "messages")
-    text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
+    text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
     return await _encode(state, tokenizer, text, "messages", add_special_tokens=False)
 
 

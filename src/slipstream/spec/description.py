@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.errors import CheckpointError, UnsupportedModelError
+from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
 from slipstream.spec.families import find_family, find_gguf_family
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, ConfigReader, Family
 from slipstream.spec.gguf import GGUFFile
@@ -111,7 +111,49 @@ class ModelDescription:
 
 
 def read_spec(path: Path) -> ModelDescription:
-    """The description of a folder with config.json, or of a .gguf file. UnsupportedModelError names what is unknown."""
+    """The description of a folder with config.json, or of a .gguf file. UnsupportedModelError names what is unknown.
+
+    No size is believed that the files can't hold. What a config holds that nobody foresaw is an UnsupportedModelError, too.
+    """
+    try:
+        description = _read(path)
+        _check_sizes(description)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise UnsupportedModelError(
+            f"{path}: the config can't be understood ({type(error).__name__}: {error})", field="config"
+        ) from error
+    return description
+
+
+_VALUES_PER_BYTE = 16
+"""More than any form of weights holds: a mask of zeros takes a bit for each value."""
+
+
+_SPARE_PARAMETERS = 2**24
+"""So few more do no harm: what is missing is named when the weights are read."""
+
+
+def _check_sizes(description: ModelDescription) -> None:
+    """CheckpointError if the config asks for far more parameters than the files can hold. A folder without weights, for
+    load_format="dummy", or without some that its index names, has nothing to compare."""
+    if description.gguf is not None:
+        room = 2 * sum(tensor.numel for tensor in description.gguf.tensors.values())
+    else:
+        files = list(description.path.glob("*.safetensors"))
+        whole = files and not (description.path / "model.safetensors.index.json").is_file()
+        room = _VALUES_PER_BYTE * sum(file.stat().st_size for file in files) if whole else 0
+    needed = description.spec.num_parameters
+    if room and needed > room + _SPARE_PARAMETERS:
+        raise CheckpointError(
+            f"{description.path}: the config's sizes make {needed:,} parameters, more than its files can hold: "
+            "they are cut off, or the config is not theirs",
+            field="hidden_size",
+        )
+
+
+def _read(path: Path) -> ModelDescription:
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is neither a folder with a config.json nor a .gguf file", field="model")
@@ -189,7 +231,7 @@ def _tensor_names(path: Path) -> frozenset[str]:
             size = int.from_bytes(opened.read(8), "little")
             try:
                 names.update(json.loads(opened.read(min(size, file.stat().st_size))))
-            except ValueError as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
     return frozenset(names)
 
@@ -207,6 +249,9 @@ def huggingface_config(description: ModelDescription) -> dict[str, Any]:
     return {**named, **{key: value for key, value in own.items() if value is not None}, **tokens}
 
 
+_MAX_FREQUENCIES = 65_536
+
+
 def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     family = find_gguf_family(architecture)
@@ -214,6 +259,8 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     prefix = f"{architecture}."
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
+    if large := [t.name for t in frequencies if t.numel > _MAX_FREQUENCIES]:
+        raise CheckpointError(f"{file.path}: the tensor {large[0]} has too many numbers for frequencies", field=large[0])
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
@@ -241,7 +288,7 @@ def _read_gguf(path: Path) -> ModelDescription:
         spec=spec,
         dtype="bfloat16",
         eos_token_ids=_ids([e for e in eos if e is not None], spec.vocab_size),
-        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=next(iter(_ids(meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)), None),
         pooling=gguf_pooling(meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder),
         stored=_stored(file),
         gguf=file,
@@ -266,7 +313,7 @@ def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{path} must hold a JSON object", field=path.name)

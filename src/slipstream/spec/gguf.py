@@ -62,6 +62,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_DEPTH = 4  # arrays of arrays
+_MAX_ENTRIES = 2**24  # of an array in the metadata; the largest vocabulary has 2**18
+_MAX_NAMES = 2**20  # tensors, or keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,9 @@ class GGUFFile:
         self.version = reader.version()
         num_tensors = reader.count("the number of tensors", 24)  # bytes of the shortest entry
         num_metadata = reader.count("the number of metadata entries", 13)
+        for what, number in (("tensors", num_tensors), ("metadata entries", num_metadata)):
+            if number > _MAX_NAMES:
+                raise reader.error(f"it says that it has {number} {what}; at most {_MAX_NAMES} are read")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_metadata):
             key = reader.string("a metadata key")
@@ -172,6 +177,8 @@ class GGUFFile:
                     name,
                 )
             tensors[name] = tensor
+        if sum(tensor.nbytes for tensor in tensors.values()) > reader.size:
+            raise reader.error("its tensors together are larger than the file: they overlap, so it is damaged")
         return tensors
 
 
@@ -237,12 +244,19 @@ class _Reader:
         kind = self.scalar("I", f"the type of {key}")
         if kind in _SCALARS:
             code = "<" + _SCALARS[kind]
-            count = self.count(f"the length of {key}", struct.calcsize(code))
+            count = self.entries(key, struct.calcsize(code))
             begin = self.take(count * struct.calcsize(code), key)
             return np.frombuffer(self.view, np.dtype(code), count, begin).tolist()
         if kind == _STRING:
-            return self._strings(self.count(f"the length of {key}", 8), key)
-        return [self._value(kind, key, depth + 1) for _ in range(self.count(f"the length of {key}", 12))]
+            return self._strings(self.entries(key, 8), key)
+        return [self._value(kind, key, depth + 1) for _ in range(self.entries(key, 12))]
+
+    def entries(self, key: str, each: int) -> int:
+        """The length of an array whose entries have at least `each` bytes."""
+        count = self.count(f"the length of {key}", each)
+        if count > _MAX_ENTRIES:
+            raise self.error(f"{key} has {count} entries; at most {_MAX_ENTRIES} are read", key)
+        return count
 
     def _strings(self, count: int, key: str) -> list[str]:
         """An array of strings, `string` unrolled: vocabularies have hundreds of thousands of them."""

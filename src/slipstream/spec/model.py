@@ -7,7 +7,8 @@ layer, so that layers may differ. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -91,6 +92,10 @@ class NormSpec:
     bias: bool = False
     weight_offset: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps <= 1:  # NaN is neither
+            raise UnsupportedModelError(f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps")
+
     @property
     def num_parameters(self) -> int:
         return self.size * (2 if self.bias else 1)
@@ -99,8 +104,8 @@ class NormSpec:
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
-    """A weight [rows, inner] of a layer that schemes round; of `copies` experts, one below the other."""
+class WeightShape(NamedTuple):
+    """The shape [rows, inner] of a layer's weight that schemes quantise; experts have `copies` of it, one below the other."""
 
     part: Literal["attention", "mlp"]
     rows: int
@@ -162,9 +167,9 @@ class AttentionSpec:
         """Numbers that a token puts into the cache."""
         return 2 * self.kv_size
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        qkv = Product("attention", self.q_size + 2 * self.kv_size, hidden_size)
-        return qkv, Product("attention", hidden_size, self.q_size)
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        qkv = WeightShape("attention", self.q_size + 2 * self.kv_size, hidden_size)
+        return qkv, WeightShape("attention", hidden_size, self.q_size)
 
     def num_parameters(self, hidden_size: int) -> int:
         qkv = self.q_size + 2 * self.kv_size
@@ -218,14 +223,14 @@ class LatentAttentionSpec:
     def out_inner(self) -> int:
         return self.num_heads * self.value_dim
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
         """Those that schemes round: `expand`, of the latent, stays, since it is taken apart by heads."""
         sizes = [(self.head_dim, hidden_size), (hidden_size, self.out_inner)]
         sizes += [(self.q_size, self.q_rank or hidden_size)] + ([(self.q_rank, hidden_size)] if self.q_rank else [])
-        return tuple(Product("attention", *size) for size in sizes)
+        return tuple(WeightShape("attention", *size) for size in sizes)
 
     def num_parameters(self, hidden_size: int) -> int:
-        products = sum(p.rows * p.inner for p in self.products(hidden_size))
+        products = sum(p.rows * p.inner for p in self.weight_shapes(hidden_size))
         expand = self.num_heads * (self.nope_dim + self.value_dim) * self.kv_rank
         biases = (self.head_dim + hidden_size + (self.q_rank or 0)) * self.bias
         return products + expand + biases + self.kv_rank + (self.q_rank or 0)
@@ -260,14 +265,14 @@ class DenseSpec:
         """Numbers of a token between the products: those to be activated, and the others."""
         return 2 * self.intermediate_size
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
         return (
-            Product("mlp", self.up_rows, hidden_size),
-            Product("mlp", hidden_size, self.intermediate_size),
+            WeightShape("mlp", self.up_rows, hidden_size),
+            WeightShape("mlp", hidden_size, self.intermediate_size),
         )
 
     def num_parameters(self, hidden_size: int) -> int:
-        weights = sum(p.rows * p.inner for p in self.products(hidden_size))
+        weights = sum(p.rows * p.inner for p in self.weight_shapes(hidden_size))
         return weights + self.up_rows * self.up_bias + hidden_size * self.down_bias
 
 
@@ -315,9 +320,9 @@ class MoESpec:
     def width(self) -> int:
         return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.products(hidden_size))
-        return experts + (self.shared.mlp.products(hidden_size) if self.shared else ())
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.weight_shapes(hidden_size))
+        return experts + (self.shared.mlp.weight_shapes(hidden_size) if self.shared else ())
 
     def num_parameters(self, hidden_size: int) -> int:
         routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias + self.correction)
@@ -397,12 +402,12 @@ class LayerSpec:
         """The norms of the block that are there, by name."""
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        cross: tuple[Product, ...] = ()
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        cross: tuple[WeightShape, ...] = ()
         if (c := self.cross) is not None:
             sizes = (c.q_size, hidden_size), (2 * c.kv_size, hidden_size), (hidden_size, c.q_size)
-            cross = tuple(Product("attention", *size) for size in sizes)
-        return self.attention.products(hidden_size) + cross + self.mlp.products(hidden_size)
+            cross = tuple(WeightShape("attention", *size) for size in sizes)
+        return self.attention.weight_shapes(hidden_size) + cross + self.mlp.weight_shapes(hidden_size)
 
     def attention_parameters(self, hidden_size: int) -> int:
         cross = 0 if self.cross is None else self.cross.num_parameters(hidden_size)
@@ -442,6 +447,52 @@ class ClassifierSpec:
         return hidden_size * (hidden_size + self.bias) + (hidden_size + 1) * self.num_labels + norm
 
 
+MAX_EXPERTS = 2**18
+"""Of all layers together; each has a line in the table of names."""
+
+MAX_PARAMETERS = 2**45
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Layers that share a block table. A block of the group holds `block_size` tokens of each of these `layers`.
+
+    A sequence keeps all its blocks in a `full` group. In a `window` group it releases those that no later token looks at. A
+    `cross` group holds what an encoder read. Block ids are unique over the groups, so that one pool serves them all: the layer
+    at place p of a group uses cache tensor p, whichever the group.
+    """
+
+    kind: Literal["full", "window", "cross"]
+    layers: tuple[int, ...] = ()
+    window: int | None = None
+
+    def first_block(self, num_computed_tokens: int, block_size: int) -> int:
+        """The first block that a token at position `num_computed_tokens`, or a later one, looks at."""
+        return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` tokens holds at once, computed in steps of up to
+        `max_step_tokens`."""
+        whole = -(-num_tokens // block_size)
+        return whole if self.window is None else min(whole, -(-(self.window + max_step_tokens) // block_size) + 1)
+
+
+def blocks_of_sequence(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+    """The most blocks that a sequence of `num_tokens` tokens (and as many of an encoder's) holds at once, in all groups."""
+    return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
+
+
+def longest_sequence(
+    groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_step_tokens: int, limit: int
+) -> int:
+    """How many tokens, in whole blocks and up to `limit` and the rest of its block, a sequence can have in `num_blocks`."""
+
+    def needed(count: int) -> int:
+        return blocks_of_sequence(groups, count * block_size, block_size, max_step_tokens)
+
+    return (bisect_right(range(-(-limit // block_size) + 1), num_blocks, key=needed) - 1) * block_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A language model. `max_position` is the longest context it was made for; of an encoder-decoder, the longest prompt and
@@ -476,6 +527,18 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise UnsupportedModelError("num_hidden_layers must be at least 1", field="num_hidden_layers")
+        num_experts = sum(layer.mlp.num_experts for layer in self.all_layers if isinstance(layer.mlp, MoESpec))
+        if num_experts > MAX_EXPERTS:
+            raise UnsupportedModelError(f"the layers have {num_experts} experts, more than {MAX_EXPERTS}", field="num_experts")
+        if self.num_parameters > MAX_PARAMETERS:
+            raise UnsupportedModelError(
+                f"the config's sizes make {self.num_parameters:.3g} parameters: no model has so many", field="hidden_size"
+            )
+        if self.encoder is not None and not 0 <= self.encoder.start_token_id < self.vocab_size:
+            raise UnsupportedModelError(
+                f"decoder_start_token_id ({self.encoder.start_token_id}) is no token of {self.vocab_size}",
+                field="decoder_start_token_id",
+            )
         for layer in self.all_layers:
             a = layer.attention
             if a.num_heads % a.num_kv_heads:
@@ -575,6 +638,55 @@ class ModelSpec:
         norms = sum(n.num_parameters for n in self.norms if n is not None)
         body = sum(layer.num_parameters(self.hidden_size) for layer in self.all_layers)
         return self.embedding_parameters + self.head_parameters + norms + body
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """One group where all layers look equally far back. Otherwise the layers of each window, and those without one, are
+        cut into groups as large as the rarest kind (the last of a kind may be smaller), if all cache the same number of
+        heads and dimensions; if not, one group keeps everything. An encoder-decoder has a `cross` group besides."""
+        layers = tuple(range(self.num_layers))
+        kinds: dict[int | None, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            window = layer.attention.window if isinstance(layer.attention, AttentionSpec) else None
+            kinds.setdefault(None if window is None or window >= self.max_position else window, []).append(i)
+        shapes = {(type(x.attention), x.attention.num_kv_heads, x.attention.head_dim) for x in self.layers}
+        groups = [CacheGroup(kind="full", layers=layers)]
+        if not self.is_encoder and (len(kinds) == 1 or len(shapes) == 1):
+            size = min(map(len, kinds.values()))
+            groups = [
+                CacheGroup(kind="full" if window is None else "window", layers=tuple(own[i : i + size]), window=window)
+                for window, own in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+                for i in range(0, len(own), size)
+            ]
+        if self.encoder is not None:
+            groups.append(CacheGroup(kind="cross", layers=layers))
+        return tuple(groups)
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """For each layer the index of the group where its own keys and values stand."""
+        found = {layer: i for i, group in enumerate(self.cache_groups) if group.kind != "cross" for layer in group.layers}
+        return tuple(found[i] for i in range(self.num_layers))
+
+    @property
+    def cross_group(self) -> int:
+        """The index of an encoder-decoder's `cross` group, which is the last."""
+        return len(self.cache_groups) - 1
+
+    @property
+    def cache_places(self) -> tuple[int, ...]:
+        """For each layer which cache tensor it uses: its place in its group. An encoder's layers use one in turn."""
+        if self.is_encoder:
+            return (0,) * self.num_layers
+        found = {x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)}
+        return tuple(found[i] for i in range(self.num_layers))
+
+    def block_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of a block for each token that it has room for: what the cache tensors take."""
+        if self.is_encoder:
+            return self.kv_bytes_per_token(element_bytes)
+        sizes = {place: x.attention.cached_size for place, x in zip(self.cache_places, self.layers, strict=True)}
+        return sum(sizes.values()) * element_bytes
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """2 · kv_heads · head_dim · bytes (with latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. An

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import StoredFormats
-from slipstream.spec.scheme import BLOCK, Scheme, WeightFormat
+from slipstream.spec.scheme import FP8_TILE, Scheme, WeightFormat
 
 PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
 
@@ -54,7 +54,7 @@ def held_group(fmt: WeightFormat, rows: int, inner: int) -> int | None:
     """The size of the groups that a weight [rows, inner] is held by here: one that the products have, scales being repeated.
     0: by rows, or blocks. None: the products do not cut it."""
     if fmt.block_rows > 1:
-        return 0 if inner % BLOCK == 0 else None
+        return 0 if inner % FP8_TILE == 0 else None
     if fmt.inputs is not None:
         return None if rows % 16 or inner % 16 else 0
     whole = fmt.group_size or inner

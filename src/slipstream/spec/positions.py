@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from slipstream.errors import UnsupportedModelError
+
+
+def require_positive(where: str, **values: float) -> None:
+    """UnsupportedModelError names a value that is not a finite number above 0."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise UnsupportedModelError(f"{where}: {name} must be a finite number above 0, got {value!r}", field=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,6 +21,9 @@ class LinearScaling:
     """Positions divided by `factor` (Chen et al. 2023)."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        require_positive("rope_scaling", factor=self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +34,21 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "rope_scaling",
+            factor=self.factor,
+            low_freq_factor=self.low_freq_factor,
+            high_freq_factor=self.high_freq_factor,
+            original_max_position_embeddings=self.original_max_position,
+        )
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise UnsupportedModelError(
+                f"rope_scaling: low_freq_factor must be below high_freq_factor, got {self.low_freq_factor} and "
+                f"{self.high_freq_factor}",
+                field="low_freq_factor",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +65,17 @@ class YarnScaling:
     truncate: bool = True
     mscale_all_dim: float = 0.0
 
+    def __post_init__(self) -> None:
+        require_positive(
+            "rope_scaling",
+            factor=self.factor,
+            original_max_position_embeddings=self.original_max_position,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            attention_factor=1.0 if self.attention_factor is None else self.attention_factor,
+            mscale_all_dim=1.0 + abs(self.mscale_all_dim),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
@@ -48,6 +87,16 @@ class LongRopeScaling:
     long_factors: tuple[float, ...]
     original_max_position: int
     attention_factor: float
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "rope_scaling",
+            original_max_position_embeddings=self.original_max_position,
+            attention_factor=self.attention_factor,
+        )
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            for factor in factors:
+                require_positive("rope_scaling", **{name: factor})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +110,14 @@ class RopeSpec:
     rotary_dim: int
     style: Literal["half", "interleaved"] = "half"
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("rope", rope_theta=self.theta)
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise UnsupportedModelError(
+                f"rope: the rotated part of a head must be an even number of dimensions, got {self.rotary_dim}",
+                field="partial_rotary_factor",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.errors import CheckpointError
 from slipstream.spec.families.base import ConfigReader
-from slipstream.spec.scheme import BLOCK, SCHEMES, RowFormat, WeightFormat
 from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
+from slipstream.spec.scheme import FP8_TILE, SCHEMES, RowFormat, WeightFormat
 
 Method: TypeAlias = Literal["compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4"]
 """How a checkpoint's tensors are called and packed. `fp8` is DeepSeek V3's and Qwen 3's, in blocks. GPTQ's first version writes
@@ -114,8 +114,8 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("fmt", "e4m3")
     read.require("activation_scheme", "dynamic")
     read.require("scale_fmt", "float", "ue8m0")  # powers of two, which float32 holds
-    if read.take("weight_block_size", list) != [BLOCK, BLOCK]:
-        raise read.unsupported("weight_block_size", f"only [{BLOCK}, {BLOCK}] is supported")
+    if read.take("weight_block_size", list) != [FP8_TILE, FP8_TILE]:
+        raise read.unsupported("weight_block_size", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     names = tuple(str(name) for name in read.maybe("modules_to_not_convert", list) or [])
     _check_expressions(read, "modules_to_not_convert", tuple(f"re:{name}" for name in names))
     names = tuple(name for name in names if not _never_rounded(name))
@@ -319,16 +319,17 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
 
 def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) -> WeightFormat:
     """FP8 by blocks of 128 × 128, with inputs by groups of 128."""
-    if weights.take("block_structure", list) != [BLOCK, BLOCK]:
-        raise weights.unsupported("block_structure", f"only [{BLOCK}, {BLOCK}] is supported")
+    if weights.take("block_structure", list) != [FP8_TILE, FP8_TILE]:
+        raise weights.unsupported("block_structure", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     weights.require("num_bits", 8)
     weights.require("type", "float")
     weights.require("symmetric", True)
     weights.finish()
     if given is None:
-        raise group.unsupported("input_activations", f"with blocks of weights 8 bits by groups of {BLOCK} are supported")
+        raise group.unsupported("input_activations", f"with blocks of weights 8 bits by groups of {FP8_TILE} are supported")
     inputs = _reader(given, prefix)
-    for name, value in (("num_bits", 8), ("type", "float"), ("symmetric", True), ("strategy", "group"), ("group_size", BLOCK)):
+    required = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": FP8_TILE}
+    for name, value in required.items():
         inputs.require(name, value)
     inputs.require("dynamic", True)
     inputs.ignore("actorder", "block_structure")

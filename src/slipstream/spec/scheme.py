@@ -24,11 +24,11 @@ RowFormat: TypeAlias = Literal["fp8", "int8"]
 a head."""
 
 InputFormat: TypeAlias = RowFormat | Literal["fp8-block"]
-"""An 8-bit form of activations; `fp8-block` is float8 e4m3 with a float32 scale for each `BLOCK` numbers of a token."""
+"""An 8-bit form of activations; `fp8-block` is float8 e4m3 with a float32 scale for each `FP8_TILE` numbers of a token."""
 
 FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0, "fp8-block": 448.0}
 
-BLOCK = 128
+FP8_TILE = 128
 """Rows and inputs of a weight that have one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
@@ -72,7 +72,7 @@ class WeightForm:
 SCHEMES: dict[str, Scheme] = {
     "fp8": Scheme("fp8", 8, "fp8"),
     "fp8-head": Scheme("fp8", 8, "fp8", head=True),
-    "fp8-block": Scheme("fp8-block", 8, "fp8-block", group_size=BLOCK, block_rows=BLOCK),
+    "fp8-block": Scheme("fp8-block", 8, "fp8-block", group_size=FP8_TILE, block_rows=FP8_TILE),
     "int8": Scheme("int8", 8, "int8"),
     "int8-head": Scheme("int8", 8, "int8", head=True),
     "int4": Scheme("int4", 4, None, group_size=128),
@@ -148,7 +148,7 @@ class WeightFormat:
 FORMATS: dict[str, WeightFormat] = {
     "fp8": WeightFormat(kind="float", inputs="fp8"),
     "fp8-head": WeightFormat(kind="float", inputs="fp8"),
-    "fp8-block": WeightFormat(kind="float", group_size=BLOCK, block_rows=BLOCK, inputs="fp8-block"),
+    "fp8-block": WeightFormat(kind="float", group_size=FP8_TILE, block_rows=FP8_TILE, inputs="fp8-block"),
     "int8": WeightFormat(inputs="int8"),
     "int8-head": WeightFormat(inputs="int8"),
     "int4": WeightFormat(bits=4, group_size=128),

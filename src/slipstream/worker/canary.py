@@ -68,9 +68,10 @@ def make_canary(
 
 
 def run_canary(forwards: Forwards, kv: Sequence[LayerKV], canary: Canary, *, context: int) -> CanaryResult:
-    """Writes to blocks 1, 2, … of `kv`, which hold `context` tokens and which nobody may be using. A context shorter than the
-    canary cuts it."""
-    num_tokens = min(len(canary.token_ids), context)
+    """Writes to blocks 1, 2, … of `kv`, which nobody may be using. A context shorter than the canary, or too few blocks, cut
+    it."""
+    room = (len(kv[0].k) - 1) // len(forwards.decoder.spec.cache_groups) * kv[0].block_size
+    num_tokens = min(len(canary.token_ids), context, room)
     found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
     log_p = torch.tensor(canary.top_logprobs[:num_tokens], device=found.device)
     ids = torch.tensor(canary.top_ids[:num_tokens], device=found.device)
@@ -95,7 +96,8 @@ def _log_probabilities(forwards: Forwards, kv: Sequence[LayerKV], token_ids: Seq
     starts = [0, *range(first, len(token_ids))]
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
-        meta = AttentionMetadata.alone(start, end - start, block_size=kv[0].block_size, device=device)
+        size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
+        meta = AttentionMetadata.alone(start, end - start, block_size=size, device=device, num_groups=num_groups)
         tokens = torch.tensor(token_ids[start:end], dtype=torch.int32, device=device)
         found.append(forwards.logits(forwards.hidden(tokens, kv, meta)).float().log_softmax(-1))
     return torch.cat(found)

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from slipstream.config import DType
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import OpSet, has_cpu_kernels, select_ops
+from slipstream.kernels.native import has_cpu_kernels
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock

@@ -13,8 +13,8 @@ from typing import Protocol
 from slipstream.config import DTYPE_BYTES, EngineArgs, EngineConfig, resolve
 from slipstream.errors import ConfigError, ModelError
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
-from slipstream.kernels.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
+from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.types import CanaryResult, ExpertTokens, Plan, StepResult
 from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
@@ -184,7 +184,8 @@ def _fit(
         num_blocks=num_blocks,
         block_size=size,
         max_model_len=config.model.max_model_len,
-        tables_per_seq=config.cache.tables_per_seq,
+        groups=config.cache.groups,
+        max_step_tokens=config.scheduling.max_num_batched_tokens,
         forms=runner.model.forms,
     )
     return config, ledger

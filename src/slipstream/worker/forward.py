@@ -76,12 +76,12 @@ class InputBatch:
         assert self.plan is not None
         assert self.table is not None
         rows = self.table.rows
-        return all(rows[s.request_id].is_greedy for s in self.plan.scheduled if s.samples)
+        return all(rows[s.request_id].is_greedy for s in self.plan.scheduled if s.num_sampled)
 
 
 @dataclass(slots=True)
 class Output:
-    """What a forward gives. `hidden` [T or more, E]: the plan's tokens first, in its order."""
+    """What a forward gives. `hidden` [T or more, E] has the plan's tokens in its order: token i in row `row(i)`."""
 
     forward: Forward
     hidden: Tensor | None  # None: there are `tokens` instead
@@ -89,6 +89,11 @@ class Output:
     sample_index: Tensor | None = None  # int64 [N]: which of `hidden` are sampled; None: all, as many as `sampled` has
     tokens: Tensor | None = None  # int64 [N], where the forward has sampled greedily itself
     running: Running | None = None  # the step, while it is under way on the CPU's threads
+    num_decodes: int = 0  # behind so many tokens `hidden` has
+    padding: int = 0  # so many rows of no token
+
+    def row(self, token: int) -> int:
+        return token + (self.padding if token >= self.num_decodes else 0)
 
 
 class Forward(ABC):

@@ -28,7 +28,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.platform import Graph, platform_of
 from slipstream.spec.reason import Reason
-from slipstream.types import ScheduledSequence
+from slipstream.types import ScheduledRequest
 from slipstream.worker.forward import NO_PLAN, Forward, Forwards, InputBatch, Output
 from slipstream.worker.input_batch import RowTable, SampledRows, gather_inputs, laid_out
 
@@ -107,7 +107,7 @@ class StepGraphs(Graphs, Forward):
         self.max_model_len = config.model.max_model_len
         self.sizes = ladder(config.scheduling.max_num_seqs)
         self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
-        self.prompt_sizes = mixed_prompts(config, encoded=rows.encoder_table is not None)
+        self.prompt_sizes = mixed_prompts(config, encoded=rows.cross is not None)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         decoder = forwards.decoder
         # One buffer for all graphs: each would keep its own for good, though none is read after the next replay.
@@ -144,6 +144,8 @@ class StepGraphs(Graphs, Forward):
         num_decodes = num_leading_decodes(scheduled)
         if not self.prompt_sizes or batch.num_tokens - num_decodes > self.prompt_sizes[-1]:
             return Reason("more prompt tokens than a graph holds")
+        if any(s.num_sampled > 1 for s in scheduled):
+            return Reason("several positions of a sequence are sampled")
         if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= MIXED_PROMPTS:
             return Reason("more sequences than a mixed graph holds")
         return None
@@ -186,7 +188,7 @@ class StepGraphs(Graphs, Forward):
 
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
-    def _run_decodes(self, scheduled: tuple[ScheduledSequence, ...]) -> Output:
+    def _run_decodes(self, scheduled: tuple[ScheduledRequest, ...]) -> Output:
         num_seqs = len(scheduled)
         size = self._size_for(num_seqs)
         table = self.rows.rows
@@ -198,12 +200,12 @@ class StepGraphs(Graphs, Forward):
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
         rows, _, new = captured.inputs[:, :num_seqs].unbind(0)
-        which = [i for i, s in enumerate(scheduled) if s.samples]
+        which = [i for i, s in enumerate(scheduled) if s.num_sampled]
         if len(which) == num_seqs:
-            return Output(self, captured.output[:num_seqs], SampledRows(sequences=scheduled, rows=rows, positions=new))
+            return Output(self, captured.output[:num_seqs], SampledRows(requests=scheduled, rows=rows, positions=new))
         index = self.platform.upload(np.array(which, np.int64))
         sequences = tuple(scheduled[i] for i in which)
-        return Output(self, captured.output, SampledRows(sequences=sequences, rows=rows[index], positions=new[index]), index)
+        return Output(self, captured.output, SampledRows(requests=sequences, rows=rows[index], positions=new[index]), index)
 
     def _decode_graph(self, size: int) -> Captured:
         captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
@@ -237,7 +239,7 @@ class StepGraphs(Graphs, Forward):
 
     # --- Mixed steps --------------------------------------------------------------------------------------------------
 
-    def _run_mixed(self, scheduled: tuple[ScheduledSequence, ...], num_tokens: int) -> Output:
+    def _run_mixed(self, scheduled: tuple[ScheduledRequest, ...], num_tokens: int) -> Output:
         num_decodes = num_leading_decodes(scheduled)
         size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
         captured = self._graph(size)
@@ -245,8 +247,9 @@ class StepGraphs(Graphs, Forward):
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
         parts, n = MixedInputs(captured.inputs, size), len(sequences)
-        sampled = SampledRows(sequences=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
-        return Output(self, captured.output, sampled, parts.sample_index[:n])
+        sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
+        index, padding = parts.sample_index[:n], size[0] - num_decodes
+        return Output(self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding)
 
     def _mixed_graph(self, size: Size) -> Captured:
         idle, _ = mixed_inputs(self.rows, (), size)
@@ -256,7 +259,7 @@ class StepGraphs(Graphs, Forward):
         return self._kept(self.forwards.hidden(*mixed_step(self.rows, self.kv, inputs, size, self.max_model_len)))
 
 
-def num_leading_decodes(scheduled: Sequence[ScheduledSequence]) -> int:
+def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
     """How many sequences of one token stand first."""
     return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
 
@@ -280,8 +283,8 @@ class MixedInputs:
 
 
 def mixed_inputs(
-    table: RowTable, scheduled: Sequence[ScheduledSequence], size: Size
-) -> tuple[npt.NDArray[np.int32], tuple[ScheduledSequence, ...]]:
+    table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size
+) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...]]:
     """A step's inputs for the graph of `size`, and the sequences that sample. The null row stands in the decodes' free
     places. The prompt tokens too many are a sequence of the null row, all at position 0."""
     num_decodes = num_leading_decodes(scheduled)
@@ -305,7 +308,7 @@ def mixed_inputs(
     to.seq_lens[first + num_prompts] = size[1] - total
     to.starts[first : first + num_prompts + 1] = first + begins
     to.starts[first + num_prompts + 1 :] = sum(size)
-    which = [i for i, s in enumerate(scheduled) if s.samples]
+    which = [i for i, s in enumerate(scheduled) if s.num_sampled]
     n, chosen = len(which), np.array(which, np.int64)
     last = np.concatenate((np.arange(num_decodes), first + begins[1:] - 1))
     to.sample_index[:n] = last[chosen]

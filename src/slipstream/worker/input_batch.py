@@ -1,10 +1,10 @@
-"""The worker's permanent rows, and the inputs of one step gathered from them; whole texts, for encoders, need no rows.
+"""The worker's permanent rows, and the inputs of one step gathered from them. Whole texts, for encoders, need no rows.
 
-Each sequence has a row for as long as it runs. A row's tokens and block table live on the device; a step only says which
-rows compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
+Each request has a row for as long as it runs. A row's tokens and block tables live on the device. A step only says which rows
+compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
 
-Two invariants: row `capacity` is the null row (token 0, block 0), which padding reads; and the host writes a row's tokens
-once, when it is made: every later token is written by the sampler on the device.
+1. Row `capacity` is the null row (token 0, block 0), which padding reads.
+2. The host writes a row's tokens once, when it is made. Every later token is written by the sampler on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
-from slipstream.types import NewSequence, SamplingParams, ScheduledSequence, StepPlan, TextsPlan
+from slipstream.spec.model import CacheGroup
+from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TextsPlan
 
 LongArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
@@ -28,13 +29,12 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Row:
-    """What the host knows of one running sequence."""
+    """What the host knows of one running request."""
 
     index: int
     sampling: SamplingParams
     num_prompt_tokens: int
     seed: int
-    num_blocks: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
     is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
@@ -46,8 +46,7 @@ class Row:
 
 
 class RowTable:
-    """Rows for up to `capacity` sequences of up to `max_model_len` tokens. `encoded`: sequences look at what an encoder read,
-    in blocks of its own."""
+    """Rows for up to `capacity` requests of up to `max_model_len` tokens, each with a block table in every one of `groups`."""
 
     def __init__(
         self,
@@ -58,17 +57,18 @@ class RowTable:
         device: torch.device,
         seed: int,
         *,
-        encoded: bool = False,
+        groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
     ) -> None:
         self.capacity = capacity
         self.block_size = block_size
         self.ops = ops
         self.device = device
+        self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
+        self.num_own = len(groups) - (self.cross is not None)  # groups of the requests' own tokens, which come first
         max_blocks = -(-max_model_len // block_size)
         # One column more than the context: the last sampled token has a place though it is never computed.
         self.tokens = torch.zeros(capacity + 1, max_model_len + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(capacity + 1, max_blocks, dtype=torch.int32, device=device)
-        self.encoder_table = torch.zeros_like(self.block_table) if encoded else None
+        self.block_tables = torch.zeros(len(groups), capacity + 1, max_blocks, dtype=torch.int32, device=device)
         self.encoder_lens = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         self.rows: dict[str, Row] = {}
         self.pooled: set[str] = set()  # the rows that want a vector
@@ -82,7 +82,7 @@ class RowTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
-        """Drop released rows, make new ones, extend block tables: two small uploads whatever the number of rows."""
+        """Drop released rows, make new ones, update block tables: two small uploads whatever the number of rows."""
         for request_id in plan.released:
             self.pooled.discard(request_id)
             row = self.rows.pop(request_id, None)
@@ -90,52 +90,39 @@ class RowTable:
                 self._free.append(row.index)
         if plan.new:
             self._add(plan.new)
-        self._extend(plan.scheduled)
+        self._update(plan.scheduled)
 
-    def _add(self, new: Sequence[NewSequence]) -> None:
+    def _add(self, new: Sequence[NewRequest]) -> None:
         width = self.tokens.shape[1]
         where: list[npt.NDArray[np.int64]] = []
-        for sequence in new:
-            sampling = sequence.sampling
+        for request in new:
+            sampling = request.sampling
             seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**62))
-            early = (*sequence.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
-            count = sequence.num_prompt_tokens
-            row = Row(self._free.pop(), sampling, count, seed, 0, early, sequence.num_encoder_tokens)
-            self.rows[sequence.request_id] = row
-            if sequence.pooled:
-                self.pooled.add(sequence.request_id)
+            early = (*request.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
+            row = Row(self._free.pop(), sampling, request.num_prompt_tokens, seed, early, request.num_encoder_tokens)
+            self.rows[request.request_id] = row
+            if request.pooled:
+                self.pooled.add(request.request_id)
             start = row.index * width
-            where.append(np.arange(start, start + len(sequence.token_ids), dtype=np.int64))
+            where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
         self.tokens.view(-1).index_copy_(0, self._upload(np.concatenate(where)), self._upload(tokens))
-        indices = [self.rows[s.request_id].index for s in new]
-        if self.encoder_table is not None:
-            table = np.zeros((len(new), 2 + self.encoder_table.shape[1]), dtype=np.int32)
-            table[:, 0], table[:, 1] = indices, [s.num_encoder_tokens for s in new]
-            for line, s in zip(table, new, strict=True):
-                line[2 : 2 + len(s.encoder_block_ids)] = s.encoder_block_ids
-            lines = self._upload(table)
-            self.encoder_lens[lines[:, 0].long()] = lines[:, 1]
-            self.encoder_table[lines[:, 0].long()] = lines[:, 2:]
+        if self.cross is not None:
+            found = [(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new]
+            indices, lens = self._upload(np.array(found, np.int32).T.copy()).unbind(0)
+            self.encoder_lens[indices.long()] = lens
 
-    def _extend(self, scheduled: Sequence[ScheduledSequence]) -> None:
-        width = self.block_table.shape[1]
+    def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        _, num_rows, width = self.block_tables.shape
         where: list[int] = []
         blocks: list[int] = []
         for s in scheduled:
-            if not s.new_block_ids and not s.replaced_blocks:
-                continue
-            row = self.rows[s.request_id]
-            start = row.index * width
-            for index, block in s.replaced_blocks:
-                where.append(start + index)
-                blocks.append(block)
-            first = start + row.num_blocks
-            where.extend(range(first, first + len(s.new_block_ids)))
-            blocks.extend(s.new_block_ids)
-            row.num_blocks += len(s.new_block_ids)
+            for update in s.table_updates:
+                first = (update.group * num_rows + self.rows[s.request_id].index) * width + update.index
+                where.extend(range(first, first + len(update.block_ids)))
+                blocks.extend(update.block_ids)
         if where:
-            self.block_table.view(-1).index_copy_(
+            self.block_tables.view(-1).index_copy_(
                 0, self._upload(np.asarray(where, dtype=np.int64)), self._upload(np.asarray(blocks, dtype=np.int32))
             )
 
@@ -161,11 +148,23 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:
-    """The sequences of a step that sample, in plan order, and where their tokens go."""
+    """The requests of a step that sample, in plan order, and where their N tokens go: of each as many as its `num_sampled`, in
+    the order of their positions."""
 
-    sequences: tuple[ScheduledSequence, ...]
+    requests: tuple[ScheduledRequest, ...]
     rows: Tensor  # int32 or int64 [N]
     positions: Tensor  # the same
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of each of the N tokens."""
+        return tuple([s.request_id for s in self.requests for _ in range(s.num_sampled)])
+
+    @property
+    def num_tokens(self) -> tuple[int, ...] | None:
+        """Of each request; None: one each."""
+        counts = tuple([s.num_sampled for s in self.requests])
+        return None if len(counts) == len(self.rows) else counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,16 +178,19 @@ class GatheredInputs:
 
 
 def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[LongArray, LongArray, LongArray]:
-    """Of sequences in `rows` [S], of which `lengths` tokens follow `computed` ones: each token's row and position [T], and
-    where the sequences begin [S + 1]."""
+    """Of requests in `rows` [S], of which `lengths` tokens follow `computed` ones: each token's row and position [T], and
+    where the requests begin [S + 1]."""
     starts = np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
-    sequence_of = np.arange(len(rows)).repeat(lengths)
-    return rows[sequence_of], np.arange(starts[-1]) + (computed - starts[:-1])[sequence_of], starts
+    request_of = np.arange(len(rows)).repeat(lengths)
+    return rows[request_of], np.arange(starts[-1]) + (computed - starts[:-1])[request_of], starts
 
 
 def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
-    """The inputs of `plan`, whose rows `table` already holds: on a GPU one upload, then lookups on the device; on a CPU
-    lookups by numpy, whose calls cost a tenth of torch's: at one sequence a step has only some 2 ms."""
+    """The inputs of `plan`, whose rows `table` already holds.
+
+    On a GPU this is one upload, then lookups on the device. On a CPU numpy looks up: its calls cost a tenth of torch's, and at
+    one request a step has only some 2 ms.
+    """
     scheduled = plan.scheduled
     num_seqs = len(scheduled)
     rows = np.array([table.rows[s.request_id].index for s in scheduled], np.int64)
@@ -197,8 +199,7 @@ def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
     max_query_len = max(num_new)
     lengths = np.array(num_new, np.int64)
     seq_lens = computed + lengths
-    which = [i for i, s in enumerate(scheduled) if s.samples]
-    sequences = scheduled if len(which) == num_seqs else tuple(scheduled[i] for i in which)
+    requests = tuple([s for s in scheduled if s.num_sampled])
     if max_query_len == 1:
         token_rows, positions, num_decodes, from_start = rows, computed, num_seqs, False
         starts = np.arange(num_seqs + 1)
@@ -206,14 +207,19 @@ def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
         token_rows, positions, starts = laid_out(rows, computed, lengths)
         num_decodes = int(np.argmax(lengths != 1))
         from_start = not computed[num_decodes:].any()
-    if len(which) == len(positions):
-        index, sample_rows, sample_positions = None, rows, seq_lens
+    index = None
+    if max_query_len == 1 and len(requests) == num_seqs:
+        sample_rows, sample_positions = rows, seq_lens
     else:
-        index, sample_rows, sample_positions = starts[1:][which] - 1, rows[which], seq_lens[which]
+        counts = np.array([s.num_sampled for s in scheduled], np.int64)
+        sample_rows, last, _ = laid_out(rows, seq_lens - counts, counts)
+        sample_positions = last + 1  # of the token that follows
+        if len(last) < len(positions):
+            index = laid_out(rows, starts[1:] - counts, counts)[1]
     arrays = [token_rows, positions, starts, seq_lens, rows, sample_rows, sample_positions]
     if index is not None:
         arrays.append(index)
-    longest = max([table.rows[s.request_id].num_encoder_tokens for s in scheduled]) if table.encoder_table is not None else 0
+    longest = max([table.rows[s.request_id].num_encoder_tokens for s in scheduled]) if table.cross is not None else 0
     look = _gather_inputs_on_host if table.device.type == "cpu" else _gather_inputs_after_upload
     token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(
         table,
@@ -228,7 +234,7 @@ def gather(table: RowTable, plan: StepPlan) -> GatheredInputs:
         token_ids=token_ids,
         meta=meta,
         sample_index=indices[0] if indices else None,
-        sampled=SampledRows(sequences=sequences, rows=sample_rows_d, positions=sample_positions_d),
+        sampled=SampledRows(requests=requests, rows=sample_rows_d, positions=sample_positions_d),
     )
 
 
@@ -271,20 +277,31 @@ def _gather_inputs_on_host(
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`gather_inputs`, by numpy."""
     token_rows, positions, starts, seq_lens, rows, *more = arrays
-    tokens, blocks, size = table.tokens.numpy(), table.block_table.numpy(), table.block_size
+    tokens, size, own = table.tokens.numpy(), table.block_size, range(table.num_own)
+    columns, offsets = positions // size, positions % size
+    first, *others = [table.block_tables[g].numpy() for g in own]
+    num_blocks = -(-max_seq_len // size)
+
+    def tables(blocks: IntArray) -> tuple[Tensor, Tensor]:
+        slots = blocks[token_rows, columns] * np.int64(size) + offsets
+        return torch.from_numpy(blocks[rows, :num_blocks]), torch.from_numpy(slots)
+
+    block_table, slot_mapping = tables(first)
     meta = AttentionMetadata(
         query_start_loc=torch.from_numpy(starts.astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-        block_table=torch.from_numpy(blocks[rows, : -(-max_seq_len // size)]),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
         positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(blocks[token_rows, positions // size] * np.int64(size) + positions % size),
         num_decodes=num_decodes,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         from_start=from_start,
     )
-    if table.encoder_table is not None:
-        meta = _with_cross(table, meta, torch.from_numpy(rows), max_encoder_len)
+    meta = meta.with_groups(
+        *(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in map(tables, others)),
+        *_of_cross(table, meta, torch.from_numpy(rows), max_encoder_len),
+    )
     return torch.from_numpy(tokens[token_rows, positions]), meta, [torch.from_numpy(a) for a in more]
 
 
@@ -303,12 +320,13 @@ def gather_inputs(
     max_encoder_len: int = 0,
 ) -> tuple[Tensor, AttentionMetadata]:
     """Tokens, slots and block tables from the rows: device work only, so a graph can capture it."""
-    num_blocks = -(-max_seq_len // table.block_size)
-    ids, positions, slots = table.ops.gather_inputs(table.tokens, table.block_table, token_rows, positions, table.block_size)
+    num_blocks, size = -(-max_seq_len // table.block_size), table.block_size
+    first = table.block_tables[0]
+    ids, positions, slots = table.ops.gather_inputs(table.tokens, first, token_rows, positions, size)
     meta = AttentionMetadata(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        block_table=table.block_table[:, :num_blocks].index_select(0, rows),
+        block_table=first[:, :num_blocks].index_select(0, rows),
         positions=positions,
         slot_mapping=slots,
         num_decodes=num_decodes,
@@ -316,39 +334,49 @@ def gather_inputs(
         max_seq_len=max_seq_len,
         from_start=from_start,
     )
-    return ids, _with_cross(table, meta, rows, max_encoder_len)
+    others = []
+    if table.num_own > 1:  # all at once: the number of launches does not grow with the groups
+        more = table.block_tables[1 : table.num_own]
+        tables = more[:, :, :num_blocks].index_select(1, rows)
+        slots_of = more[:, token_rows.long(), positions // size].long() * size + positions % size
+        others = [
+            dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in zip(tables, slots_of, strict=True)
+        ]
+    return ids, meta.with_groups(*others, *_of_cross(table, meta, rows, max_encoder_len))
 
 
-def _with_cross(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> AttentionMetadata:
-    """`meta` with what only some models have: the encoder's keys and values (`max_encoder_len` 0: any)."""
-    if table.encoder_table is None:
-        return meta
-    cross = dataclasses.replace(
-        meta,
-        seq_lens=table.encoder_lens[rows],
-        block_table=table.encoder_table.index_select(0, rows),
-        max_seq_len=max_encoder_len or table.tokens.shape[1] - 1,
-    )
-    return dataclasses.replace(meta, cross=cross)
+def _of_cross(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> list[AttentionMetadata]:
+    """The group of an encoder's keys and values, if there is one (`max_encoder_len` 0: any)."""
+    if table.cross is None:
+        return []
+    return [
+        dataclasses.replace(
+            meta,
+            seq_lens=table.encoder_lens[rows],
+            block_table=table.block_tables[table.cross].index_select(0, rows),
+            max_seq_len=max_encoder_len or table.tokens.shape[1] - 1,
+        )
+    ]
 
 
-def encoder_batch(plan: StepPlan, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata] | None:
-    """The texts that a step's new sequences bring for an encoder, whole: tokens [T], and where their keys and values go; None
+def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMetadata] | None:
+    """The texts that a step's new requests bring for an encoder, whole: tokens [T], and where their keys and values go; None
     if there are none. One upload."""
     new = [s for s in plan.new if s.encoder_token_ids]
     if not new:
         return None
+    blocks = {s.request_id: u.block_ids for s in plan.scheduled for u in s.table_updates if u.group == table.cross}
     lengths = np.fromiter((len(s.encoder_token_ids) for s in new), np.int32, len(new))
-    tables = np.zeros((len(new), max(len(s.encoder_block_ids) for s in new)), np.int32)
+    tables = np.zeros((len(new), max(len(blocks[s.request_id]) for s in new)), np.int32)
     for line, s in zip(tables, new, strict=True):
-        line[: len(s.encoder_block_ids)] = s.encoder_block_ids
+        line[: len(blocks[s.request_id])] = blocks[s.request_id]
     tokens = np.concatenate([np.asarray(s.encoder_token_ids, dtype=np.int32) for s in new])
-    return _whole_texts(tokens, lengths, tables, None, block_size, device)
+    return _whole_texts(tokens, lengths, tables, None, table.block_size, table.device)
 
 
 def text_batch(plan: TextsPlan, block_size: int, device: torch.device) -> tuple[Tensor, AttentionMetadata]:
-    """An encoder's step: tokens [T], and where their keys and values go, which is blocks 1, 2, … in the texts' order. Steps run
-    one after another, so that each may use them. One upload."""
+    """An encoder's step: tokens [T], and where their keys and values go: blocks 1, 2, … in the texts' order, which every step
+    may use, since steps run one after another. One upload."""
     lengths = np.frombuffer(plan.lengths, np.int32)
     num_blocks = -(-lengths // block_size)
     ends = np.cumsum(num_blocks, dtype=np.int32)
@@ -360,8 +388,8 @@ def text_batch(plan: TextsPlan, block_size: int, device: torch.device) -> tuple[
 def _whole_texts(
     tokens: IntArray, lengths: IntArray, tables: IntArray, num_first: IntArray | None, block_size: int, device: torch.device
 ) -> tuple[Tensor, AttentionMetadata]:
-    """tokens [T] of texts of `lengths` [S], the blocks of text i in tables[i]; of pairs, the first `num_first` [S] tokens are
-    of type 0 and the others of type 1."""
+    """tokens [T] of texts of `lengths` [S]; text i has the blocks tables[i]. Of pairs, the first `num_first` [S] tokens are of
+    type 0 and the others of type 1."""
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
     text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

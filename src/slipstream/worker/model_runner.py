@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,18 +25,30 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, cache_tensors
 from slipstream.kernels.native import Running
-from slipstream.kernels.ops import select_ops
+from slipstream.kernels.select import select_ops
 from slipstream.model.encoder import pool
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.platform import Event, platform_of
+from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
-from slipstream.types import ExpertTokens, Plan, StepPlan, StepResult, TextsPlan, TokenLogprobs
+from slipstream.types import (
+    ExpertTokens,
+    Extra,
+    Plan,
+    PooledVector,
+    PromptLogprobs,
+    SampledLogprobs,
+    StepPlan,
+    StepResult,
+    TextsPlan,
+    TextVectors,
+    TokenLogprobs,
+)
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
@@ -83,11 +95,11 @@ class InFlightStep:
     """A step that was launched. `result()` waits for the device and may be called once."""
 
     plan: Plan
-    request_ids: tuple[str, ...]
+    sampled: SampledRows | None
     tokens: Tensor  # int64 [N], on the host once `done`
     done: Event | Running | None  # None: it is
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
     vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
 
@@ -100,23 +112,20 @@ class InFlightStep:
         if self.done is not None:
             self.done.synchronize()
         tokens: list[int] = self.tokens.tolist()
-        embeddings = {}
+        extras: list[Extra] = [*self.prompt_logprobs]
         if self.pooled is not None:
-            embeddings = {i: vector.tobytes() for i, vector in zip(self.pooled[0], self.pooled[1].numpy(), strict=True)}
-        logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
-        if self.logprobs is not None:
+            extras += [PooledVector(i, v.tobytes()) for i, v in zip(self.pooled[0], self.pooled[1].numpy(), strict=True)]
+        if self.vectors is not None:
+            extras.append(TextVectors(self.vectors.numpy().tobytes()))
+        if self.logprobs is not None and self.sampled is not None:
             which, best, counts = self.logprobs
             values = as_logprobs([tokens[i] for i in which], best, counts)  # type: ignore[arg-type]
-            logprobs = {self.request_ids[i]: (v,) for i, v in zip(which, values, strict=True)}
-        return StepResult(
-            step_id=self.plan.step_id,
-            request_ids=self.request_ids,
-            token_ids=tuple((t,) for t in tokens),
-            logprobs=logprobs,
-            prompt_logprobs={k: tuple(v) for k, v in self.prompt_logprobs.items()},
-            embeddings=embeddings,
-            vectors=b"" if self.vectors is None else self.vectors.numpy().tobytes(),
-        )
+            ids, found = self.sampled.request_ids, dict[str, list[TokenLogprobs]]()
+            for i, value in zip(which, values, strict=True):
+                found.setdefault(ids[i], []).append(value)
+            extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
+        num_tokens = None if self.sampled is None else self.sampled.num_tokens
+        return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))
 
 
 class ModelRunner:
@@ -193,7 +202,6 @@ class ModelRunner:
             before = self.platform.start_peak()
             if self.model.spec.encoder is not None:
                 self.forwards.encode(tokens, kv, meta)
-                meta = dataclasses.replace(meta, cross=meta)
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
                 self.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
             hidden = self.forwards.hidden(tokens, kv, meta)
@@ -245,7 +253,8 @@ class ModelRunner:
         if self.model.spec.is_encoder:
             return 0
         model = self.config.model
-        per_row = (model.max_model_len + 1 + self.config.longest_seq_blocks) * 4
+        tables = len(self.config.cache.groups) * self.config.max_blocks_per_seq
+        per_row = (model.max_model_len + 1 + tables) * 4
         return (self.config.scheduling.max_num_seqs + 1) * per_row
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
@@ -290,9 +299,9 @@ class ModelRunner:
         rows.apply(plan)
         if plan.block_copies:
             pairs = self.platform.upload(np.array(plan.block_copies, dtype=np.int64))
-            for layer in self.kv:
+            for layer in {layer.k.data_ptr(): layer for layer in self.kv}.values():  # groups share tensors
                 self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
-        if (texts := encoder_batch(plan, rows.block_size, self.device)) is not None:
+        if (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)
 
@@ -305,9 +314,9 @@ class ModelRunner:
             return self._run_ahead(plan, sampled, output)
         assert output.hidden is not None
         prompt = self._prompt_logprobs(plan, output)
-        pooled = self._pool(plan, output.hidden)
-        if not sampled.sequences:
-            return InFlightStep(plan, (), _NO_TOKENS, self.platform.record(), None, prompt, pooled)
+        pooled = self._pool(plan, output)
+        if not sampled.requests:
+            return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), None, prompt, pooled)
         index = output.sample_index
         hidden = output.hidden if index is None else output.hidden.index_select(0, index)
         tokens, logprobs = output.forward.greedy(hidden) if batch.is_greedy else None, None
@@ -315,8 +324,7 @@ class ModelRunner:
             tokens, logprobs = self._draw(output.forward.logits(hidden), sampled)
         assert self.rows is not None
         self.rows.write(sampled.rows, sampled.positions, tokens)
-        ids = tuple([s.request_id for s in sampled.sequences])
-        return InFlightStep(plan, ids, self.platform.to_host(tokens), self.platform.record(), logprobs, prompt, pooled)
+        return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, prompt, pooled)
 
     def max_in_flight(self, plan: Plan) -> int:
         """How many steps may be in flight once `plan` is launched. 1: `launch` computes it before it returns, so the tokens of
@@ -329,7 +337,7 @@ class ModelRunner:
         """An encoder's step."""
         assert self.texts is not None, "allocate() comes first"
         vectors = self.platform.to_host(self.texts.run(plan))  # before the next replay, which writes where they stand
-        return InFlightStep(plan, (), _NO_TOKENS, self.platform.record(), vectors=vectors)
+        return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), vectors=vectors)
 
     def _run_ahead(self, plan: StepPlan, sampled: SampledRows, output: Output) -> InFlightStep:
         """A CPU's step of greedy decodes that was begun."""
@@ -339,8 +347,7 @@ class ModelRunner:
         goes_on = len(plan.scheduled) <= RUN_AHEAD and self.config.device.num_threads > 1
         if not goes_on:
             self._take_tokens()
-        ids = tuple([s.request_id for s in sampled.sequences])
-        return InFlightStep(plan, ids, output.tokens, output.running if goes_on else None)
+        return InFlightStep(plan, sampled, output.tokens, output.running if goes_on else None)
 
     def _take_tokens(self) -> None:
         """What the step under way on a CPU has sampled goes where the next step reads it."""
@@ -363,7 +370,7 @@ class ModelRunner:
         """Tokens of logits [N, V], and what `InFlightStep.logprobs` says of them."""
         rows = self.rows
         assert rows is not None
-        wanted = [rows.rows[s.request_id].sampling.logprobs for s in sampled.sequences]
+        wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
         which = [i for i, k in enumerate(wanted) if k is not None]
         if not which:
             return self.ops.sample(logits, sampling_tensors(rows, sampled)), None
@@ -375,10 +382,11 @@ class ModelRunner:
         best = best_logprobs(kept, tokens[index], max(counts))
         return tokens, (which, tuple(self.platform.to_host(t) for t in best), counts)
 
-    def _pool(self, plan: StepPlan, hidden: Tensor) -> tuple[tuple[str, ...], Tensor] | None:
+    def _pool(self, plan: StepPlan, output: Output) -> tuple[tuple[str, ...], Tensor] | None:
         """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step: its state stands for the
         whole."""
         assert self.rows is not None
+        assert output.hidden is not None
         if not self.rows.pooled:
             return None
         rows, wanted, end = self.rows.rows, self.rows.pooled, 0
@@ -387,33 +395,33 @@ class ModelRunner:
             end += s.num_tokens
             whole = s.num_computed_tokens + s.num_tokens
             if s.request_id in wanted and whole == rows[s.request_id].num_prompt_tokens:
-                ends.append(end - 1)
+                ends.append(output.row(end - 1))
                 ids.append(s.request_id)
         if not ids:
             return None
-        last = hidden[self.platform.upload(np.array(ends, np.int64))]
+        last = output.hidden[self.platform.upload(np.array(ends, np.int64))]
         starts = torch.arange(len(ids) + 1, device=self.device)
         vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
         return tuple(ids), self.platform.to_host(vectors)
 
-    def _prompt_logprobs(self, plan: StepPlan, output: Output) -> dict[str, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, output: Output) -> list[PromptLogprobs]:
         """For sequences in prefill that asked: of each prompt token that follows a position of this step."""
         assert self.rows is not None
         assert output.hidden is not None
-        found: dict[str, list[TokenLogprobs]] = {}
+        found: list[PromptLogprobs] = []
         start = 0
         for s in plan.scheduled:
             row = self.rows.rows[s.request_id]
             count = row.sampling.prompt_logprobs
             if count is not None and (num := prompt_positions(row, s)):
                 entries: list[TokenLogprobs] = []
-                first = s.num_computed_tokens + 1
+                first, at = s.num_computed_tokens + 1, output.row(start)
                 for i in range(0, num, PROMPT_LOGPROB_ROWS):
                     n = min(PROMPT_LOGPROB_ROWS, num - i)
-                    logits = output.forward.logits(output.hidden[start + i : start + i + n])
+                    logits = output.forward.logits(output.hidden[at + i : at + i + n])
                     tokens = self.rows.tokens[row.index, first + i : first + i + n]
                     entries += as_logprobs(tokens.tolist(), best_logprobs(logits, tokens, count), [count] * n)
-                found[s.request_id] = entries
+                found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
             start += s.num_tokens
         return found
 
@@ -441,13 +449,12 @@ class ModelRunner:
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """A layer's keys and values each, of zeros."""
-        dtype = TORCH_DTYPES[self.config.cache.dtype]
-        if self.model.spec.is_encoder:  # its layers use one in turn
-            return [LayerKV(*self._layer_cache(0, num_blocks, dtype))] * self.model.spec.num_layers
+        """The layers' keys and values, of zeros. Layers at one place of different groups share a tensor."""
+        dtype, places = TORCH_DTYPES[self.config.cache.dtype], self.model.spec.cache_places
+        made = {place: self._layer_cache(i, num_blocks, dtype) for i, place in reversed(list(enumerate(places)))}
         if self.kv_scales is None:
-            return [LayerKV(*self._layer_cache(i, num_blocks, dtype)) for i in range(len(self.model.spec.layers))]
-        return [LayerKV(*self._layer_cache(i, num_blocks, dtype), *s) for i, s in enumerate(self.kv_scales)]
+            return [LayerKV(*made[place]) for place in places]
+        return [LayerKV(*made[place], *own) for place, own in zip(places, self.kv_scales, strict=True)]
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
@@ -488,7 +495,7 @@ class ModelRunner:
             self.ops,
             self.device,
             config.model.seed,
-            encoded=self.model.spec.encoder is not None,
+            groups=config.cache.groups,
         )
 
     def _dummy_prefill(self, num_tokens: int, length: int, block_size: int) -> tuple[AttentionMetadata, Tensor]:
@@ -533,7 +540,6 @@ class ModelRunner:
                 meta = dataclasses.replace(meta, num_decodes=num_tokens)
             if self.model.spec.encoder is not None:
                 self.forwards.encode(tokens, self.kv, dataclasses.replace(meta, num_decodes=0))
-                meta = dataclasses.replace(meta, cross=meta)
             hidden = self.forwards.hidden(tokens, self.kv, meta)
             if not self.model.spec.generates:
                 continue

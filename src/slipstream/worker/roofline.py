@@ -113,7 +113,7 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
     ceilings = measure_ceilings(ops.pool)
     size = runner.config.cache.block_size
     shapes = [(f"decode {n}", n, 1, context) for n in batch_sizes] + [(f"prefill {prompt}", 1, prompt, prompt)]
-    num_blocks = max(n * -(-length // size) for _, n, _, length in shapes) + 1
+    num_blocks = len(runner.config.cache.groups) * max(n * -(-length // size) for _, n, _, length in shapes) + 1
     with torch.inference_mode():
         kv = runner.make_cache(num_blocks)
         for layer in kv:  # written: memory that never was is one page of zeros, which a cache holds
@@ -152,7 +152,8 @@ def measure_ceilings(pool: ThreadPool) -> Ceilings:
 def _shares(
     step: CpuProgram, kv: list[LayerKV], num_seqs: int, num_new: int, length: int, block_size: int, ceilings: Ceilings
 ) -> tuple[OperatorShare, ...]:
-    meta = AttentionMetadata.uniform(num_seqs, num_new, length, block_size=block_size)
+    num_groups = len(step.spec.cache_groups)
+    meta = AttentionMetadata.uniform(num_seqs, num_new, length, block_size=block_size, num_groups=num_groups)
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
     programs = step.programs
     rounds: list[list[int]] = []

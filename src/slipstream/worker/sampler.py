@@ -1,6 +1,6 @@
-"""From the rows' sampling parameters to the tensors that `ops.sample` reads, and from its tokens to log-probabilities.
+"""Makes the tensors that `ops.sample` reads from the rows' sampling parameters, and log-probabilities from its tokens.
 
-Only what some row asks for is built and uploaded: a step of greedy rows uploads nothing.
+Only what some row asks for is built and uploaded. A step of greedy rows uploads nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.types import ScheduledSequence, TokenLogprobs
+from slipstream.types import ScheduledRequest, TokenLogprobs
 from slipstream.worker.input_batch import Row, RowTable, SampledRows, upload
 
 PROMPT_LOGPROB_ROWS = 256
@@ -21,9 +21,14 @@ PROMPT_LOGPROB_ROWS = 256
 
 
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
-    """The parameters of the rows that sample, in `sampled.sequences` order."""
-    rows = [table.rows[s.request_id] for s in sampled.sequences]
-    lens = np.fromiter((s.num_computed_tokens + s.num_tokens for s in sampled.sequences), np.int32, len(rows))
+    """The parameters of the N tokens that are sampled, in `sampled`'s order."""
+    rows: list[Row] = []
+    ends: list[int] = []
+    for s in sampled.requests:
+        end = s.num_computed_tokens + s.num_tokens
+        rows += [table.rows[s.request_id]] * s.num_sampled
+        ends += range(end - s.num_sampled + 1, end + 1)  # tokens up to each sampled position
+    lens = np.array(ends, np.int32)
     device = table.device
     bias = _bias(rows, lens)
     params = [r.sampling for r in rows]
@@ -42,7 +47,7 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
         dtype=np.float32,
     ).T.copy()
     ints = np.array(
-        [(r.sampling.top_k, r.num_prompt_tokens, n, r.index) for r, n in zip(rows, lens.tolist(), strict=True)],
+        [(r.sampling.top_k, r.num_prompt_tokens, n, r.index) for r, n in zip(rows, ends, strict=True)],
         dtype=np.int32,
     ).T.copy()
     temperature, top_p, min_p, repetition, presence, frequency = upload(floats, device).unbind(0)
@@ -108,6 +113,6 @@ def as_logprobs(
     ]
 
 
-def prompt_positions(row: Row, s: ScheduledSequence) -> int:
+def prompt_positions(row: Row, s: ScheduledRequest) -> int:
     """How many of this step's positions precede another *prompt* token."""
     return max(0, min(s.num_computed_tokens + s.num_tokens, row.num_prompt_tokens - 1) - s.num_computed_tokens)

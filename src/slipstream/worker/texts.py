@@ -80,7 +80,7 @@ class TextGraphs(Graphs):
 
     def capture(self) -> None:
         """Capture the largest now, so that the others fit into its memory, and the smallest, since kernels of few rows are
-        others (`pointwise.rows_at_once`, `linear.SKINNY`, `bidirectional.LONG`): a first short text is
+        others (`pointwise.rows_at_once`, `linear.SKINNY_TOKENS`, `bidirectional.LONG`): a first short text is
         not to wait for a compiler. The rest are captured when they are first wanted."""
         for size in (self.sizes[-1], self.sizes[0]):
             self._of(size)

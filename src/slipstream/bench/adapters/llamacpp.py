@@ -1,7 +1,8 @@
-"""llama.cpp in this process, through llama-cpp-python's low-level interface: a batch of sequences, joined and left in flight.
+"""llama.cpp in this process, through llama-cpp-python's low-level interface.
 
-Honest to it: its own kernels and cache, prompts and decodes in one batch as its server has them, greedy, no end-of-sequence
-check. A token is timed when it is chosen.
+It runs its own kernels and cache, prompts and decodes in one call as its server does, greedy, without an end-of-sequence check.
+A token is timed when it is chosen. Do not compare figures of several sequences: llama.cpp joins only increasing sequence ids
+into one batch, and the ids come in decreasing order here, so that each of its batches holds one sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Any endpoint with OpenAI's `/v1/completions`, over HTTP with server-sent events.
 
-The events are split here, at bytes, since a text may hold characters that count as line ends elsewhere. An endpoint
-that breaks off, answers with an error, or sends an error event makes the request a failed one.
+Events are split at bytes, since a text may hold characters that count as line ends elsewhere. A request has failed if the
+endpoint breaks off, answers with an error, or sends an error event.
 """
 
 from __future__ import annotations

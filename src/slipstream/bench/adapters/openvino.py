@@ -1,7 +1,7 @@
 """OpenVINO GenAI in this process, through its continuous batching, on a GGUF file or a folder that was exported for it.
 
-Honest to it: its own scheduler, kernels and precision hints, greedy, no end-of-sequence check. A token is timed when a step
-that brought it returns.
+It runs its own scheduler, kernels and precision hints, greedy, without an end-of-sequence check. A token is timed when the
+step that made it returns.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ class OfflineSlipstream:
     """All requests handed over at once; the engine tells when each one's first and last token came."""
 
     def __init__(self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> None:
-        settings = {name: getattr(args, name) for name in args.__slots__ if name != "model"}
-        self.llm = LLM(args.model, progress=progress, **settings)
+        self.llm = LLM.from_engine_args(args, progress=progress)
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
         """A record of each request. What earlier runs left in the prefix cache is forgotten first."""

@@ -1,8 +1,8 @@
 """Hugging Face transformers: `generate` on static batches, first come first served, padded on the left.
 
-Honest to it: the model in the same type, its own attention kernels, greedy, no end-of-sequence check, batches in the
-order of arrival. A batch runs until its longest answer is done; tokens beyond a request's own length are not counted. A
-request's tokens are timed as they are computed, as a server that streams from `generate` could deliver them.
+The model has the same type as ours and runs its own attention kernels, greedy, without an end-of-sequence check, on batches
+in the order of arrival. A batch runs until its longest answer is done. Tokens beyond a request's own length are not
+counted. A token is timed when it is computed, as a server that streams from `generate` could deliver it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from slipstream.errors import ConfigError
 def load_gguf(path: Path, dtype: str) -> Any:
     """transformers' model of a GGUF file, its weights dense in `dtype` as its own reader unpacks them.
 
-    Left to itself transformers (from 5.23) would keep them packed and unpack them at every product: another model to
-    measure.
+    By default transformers (from 5.23) keeps them packed and unpacks them at every product, which is not what is compared.
     """
     try:
         import torch

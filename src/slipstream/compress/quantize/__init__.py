@@ -1,2 +1,1 @@
-"""Rounding weights: to nearest, by GPTQ, by learned offsets; with scales moved between layers, rotations, and bits by
-budget."""
+"""Quantisation: rounding, scale moving, rotation, bit allocation, training."""

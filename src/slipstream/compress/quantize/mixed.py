@@ -1,13 +1,11 @@
-"""Bits by budget: which product gets how many, so that the divergence is least.
+"""Mixed precision: allocates bits to products within a budget, so that the divergence is least.
 
-Each product is rounded alone, as it will be (by GPTQ, or to nearest), the rest as it was, and what that does to the
-next token's distribution is measured: KL(original‖rounded) on calibration text. That is done with one number of bits; KL is
-quadratic in a small error, so that with others it is this one times the ratio of the errors of the product's output when it is
-rounded to nearest, which needs no pass through the model. Costs of
-different products nearly add up, their errors being nearly independent, and so the choice is a multiple-choice knapsack: one
-number of bits for each product, the bytes together within the budget, the sum of costs least. It is solved exactly.
-
-Measuring takes a pass over the text for each product, from its layer on; what comes before it is kept.
+1. Each product is rounded alone, by GPTQ or to nearest as the recipe says, to one number of bits. The cost is
+   KL(original‖rounded) of the next token on calibration text. It takes a pass over the text from the product's layer on.
+2. For other numbers of bits the cost is scaled by the ratio of the product's squared output errors when rounded to nearest,
+   since KL is quadratic in a small error. This needs no pass through the model.
+3. Errors of different products are nearly independent, so their costs nearly add up. The allocation with the least sum within
+   the budget is a multiple-choice knapsack problem, which is solved exactly.
 """
 
 from __future__ import annotations
@@ -21,32 +19,34 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load_ends, load_layer
-from slipstream.compress.quantize.rounding import gptq, nearest
+from slipstream.compress.quantize.rounding import nearest, round_weight
 from slipstream.compress.recipe import Budget, Quantize
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription
 
 KEPT_PARAMETERS = 10**9
-"""The most parameters of a model that is kept in memory while bits are chosen."""
+"""A model with at most this many parameters is kept in memory while costs are measured."""
 
 ROWS_AT_ONCE = 256
-"""Rows of logits that are held at once."""
+"""Rows of logits in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A product with so many bits: its bytes, and its cost in nats."""
+class BitOption:
+    """What a product with this many bits takes in bytes, and costs in nats."""
 
     bits: int
     num_bytes: int
     kl: float
 
 
-def solve(options: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice]:
-    """One choice of each, with bytes that sum to `budget_bytes` at most and the least sum of `kl`. Exact: dynamic programming
-    over the reachable sums, of which those that are heavier and no better than another are dropped (Pareto front; Kellerer,
-    Pferschy and Pisinger 2004, chapter 11). ConfigError if even the lightest are too heavy."""
+def solve_knapsack(options: Sequence[Sequence[BitOption]], budget_bytes: int) -> list[BitOption]:
+    """Choose one of each product's options, with the least sum of `kl` and at most `budget_bytes` in all. ConfigError if even
+    the smallest take more.
+
+    Dynamic programming over the reachable sums of bytes; sums that cost no less than a smaller one are dropped (Kellerer,
+    Pferschy and Pisinger 2004, chapter 11)."""
     lightest = sum(min(c.num_bytes for c in each) for each in options)
     if lightest > budget_bytes:
         raise ConfigError(
@@ -69,7 +69,7 @@ def solve(options: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice
             if cost < best:
                 front.append((weight, cost, (way, i)))
                 best = cost
-    chosen: list[Choice] = []
+    chosen: list[BitOption] = []
     way = front[-1][2]
     for each in reversed(options):
         way, i = way
@@ -83,16 +83,17 @@ def choose_bits(
     costs: Mapping[str, Mapping[int, float]],
     scale_bytes: int,
 ) -> dict[str, int]:
-    """`products` are (rows, inner, settings) by name; those whose settings say a number of bits keep it, outside the budget."""
+    """The bits of each product within the budget. `products` are (rows, inner, settings) by name; the budget covers those whose
+    settings have no fixed number of bits."""
     names = [n for n, (_, _, settings) in products.items() if isinstance(settings.bits, Budget)]
     options = []
     for name in names:
         rows, inner, settings = products[name]
         sizes = {b: settings.format(inner, b).num_bytes(rows, inner, scale_bytes) for b in budget.choices}
-        options.append([Choice(b, sizes[b], costs[name][b]) for b in sorted(budget.choices)])
+        options.append([BitOption(b, sizes[b], costs[name][b]) for b in sorted(budget.choices)])
     num_weights = sum(products[n][0] * products[n][1] for n in names)
-    chosen = solve(options, int(budget.average * num_weights / 8))
-    return {name: choice.bits for name, choice in zip(names, chosen, strict=True)}
+    chosen = solve_knapsack(options, int(budget.average * num_weights / 8))
+    return {name: option.bits for name, option in zip(names, chosen, strict=True)}
 
 
 @torch.no_grad()
@@ -107,12 +108,12 @@ def measure(
     written: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[int, float]]:
-    """The KL in nats that each product in `settings` (by our names) with each number of bits costs."""
+    """The cost in nats of each product in `settings`, by number of bits."""
     probe = budget.nearest
     stream, held = Stream(source, windows, device=device, dtype=dtype), dict[int, dict[str, Tensor]]()
 
     def layer(index: int) -> dict[str, Tensor]:
-        """Each is needed once for every product before it: those of a small model are kept."""
+        """A layer is needed once for every product before it, so the layers of a small model are kept."""
         if index in held:
             return held[index]
         values = load_layer(source, index, device)
@@ -121,7 +122,7 @@ def measure(
         return values
 
     ends, num_layers = load_ends(source, device=device, dtype=dtype), source.spec.num_layers
-    before = []  # what each layer reads
+    before = []  # the inputs of each layer
     for index in range(num_layers):
         before.append(stream.states)
         stream.states = stream.run(index, layer(index), ObservingOps())
@@ -147,29 +148,26 @@ def measure(
 
 
 def _probed(weight: Tensor, asked: Quantize, bits: int, stats: InputStats | None, written: torch.dtype) -> Tensor:
-    """The product's weight with so many bits, as the recipe rounds it; experts' to nearest."""
-    fmt = asked.format(weight.shape[1], bits)
-    if asked.rounding == "gptq" and stats is not None:
-        made = gptq(weight, fmt, written, stats, damping=asked.damping, act_order=asked.act_order, clip=asked.clip)
-    else:
-        made = nearest(weight, fmt, written, clip=asked.clip)
-    return made.numbers()
+    """The weight rounded to this many bits as the recipe says; experts to nearest."""
+    return round_weight(
+        weight, asked, asked.format(weight.shape[1], bits), written, stats if asked.rounding == "gptq" else None
+    ).dequantized()
 
 
 def _errors(
     weight: Tensor, settings: Quantize, choices: Sequence[int], stats: Sequence[InputStats], written: torch.dtype
 ) -> dict[int, float]:
-    """The squared error of the product's output by bits: tr(d H dᵀ), over the experts if it is of several."""
+    """The squared error of the product's output, by bits: tr(d H dᵀ), summed over experts."""
     found = {}
     for b in choices:
-        d = nearest(weight, settings.format(weight.shape[1], b), written, clip=settings.clip).numbers() - weight
+        d = nearest(weight, settings.format(weight.shape[1], b), written, clip=settings.clip).dequantized() - weight
         parts = d.chunk(len(stats)) if len(stats) > 1 else [d]
         found[b] = sum(float(((part @ own.hessian) * part).sum()) for part, own in zip(parts, stats, strict=True))
     return found
 
 
 def _log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
-    """Of a batch's last hidden states, in 16 bits on the host: a vocabulary times a text is large."""
+    """Log-probabilities from the last hidden states of a batch. They are large, so they are kept in 16 bits on the host."""
     rows = ends.finished(hidden, None).split(ROWS_AT_ONCE)
     return torch.cat([ends.logits(r).float().log_softmax(-1).half().cpu() for r in rows])
 

@@ -1,9 +1,9 @@
-"""Quantisation-aware training: rounded weights and their scales are trained so that the model says what the original says.
+"""Quantisation-aware training of rounded weights and their scales.
 
-A weight w is used as round(w / s) · s; rounding passes gradients through to w, where it is not cut off at the range's ends, and
-to s as of learned step sizes (LSQ, Esser et al. 2020). Training begins at the weights that were written, so at what rounding
-alone gave. The loss is KL(original‖rounded) of the next token on calibration text; AdamW, without decay; the rate rises, then
-falls to 0 along a cosine. Norms, embeddings and the head stay as they are.
+The model computes with round(w / s) · s. Gradients pass straight through rounding to w, except where w is clipped, and to s as
+in LSQ (Esser et al. 2020). Training begins at the rounded weights. The loss is KL(original‖rounded) of the next token on
+calibration text. The optimizer is AdamW without weight decay; the learning rate rises linearly and falls to 0 along a cosine.
+Norms, embeddings and the head do not change.
 """
 
 from __future__ import annotations
@@ -17,46 +17,44 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.compress.calibrate import HELD_BYTES, FakeInputs, ObservingOps, Through, load_ends, load_layer
+from slipstream.compress.calibrate import HELD_BYTES, FakeInputs, ObservingOps, StraightThrough, load_ends, load_layer
 from slipstream.compress.objective import LOGITS_BYTES
-from slipstream.compress.quantize.rounding import Grid, Rounded, bounds
+from slipstream.compress.quantize.rounding import Grid, Rounded, bounds, straight_through
 from slipstream.compress.recipe import QAT
+from slipstream.compress.steps import warmup_cosine
 from slipstream.errors import ConfigError
 from slipstream.kernels.positions import PositionTables
 from slipstream.model.layers import build_layer
 from slipstream.model.sequences import SequenceBatch, run_layer
 from slipstream.spec.description import ModelDescription
 
-CLIPPED = 1.0
-"""The norm that a step's gradient is cut to."""
+MAX_GRAD_NORM = 1.0
 
 
 @dataclass(slots=True)
 class Trained:
-    """A weight on its way. `step` [out, groups] is the logarithm of its scales, so that they stay above 0."""
+    """A weight in training."""
 
     grid: Grid
     weight: Tensor  # float32 [out, in]
-    step: Tensor
+    step: Tensor  # [out, groups], the logarithm of the scales, so that these stay positive
 
     @classmethod
     def of(cls, weight: Tensor, grid: Grid) -> Trained:
-        """Starting at `weight`, which is on the grid."""
+        """Begin at `weight`, which is on the grid."""
         return cls(grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_())
 
-    def numbers(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """The rounded weight, with gradients."""
         scales = self.step.exp()
-        scales = (scales + (scales.to(self.grid.scales.dtype).float() - scales).detach())[..., None]
+        scales = straight_through(scales, scales.to(self.grid.scales.dtype).float())[..., None]
         if self.grid.fmt.kind == "float":
             inside = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales).clamp(-448, 448)
-            floats: Tensor = (inside + (inside.to(torch.float8_e4m3fn).float() - inside).detach()) * scales
-            return floats.flatten(1)
+            return (straight_through(inside, inside.to(torch.float8_e4m3fn).float()) * scales).flatten(1)
         zeros: Tensor | float = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
         lowest, highest = bounds(self.grid.fmt)
         exact = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales + zeros).clamp(lowest, highest)
-        rounded: Tensor = (exact + (exact.round() - exact).detach() - zeros) * scales
-        return rounded.flatten(1)
+        return ((straight_through(exact, exact.round()) - zeros) * scales).flatten(1)
 
     @torch.no_grad()
     def rounded(self) -> Rounded:
@@ -76,9 +74,9 @@ def train(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Rounded]:
-    """The layers' rounded weights after training, by our names. `values` are each layer's parameters as they were written, by
-    our names, and `grids` those of the rounded ones among them; `inputs` say, layer by layer, how which products' inputs are
-    rounded. Products run in `dtype`. ConfigError if the loss becomes infinite or none."""
+    """The rounded weights of all layers after training, by parameter name. `values` are the written parameters of each layer
+    and `grids` the grids of the rounded ones. `inputs` say for each layer how the inputs of its products are rounded. The model
+    computes in `dtype`. ConfigError if the loss becomes infinite or NaN."""
     spec = source.spec
     longest = max(len(w) for w in windows)
     tables = PositionTables(longest, device)
@@ -87,23 +85,23 @@ def train(
     learned = {n: Trained.of(v, grids[n]) for own in values for n, v in own.items() if n in grids}
 
     def run(index: int, own: Mapping[str, Tensor], h: Tensor, batch: SequenceBatch, *, exact: bool = True) -> Tensor:
-        ops = ObservingOps(inputs={} if exact else {name: Through(fake) for name, fake in inputs[index].items()})
+        ops = ObservingOps(inputs={} if exact else {name: StraightThrough(fake) for name, fake in inputs[index].items()})
         layer = build_layer(spec.layers[index], {n: v.to(dtype) for n, v in own.items()}, ops, tables)
-        ops.meets(layer)
+        ops.bind(layer)
         pending, residual = run_layer(layer, ops, h, None, batch)
         return pending if residual is None else pending + residual
 
     def student(index: int, h: Tensor, batch: SequenceBatch) -> Tensor:
         prefix = f"layers.{index}."
-        own = {n.removeprefix(prefix): learned[n].numbers() if n in learned else v for n, v in values[index].items()}
+        own = {n.removeprefix(prefix): learned[n].dequantized() if n in learned else v for n, v in values[index].items()}
         return run(index, own, h, batch, exact=False)
 
-    known: dict[int, Tensor] = {}  # what the original's last norm gives of a window, [tokens, E]
+    known: dict[int, Tensor] = {}  # the original's final hidden states by window, [tokens, E]
     room = HELD_BYTES // (spec.hidden_size * dtype.itemsize)  # in tokens
 
     @torch.no_grad()
-    def wanted(chosen: Sequence[int]) -> Tensor:
-        """The original's final hidden states of these windows, one after another [T, E]: a window comes many times."""
+    def original_hidden(chosen: Sequence[int]) -> Tensor:
+        """The original's final hidden states of these windows [T, E]. They are cached, since a window comes many times."""
         if missing := [i for i in chosen if i not in known]:
             batch = SequenceBatch.of([list(windows[i]) for i in missing], device)
             h = ends.embedded(batch.token_ids, batch.meta)
@@ -115,15 +113,15 @@ def train(
             known.pop(next(iter(known)))
         return found
 
-    def learn_from(chosen: Sequence[int]) -> Tensor:
-        """The loss of these windows, whose gradients are then there."""
+    def backward(chosen: Sequence[int]) -> Tensor:
+        """Add the gradients of the loss on these windows; the loss."""
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
-        target = wanted(chosen)
+        target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)
-        for i in range(spec.num_layers):  # a layer's inner activations are computed again in the backward pass
+        for i in range(spec.num_layers):  # activations within a layer are recomputed in the backward pass
             h = checkpoint(student, i, h, batch, use_reentrant=False)
         hidden = ends.finished(h, None)
-        # The head does not learn: its gradient is made as soon as a few rows' logits are there, which are not kept.
+        # The head is not trained, so the gradient of its inputs is computed a few rows at a time, and logits are not kept.
         at_once = max(1, LOGITS_BYTES // (4 * spec.vocab_size))
         loss, gradients = torch.zeros((), device=device), []
         for rows, theirs in zip(hidden.detach().split(at_once), target.split(at_once), strict=True):
@@ -148,13 +146,13 @@ def train(
             while len(order) < per_step:
                 order += torch.randperm(len(windows), generator=rng).tolist()
             chosen, order = order[:per_step], order[per_step:]
-            losses.append(learn_from(chosen))
+            losses.append(backward(chosen))
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate(number, settings)
-            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIPPED)
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if number:  # of the step before, which is done: to look at this one's would let the device run empty
+            if number:  # the loss of the step before: to wait for this one's would let the device run idle
                 _check(number - 1, losses[number - 1])
             progress(number + 1, settings.num_steps)
         _check(settings.num_steps - 1, losses[-1])
@@ -167,8 +165,5 @@ def _check(number: int, loss: Tensor) -> None:
 
 
 def rate(number: int, settings: QAT) -> float:
-    """The share of the learning rate at a step: up in a line, down along a cosine."""
-    rising = max(1, round(settings.warmup * settings.num_steps))
-    if number < rising:
-        return (number + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (number - rising) / max(1, settings.num_steps - rising)))
+    """The learning rate of a step, as a share of its maximum."""
+    return warmup_cosine(number, settings.num_steps, max(1, round(settings.warmup * settings.num_steps)))

@@ -1,9 +1,9 @@
-"""Rotating the residual: every vector h between layers becomes h Q, with Q a random Hadamard matrix, folded into the weights
-that read and write it (QuaRot, Ashkboos et al. 2024; computational invariance, SliceGPT, Ashkboos et al. 2024).
+"""Rotates the residual: every hidden state h becomes h Q, with Q a random Hadamard matrix that is folded into the weights which
+read and write the residual (QuaRot, Ashkboos et al. 2024; computational invariance: SliceGPT, Ashkboos et al. 2024).
 
-An RMS norm without weights commutes with a rotation, so norms' weights are folded into what reads them first. What is large in
-one input is spread over all of them, and weights and inputs lose their outliers; the model computes the same. An output head
-that was the embedding table is a weight of its own afterwards, since the last norm is folded into it alone.
+The model computes the same, but an outlier in one input is spread over all of them. An RMS norm without a weight commutes with
+a rotation, so the norms' weights are folded into the weights that read them first. The last norm is folded into the output
+head, which is then no longer tied to the embeddings.
 """
 
 from __future__ import annotations
@@ -18,43 +18,40 @@ from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
-READERS = {
-    "pre_attention": ("attention.qkv",),
-    "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight"),
-}
+READERS = {"pre_attention": ("attention.qkv",), "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight")}
 WRITERS = ("attention.out", "mlp.down", "experts.down", "shared.down")
 
 
 def check(spec: ModelSpec) -> None:
-    """ConfigError if a model of this kind can't be rotated."""
+    """ConfigError if the model can't be rotated."""
     why = None
     for layer in spec.layers:
         norms = layer.norms
         if not isinstance(layer.block, SequentialBlock) or norms.keys() != READERS.keys():
             why = "its layers have other norms than one before attention and one before the MLP"
         elif any(n.kind != "rms" or n.bias for n in norms.values()):
-            why = "its norms take off a mean, which a rotation does not keep"
+            why = "its norms subtract the mean, which a rotation changes"
     if spec.final_norm is None or spec.final_norm.kind != "rms" or spec.embed_norm is not None or spec.embed_size is not None:
         why = "its embeddings or its last norm are of another kind"
-    if why is None and order_of(spec.hidden_size) is None:
+    if why is None and hadamard_order(spec.hidden_size) is None:
         why = f"there is no Hadamard matrix here for its hidden size of {spec.hidden_size}"
     if why is not None:
         raise ConfigError(f"this model can't be rotated: {why}; leave rotate out", field="rotate")
 
 
 def untied(source: ModelDescription) -> ModelDescription:
-    """The model with an output head of its own."""
+    """The description with an untied output head."""
     return dataclasses.replace(source, spec=dataclasses.replace(source.spec, tied_embeddings=False))
 
 
 def rotation(size: int, seed: int, device: torch.device) -> Tensor:
-    """A Hadamard matrix with random signs, orthogonal, float32 [size, size]."""
+    """An orthogonal matrix, Hadamard with random signs, float32 [size, size]."""
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return (hadamard(size) * (signs[:, None] / math.sqrt(size))).to(device)
 
 
 def rotate_layer(spec: LayerSpec, values: dict[str, Tensor], q: Tensor) -> None:
-    """A layer's parameters, in place."""
+    """Rotate a layer's parameters in place."""
     for norm, readers in READERS.items():
         gain = _take_gain(values, norm, spec.norms[norm])
         for name in (f"{reader}.weight" for reader in readers):
@@ -68,7 +65,7 @@ def rotate_layer(spec: LayerSpec, values: dict[str, Tensor], q: Tensor) -> None:
 
 
 def rotate_ends(spec: ModelSpec, values: dict[str, Tensor], q: Tensor) -> None:
-    """Embeddings, last norm and output head, in place; a tied head comes to stand by itself."""
+    """Rotate embeddings, last norm and output head in place. A tied head gets a weight of its own."""
     assert spec.final_norm is not None
     head = values.get("head.weight", values["embed.weight"])
     values["head.weight"] = (head * _take_gain(values, "final_norm", spec.final_norm)) @ q
@@ -78,7 +75,7 @@ def rotate_ends(spec: ModelSpec, values: dict[str, Tensor], q: Tensor) -> None:
 
 
 def _take_gain(values: dict[str, Tensor], norm: str, spec: NormSpec) -> Tensor:
-    """What the norm multiplies by, [E]; afterwards it is 1."""
+    """The norm's gain [E], which is set to 1."""
     weight = values[f"{norm}.weight"]
     values[f"{norm}.weight"] = torch.full_like(weight, 1.0 - spec.weight_offset)
     return weight + spec.weight_offset
@@ -87,8 +84,8 @@ def _take_gain(values: dict[str, Tensor], norm: str, spec: NormSpec) -> Tensor:
 # --- Hadamard matrices ------------------------------------------------------------------------------------------------
 
 
-def order_of(size: int) -> int | None:
-    """The order m of a matrix that Paley's constructions give (or 1), with size = m · 2^k; None if there is none."""
+def hadamard_order(size: int) -> int | None:
+    """The order m of a Paley matrix, or 1, such that size = m · 2^k; None if there is none."""
     odd = size
     while odd % 2 == 0:
         odd //= 2
@@ -99,8 +96,8 @@ def order_of(size: int) -> int | None:
 
 
 def hadamard(size: int) -> Tensor:
-    """Of ±1, with orthogonal rows, float32 [size, size]: Paley's (1933) times Sylvester's of two."""
-    m = order_of(size)
+    """A matrix of ±1 with orthogonal rows, float32 [size, size]: Paley's (1933) construction, doubled by Sylvester's."""
+    m = hadamard_order(size)
     assert m is not None
     found = torch.ones(1, 1) if m == 1 else _paley(m)
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -110,8 +107,8 @@ def hadamard(size: int) -> Tensor:
 
 
 def _paley_two(m: int) -> bool:
-    """Whether the second construction gives the order m = 2 (p + 1): p is a prime and p mod 4 = 1. (In the first, m = p + 1,
-    p mod 4 is 3 wherever 4 divides m.)"""
+    """Whether Paley's second construction gives m = 2 (p + 1): p is a prime and p mod 4 = 1. (His first gives m = p + 1, where
+    p mod 4 is 3 if 4 divides m.)"""
     p = m // 2 - 1
     return m % 4 == 0 and p % 4 == 1 and _is_prime(p)
 

@@ -1,31 +1,32 @@
-"""Weights on a grid: scales with the least squared error, codes to nearest, and codes by GPTQ.
+"""Rounds weights: scales with the least squared error, then codes to nearest or by GPTQ.
 
-A weight is [out, in]; a *grid* is its scales, and zero points where it is not symmetric, for each row and group. Scales are
-rounded to the type they are written in before any code is chosen, so that what is written is what was meant.
+A weight is [out, in]. Its *grid* is a scale for each row and group, with a zero point if it is not symmetric. Scales are
+rounded to the type they are written in before codes are chosen, so that the codes fit the scales in the checkpoint.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats
+from slipstream.compress.recipe import Quantize
 from slipstream.kernels.quantize import SMALLEST
 from slipstream.model.packing import numbers
 from slipstream.spec.scheme import WeightFormat
 
 SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
-"""Shares of the largest magnitude that clipping tries: a little above the end of the range, where its last code is only
-reached from one side, down to half."""
+"""The shares of the largest magnitude that clipping tries for integers. Above 1, the last code is reached from below only."""
 
 FLOAT_SHRINKS = tuple(2 ** (i / 32) for i in range(32))
-"""The same of floats: where in a factor of two the largest magnitude falls. The error of a float is a share of it that depends
-on its mantissa, so that a scale can put the few weights that meet large inputs on codes; beyond, all codes come again."""
+"""The same for floats, over one factor of two; then the same codes come again. The relative error of a float depends on its
+mantissa, so a scale can put the few weights that meet large inputs on codes."""
 
 COLUMNS_AT_ONCE = 128
-"""GPTQ updates the columns of so many at once, and those after them in one product."""
+"""GPTQ rounds this many columns one by one, then updates all columns after them in one product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Grid:
     zeros: Tensor | None
 
     def codes(self, weight: Tensor) -> Tensor:
-        """float32 [out, in] to nearest: int8, or float8_e4m3fn."""
+        """The nearest codes of a float32 weight [out, in]: int8 or float8_e4m3fn."""
         scales = self.scales.float().expand(len(weight), -1)[..., None]
         x = weight.unflatten(1, (scales.shape[1], -1)) / scales
         if self.fmt.kind == "float":
@@ -50,13 +51,13 @@ class Grid:
         return ints.flatten(1)
 
     def column(self, column: Tensor, group: int) -> Tensor:
-        """One column of weights [out] to nearest, as numbers."""
+        """One column of weights [out], rounded to nearest."""
         zeros = self.zeros[:, group].float() if self.zeros is not None else None
         return on_grid(self.fmt, column, self.scales[:, group].float(), zeros)
 
 
 def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """To nearest, as numbers; all float32 of one shape."""
+    """x rounded to nearest on its grid; all are float32 of one shape."""
     if fmt.kind == "float":
         floats: Tensor = (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
         return floats
@@ -68,7 +69,7 @@ def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A weight as it is written."""
+    """A rounded weight."""
 
     grid: Grid
     codes: Tensor  # int8 or float8_e4m3fn [out, in]
@@ -77,23 +78,26 @@ class Rounded:
     def fmt(self) -> WeightFormat:
         return self.grid.fmt
 
-    def numbers(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """float32 [out, in]"""
         return numbers(self.codes, self.grid.scales, self.grid.zeros)
 
-    def to(self, device: torch.device) -> Rounded:
-        zeros = None if self.grid.zeros is None else self.grid.zeros.to(device)
-        return Rounded(Grid(self.fmt, self.grid.scales.to(device), zeros), self.codes.to(device))
+    @classmethod
+    def cat(cls, parts: Sequence[Rounded]) -> Rounded:
+        """The rows of several weights of one format, one below the other."""
+        zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
+        grid = Grid(parts[0].fmt, torch.cat([p.grid.scales for p in parts]), torch.cat(zeros) if zeros else None)
+        return cls(grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype))
 
 
 def bounds(fmt: WeightFormat) -> tuple[int, int]:
-    """The ends of an int's codes; symmetric 8-bit products leave the lowest out."""
+    """(lowest, highest) integer code. Weights that meet 8-bit inputs do not use −128."""
     return fmt.lowest + (fmt.inputs is not None), -fmt.lowest - 1
 
 
 def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, importance: Tensor | None = None) -> Grid:
-    """The grid of a float32 weight [out, in], its scales in `dtype`. With `clip` each scale is the one of `SHRINKS` with the
-    least squared error, inputs weighed by `importance` [in] (their mean squares)."""
+    """The grid of a float32 weight [out, in], with scales in `dtype`. With `clip` each scale is the one with the least squared
+    error among `SHRINKS` or `FLOAT_SHRINKS`; `importance` [in] weighs the errors of inputs."""
     whole = weight.reshape(1, 1, -1) if fmt.whole else weight.unflatten(1, (fmt.groups(weight.shape[1]), -1))
     weighed = None
     if importance is not None and not fmt.whole:
@@ -120,7 +124,7 @@ def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, im
 
 
 def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(scales, zeros) with the extremes of `groups` [rows, groups, size], times `shrink`, on the ends of the range."""
+    """(scales, zeros) that put the extremes of `groups` [rows, groups, size], times `shrink`, on the ends of the range."""
     if fmt.kind == "float":
         return (groups.abs().amax(-1).clamp(min=SMALLEST) * (shrink / 448)).to(dtype), None
     if fmt.symmetric:
@@ -133,7 +137,7 @@ def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype)
 
 
 def nearest(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None) -> Rounded:
-    """To nearest."""
+    """Round to nearest. With `stats`, clipping weighs errors by the inputs' mean squares."""
     grid = fit(weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square)
     return Rounded(grid, grid.codes(weight))
 
@@ -148,18 +152,16 @@ def gptq(
     act_order: bool = True,
     clip: bool = True,
 ) -> Rounded:
-    """GPTQ (Frantar et al. 2023): columns are rounded one after another, and each one's error is taken up by those that
-    follow, as the inverse of the inputs' second moments says. With `act_order` the columns of large inputs come first, on
-    grids that were found before (so that groups stay neighbours in memory); without, a group's grid is found when its turn
-    comes."""
-    return solved(weight, fmt, dtype, stats, damping=damping, act_order=act_order, clip=clip)[0]
+    """GPTQ (Frantar et al. 2023): columns are rounded one after another, and the columns after each compensate for its error,
+    by the inverse Hessian. With `act_order` columns of large inputs come first, and all grids are found before (so that groups
+    stay contiguous). Without it, a group's grid is found when its first column is rounded."""
+    return gptq_trace(weight, fmt, dtype, stats, damping=damping, act_order=act_order, clip=clip)[0]
 
 
-def solved(
+def gptq_trace(
     weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats, *, damping: float, act_order: bool, clip: bool
 ) -> tuple[Rounded, Tensor]:
-    """`gptq`, and beside it what each weight was when its turn came, the errors of those before it taken up: float32
-    [out, in]."""
+    """(the result of `gptq`, each weight just before it was rounded, float32 [out, in])."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
@@ -173,7 +175,7 @@ def solved(
     upper = inverse_factor(hessian, damping, dead[order])
     size = inner // fmt.groups(inner)
     group_of = torch.zeros_like(order) if fmt.whole else order // size
-    found, met = torch.empty_like(work), torch.empty_like(work)
+    found, compensated = torch.empty_like(work), torch.empty_like(work)
     at_once = COLUMNS_AT_ONCE if act_order or fmt.group_size is None else min(size, COLUMNS_AT_ONCE)
     for begin in range(0, inner, at_once):
         end = min(begin + at_once, inner)
@@ -187,14 +189,29 @@ def solved(
         scales = grid.scales[:, own].float().expand(len(work), -1)
         made = found[:, begin:end].copy_(work[:, begin:end])
         errors = round_columns(fmt, made, upper[begin:end, begin:end], scales, zeros)
-        met[:, begin:end] = made + errors * upper.diagonal()[begin:end]
+        compensated[:, begin:end] = made + errors * upper.diagonal()[begin:end]
         work[:, end:] -= errors @ upper[begin:end, end:]
-    return Rounded(grid, grid.codes(found[:, back].contiguous())), met[:, back].contiguous()
+    return Rounded(grid, grid.codes(found[:, back].contiguous())), compensated[:, back].contiguous()
+
+
+def round_weight(
+    weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None
+) -> Rounded:
+    """Round as the recipe says: by GPTQ if it asks for that and there are statistics, else to nearest."""
+    if settings.rounding == "gptq" and stats is not None:
+        return gptq(weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip)
+    return nearest(weight, fmt, dtype, clip=settings.clip, stats=stats)
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """The value of `rounded`, with the gradient of x."""
+    return x + (rounded - x).detach()
 
 
 def round_columns(fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Round the columns of `block` [out, n] in place, one after another on grids of their own [out, n], each one's error taken
-    up by those that follow; the errors over the factor's diagonal [out, n]. `upper` [n, n] is the factor's part here."""
+    """Round the columns of `block` [out, n] in place, one after another; the columns after each compensate for its error.
+    `scales` and `zeros` are [out, n], `upper` [n, n] is this part of the Cholesky factor. The result is the errors divided by
+    the factor's diagonal, [out, n]."""
     errors = torch.empty_like(block)
     for j in range(block.shape[1]):
         column = block[:, j]
@@ -205,10 +222,11 @@ def round_columns(fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tenso
     return errors
 
 
-def caught_up(weight: Tensor, stats: InputStats, share: float, *, damping: float = 0.01) -> Tensor:
-    """The weight [out, in] that comes nearest to what the original gives of the original's inputs x° where it reads x, which
-    earlier layers' rounding made of them: W + share · W (Σ (x° − x) xᵀ) (Σ x xᵀ + damping)⁻¹. Without `stats.shift` as it is.
-    (The aim of GPTAQ, Li et al. 2025, reached before any column is rounded: it goes with every way of rounding.)"""
+def compensate(weight: Tensor, stats: InputStats, share: float, *, damping: float = 0.01) -> Tensor:
+    """The weight [out, in] whose outputs for the inputs x come nearest to the original outputs W x°, where x° are the inputs
+    before earlier layers were compressed: W + share · W (Σ (x° − x) xᵀ) (Σ x xᵀ + damping)⁻¹. Without `stats.shift`, W.
+
+    This is the objective of GPTAQ (Li et al. 2025), solved before rounding, so that it goes with any rounding."""
     if stats.shift is None or not share:
         return weight
     damped = stats.hessian.clone()
@@ -218,7 +236,7 @@ def caught_up(weight: Tensor, stats: InputStats, share: float, *, damping: float
 
 
 def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped matrix's inverse; damping grows where rounding made it singular."""
+    """The upper Cholesky factor of the damped Hessian's inverse. Damping grows until the factorisation succeeds."""
     live = hessian.diagonal()[~dead]
     mean = float(live.mean()) if len(live) else 1.0
     for _ in range(8):

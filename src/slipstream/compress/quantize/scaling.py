@@ -1,9 +1,9 @@
-"""Moving magnitude between a product's inputs and its weight: inputs are divided by s, columns of the weight multiplied by
-it, and the division is folded into whatever makes the inputs, so that the model computes the same in other numbers.
+"""Moves magnitude between a product's inputs and its weight: inputs are divided by s, columns of the weight multiplied by s,
+and the division is folded into what computes the inputs. The model computes the same, but rounding costs less.
 
-AWQ (Lin et al. 2024): s = rms(x)^a: weights that meet large inputs are rounded finer. SmoothQuant (Xiao et al. 2023):
-s = max|x|^a / max|w|^(1 − a): what makes inputs hard to round goes to the weights. The exponent is searched product by product
-for the least error of its output, s = 1 (nothing moved) among the candidates.
+AWQ (Lin et al. 2024): s = rms(x)^a, so that weights of large inputs are rounded more finely. SmoothQuant (Xiao et al. 2023):
+s = max|x|^a / max|w|^(1 − a), which moves outliers from inputs to weights. The exponent a is searched for each product for the
+least output error; s = 1 is among the candidates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.compress.quantize.rounding import Rounded, fit
 from slipstream.compress.recipe import Quantize
 from slipstream.model.sequences import attention_of
 from slipstream.spec.model import DenseSpec, LayerSpec, NormSpec, ParallelBlock, PostNormBlock
-from slipstream.spec.scheme import WeightFormat
+from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
 LEAST = 1e-5
@@ -27,8 +27,8 @@ LEAST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Where the division of a product's inputs goes: into the norm `norm`, or into `rows` of the weight `linear`. `repeats` is
-    how many inputs stand behind one of these: the query heads that read a kv head's values, each `head_dim` long."""
+    """Where the division of a product's inputs is folded into: the norm `norm`, or `rows` of the weight `linear`. One row may
+    feed several inputs: `repeats` query heads, each `head_dim` long, read the values of one kv head."""
 
     norm: str | None = None
     linear: str | None = None
@@ -37,17 +37,17 @@ class Fold:
     head_dim: int = 0
 
     def shared(self, x: Tensor) -> Tensor:
-        """Of values by input [in] the largest among those that stand behind one row, [in / repeats]."""
+        """From values by input [in], the largest of the inputs of each row, [in / repeats]."""
         return x if self.repeats == 1 else x.view(-1, self.repeats, self.head_dim).amax(1).flatten()
 
     def spread(self, s: Tensor) -> Tensor:
-        """The other way."""
+        """From values by row [in / repeats] to values by input [in]."""
         return s if self.repeats == 1 else s.view(-1, 1, self.head_dim).expand(-1, self.repeats, -1).flatten()
 
 
 def folds(spec: LayerSpec) -> dict[str, Fold]:
-    """The products of a layer whose inputs can be scaled, those first whose fold changes another's weight. A norm that several
-    branches read is left alone, and so is one whose result is the residual too; mixtures of experts keep theirs."""
+    """The products of a layer whose inputs can be scaled. Those whose fold changes another product's weight come first. Norms
+    that several branches, the residual or a mixture of experts read can't be folded into."""
     a, m, norms = attention_of(spec), spec.mlp, spec.norms
     found: dict[str, Fold] = {}
     if isinstance(m, DenseSpec) and (m.gated or m.activation == "relu"):
@@ -73,8 +73,9 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
 def scale_inputs(
     parameters: dict[str, Tensor], product: str, fold: Fold, s: Tensor, norms: Mapping[str, NormSpec], dtype: torch.dtype
 ) -> Tensor:
-    """Divide the inputs of `product` by s [in / repeats] in `parameters` (a layer's, changed in place). Norms are rounded to
-    `dtype`, the type they are written in; the s [in] that this comes to is what the weight is multiplied by, and returned."""
+    """Divide the inputs of `product` by s [in / repeats], by changing the layer's `parameters` in place. A norm's new weight is
+    rounded to `dtype`, in which it is written, and s adjusted to match. The result is the s [in] that the weight is multiplied
+    by."""
     if fold.norm is not None:
         weight, offset = parameters[f"{fold.norm}.weight"], norms[fold.norm].weight_offset
         gain = weight + offset
@@ -98,9 +99,9 @@ def scale_inputs(
 def search_scale(
     weight: Tensor, stats: InputStats, fold: Fold, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
-    """(s [in / repeats], the exponent that was the best)."""
+    """(the best s [in / repeats], its exponent)."""
     awq = settings.scaling == "awq"
-    error = _weight_error(weight, stats, fmt, dtype) if awq else _product_error(weight, stats, fmt, dtype)
+    error = _output_error(weight, stats, fmt, dtype, awq)
     best, least, exponent = torch.ones_like(fold.shared(stats.absmax)), float("inf"), 0.0
     if settings.alpha == "search" or awq:
         least = error(fold.spread(best))
@@ -123,35 +124,30 @@ def _smooth(weight: Tensor, stats: InputStats, fold: Fold, a: float) -> Tensor:
     return (x**a / w ** (1 - a)).clamp(min=LEAST)
 
 
-def _weight_error(weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype) -> Callable[[Tensor], float]:
-    """The squared error of the output over the calibration text, with the weight rounded: sum of d H dᵀ over rows."""
+def _output_error(
+    weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype, awq: bool
+) -> Callable[[Tensor], float]:
+    """A function from s to the product's squared output error. For AWQ the weight is rounded and the error is that over the
+    calibration text, tr(d H dᵀ). For SmoothQuant the inputs are rounded too, and the error is that on the sample."""
+    exact = stats.sample @ weight.T
 
     def error(s: Tensor) -> float:
         scaled = weight * s
         grid = fit(scaled, fmt, dtype, clip=False)
-        d = Rounded(grid, grid.codes(scaled)).numbers() / s - weight
-        return float(((d @ stats.hessian) * d).sum())
-
-    return error
-
-
-def _product_error(weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype) -> Callable[[Tensor], float]:
-    """The same on the sample, with the inputs rounded as well."""
-    assert fmt.inputs is not None
-    exact, form = stats.sample @ weight.T, fmt.inputs
-
-    def error(s: Tensor) -> float:
+        rounded = Rounded(grid, grid.codes(scaled)).dequantized()
+        if awq:
+            d = rounded / s - weight
+            return float(((d @ stats.hessian) * d).sum())
+        assert fmt.inputs is not None
         x = stats.sample / s
-        fake = FakeInputs(form, float(x.abs().max()) / (448 if form == "fp8" else 127) if fmt.static_inputs else None)
-        scaled = weight * s
-        grid = fit(scaled, fmt, dtype, clip=False)
-        return float((fake(x) @ Rounded(grid, grid.codes(scaled)).numbers().T - exact).square().sum())
+        scale = float(x.abs().max()) / FORMAT_MAX[fmt.inputs] if fmt.static_inputs else None
+        return float((FakeInputs(fmt.inputs, scale)(x) @ rounded.T - exact).square().sum())
 
     return error
 
 
 def scaled_products(spec: LayerSpec, settings: Quantize, prefix: str) -> Iterator[tuple[str, Fold]]:
-    """The products of the layer that are rounded and can be scaled, in the order in which to do it."""
+    """The products of the layer that are rounded and can be scaled, in the order in which to scale them."""
     for product, fold in folds(spec).items():
         if settings.of(prefix + product) is not None:
             yield product, fold

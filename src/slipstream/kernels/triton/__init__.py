@@ -1,4 +1,4 @@
-"""The op set for NVIDIA GPUs, in Triton. Products of many tokens go to torch's library where it is the fastest."""
+"""The op set for NVIDIA GPUs, in Triton. Products of many tokens use torch's libraries where those are faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
@@ -31,13 +30,14 @@ from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
+from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import Activation
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
 
 
 def attention_kind(kv: LayerKV) -> str:
-    """A cache's numbers, as tile tables call them."""
+    """The cache's number format, as tile tables name it."""
     if kv.k_scale is None:
         return str(kv.k.dtype).removeprefix("torch.")
     return "int8" if kv.k.dtype == torch.int8 else "fp8"
@@ -73,14 +73,14 @@ class TritonOps(OpSet):
         if device not in self._scratch:
             self._scratch[device] = split_k.Scratch(device)
         if isinstance(w, GroupedLinear) and self.dense_copies:
-            return dataclasses.replace(w, dense=int4_groupwise.expand(w, w.scales.dtype))
+            return dataclasses.replace(w, dense=int4_groupwise.dequantize_int4(w, w.scales.dtype))
         return self._sparse(w) if isinstance(w, ScaledLinear) else w
 
     def _sparse(self, w: Linear) -> Linear:
-        """With a copy without zeros, if that is the faster one; another order of sums, so none where results are fixed."""
-        return w if self.deterministic else sparse24.with_copy(w, self.tiles)
+        """`w` with a 2:4 copy if that is faster. It sums in another order, so `deterministic` has none."""
+        return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
 
-    def _dense(self, x: Activations, w: Linear) -> Tensor:
+    def _linear(self, x: Activations, w: Linear) -> Tensor:
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
 
     def quantize_experts(
@@ -90,7 +90,7 @@ class TritonOps(OpSet):
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
-        # The scale is rounded to the table's type first, as the models were trained.
+        # The scale is rounded to the table's type first, as in training.
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
@@ -98,8 +98,8 @@ class TritonOps(OpSet):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
         if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
-            return sparse24.product(x, w)
-        return self._dense(x, w)
+            return sparse24.sparse24_linear(x, w)
+        return self._linear(x, w)
 
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return pointwise.quantize(x, inputs)
@@ -156,7 +156,7 @@ class TritonOps(OpSet):
         return bidirectional.mean_of_texts(hidden, starts)
 
     def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, **options: Any) -> Tensor:
-        attend = mla_prefill.mla_attention if mla_prefill.takes(meta) else super().mla_attention
+        attend = mla_prefill.mla_attention if mla_prefill.covers(meta) else super().mla_attention
         return attend(q, row, kv, meta, **options)
 
     def mla_queries(
@@ -207,7 +207,7 @@ class TritonOps(OpSet):
         shared: tuple[Linear, Linear],
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        if moe.takes_shared(x.shape[0], experts, shared):
+        if moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
         return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
 

@@ -1,8 +1,7 @@
-"""CUDA C++ for the few kernels that Triton cannot express, without a toolkit: NVRTC, which torch brings, compiles them.
+"""CUDA C++ for what Triton can't express. NVRTC, which comes with torch, compiles it; no CUDA toolkit is needed.
 
-A kernel is compiled for one device and one set of definitions, when it is first made; the result lies in Triton's cache,
-beside Triton's own kernels. Sources include nothing.
-"""
+A kernel is compiled once per device and set of definitions. The cubin is kept in Triton's cache. Sources include
+nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ OPTIONS = ("--std=c++17", "--use_fast_math")
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
-    """The library that torch was built with. EngineError: it is not there."""
+    """The NVRTC library of torch's CUDA version. Raises EngineError if it is missing."""
     name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
     found = [name, *(str(p) for folder in sys.path for p in sorted(Path(folder, "nvidia").glob(f"*/lib/{name}")))]
     for path in found:
@@ -40,7 +39,7 @@ def nvrtc() -> ctypes.CDLL:
 
 
 def compile_source(source: str, arch: str, definitions: Mapping[str, int | float], library: ctypes.CDLL) -> bytes:
-    """The machine code (a cubin) of `source` for `arch` (as sm_90a). EngineError: what the compiler said."""
+    """The cubin of `source` for `arch` (such as sm_90a). Raises EngineError with the compiler's log."""
     options = [f"--gpu-architecture={arch}", *OPTIONS]
     options += [f"-D{name}={_literal(value)}" for name, value in definitions.items()]
     program = ctypes.c_void_p()
@@ -68,11 +67,11 @@ def _read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
 
 def _checked(code: int) -> None:
     if code:
-        raise EngineError(f"CUDA's library answered with error {code}")
+        raise EngineError(f"CUDA returned error {code}")
 
 
 class CudaKernel:
-    """A kernel on a GPU, all of whose programs run at once (a cooperative launch)."""
+    """A kernel for cooperative launch: all its thread blocks are resident at once."""
 
     def __init__(
         self,
@@ -98,13 +97,13 @@ class CudaKernel:
             cubin = Path(kept).read_bytes()
         self._driver = ctypes.CDLL("libcuda.so.1")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        platform.stream_pointer()  # so that there is a context
+        platform.stream_pointer()  # creates the context
         _checked(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
         _checked(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         _checked(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes))
 
     def __call__(self, programs: int, threads: int, arguments: Sequence[Tensor | int]) -> None:
-        """On the current stream. Tensors are passed as pointers, numbers as 32-bit integers."""
+        """Launch on the current stream. Tensors are passed as pointers, integers as 32 bits."""
         values: list[Any] = [
             ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments
         ]

@@ -1,11 +1,12 @@
-"""Experts of many tokens, weights of 16 bits or of 8 by rows: tokens' rows are copied into the experts' order once, so that
-both products read rows and weights through the copy engine (TMA, compute capability 9.0 and later) and no thread reckons
-addresses.
+"""Grouped GEMM of a mixture of experts with many tokens; weights of 16 bits, or of 8 bits with a scale per row.
 
-Programs that share weights or rows stand side by side: of BAND tiles all that multiply with the same rows of a weight, then the
-next rows. So a weight that the L2 cache does not hold (Mixtral's: 117 MB an expert) is read once for BAND tiles. The first
-product of a gated expert multiplies with the gate's rows and the up's and leaves their activation.
-"""
+1. `permute_rows` copies tokens' rows into the experts' order, x [T, K] → [T · k, K]. Both products then read rows and
+   weights through TMA (compute capability 9.0 and later), and no thread computes addresses.
+2. `grouped_gemm` multiplies: one thread block takes a tile of an expert's pairs and BLOCK_N of its outputs. The first
+   product of a gated expert computes gate and up together and stores their activation.
+
+Thread blocks are ordered in groups of GROUP_M tiles that pass over the weight's rows together. A weight that L2 can't
+hold (Mixtral's: 117 MB an expert) is thus read once for GROUP_M tiles."""
 
 from __future__ import annotations
 
@@ -15,99 +16,62 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.triton.moe_permute import Groups, tile_of
-from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.kernels.triton.moe_permute import ExpertTiles, tile_of
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import activate, activation_arguments, quantize
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
 from slipstream.platform import platform_of
 from slipstream.spec.model import DenseSpec, MoESpec
 
-BAND = 8
-"""Tiles of entries."""
-BLOCK_BYTES = 128
-"""Of a row that are multiplied at once."""
+GROUP_M = 8
+"""Tiles of pairs that pass over the weight together."""
+BLOCK_K_BYTES = 128
+"""Bytes of a row per K step."""
 
 
 @triton.jit
-def _sort_kernel(
-    x_ptr,
-    scales_ptr,
-    places_ptr,
-    out_ptr,
-    out_scales_ptr,
-    K,
-    TOP: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A token's row to the places of its entries."""
+def _permute_kernel(
+    x_ptr, scales_ptr, inverse_ptr, out_ptr, out_scales_ptr, K,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy a token's row to the sorted positions of its pairs."""
     if PDL:
         pdl_wait()
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token.to(tl.int64) * K + at, mask=at < K)
-    for j in tl.static_range(TOP):
-        place = tl.load(places_ptr + token * TOP + j)
-        tl.store(out_ptr + place.to(tl.int64) * K + at, x, mask=at < K)
+    for j in tl.static_range(TOP_K):
+        position = tl.load(inverse_ptr + token * TOP_K + j)
+        tl.store(out_ptr + position.to(tl.int64) * K + at, x, mask=at < K)
         if SCALED and tl.program_id(1) == 0:
-            tl.store(out_scales_ptr + place, tl.load(scales_ptr + token))
+            tl.store(out_scales_ptr + position, tl.load(scales_ptr + token))
 
 
-def sort_rows(x: Activations, groups: Groups, top: int) -> Activations:
-    """x [T, K] → [T · k, K], a row an entry in the experts' order."""
-    assert groups.places is not None
+def permute_rows(x: Activations, tiles: ExpertTiles, top_k: int) -> Activations:
+    """x [T, K] → [T · k, K], one row a pair, in the experts' order."""
+    assert tiles.inverse is not None
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
-    (num_tokens, inner), count = values.shape, groups.places.numel()
+    (num_tokens, inner), count = values.shape, tiles.inverse.numel()
     out = torch.empty(count, inner, dtype=values.dtype, device=values.device)
     out_scales = torch.empty(count, 1, dtype=torch.float32, device=values.device) if isinstance(x, Quantized) else out
-    # as whole numbers: bits are copied
+    # as integers: bits are copied
     bits = {1: torch.int8, 2: torch.int16}[values.element_size()]
     block = min(2048, triton.next_power_of_2(inner))
-    _sort_kernel[(num_tokens, triton.cdiv(inner, block))](
-        values.view(bits),
-        scales,
-        groups.places,
-        out.view(bits),
-        out_scales,
-        inner,
-        TOP=top,
-        SCALED=isinstance(x, Quantized),
-        BLOCK=block,
-        num_warps=min(4, max(1, block // 256)),
-        **overlapped(values),
-    )
+    _permute_kernel[(num_tokens, triton.cdiv(inner, block))](
+        values.view(bits), scales, tiles.inverse, out.view(bits), out_scales, inner,
+        TOP_K=top_k, SCALED=isinstance(x, Quantized), BLOCK=block, num_warps=min(4, max(1, block // 256)),
+        **pdl_options(values),
+    )  # fmt: skip
     return Quantized(out, out_scales) if isinstance(x, Quantized) else out
 
 
 @triton.jit
-def _multiply(
-    x_desc,
-    w_desc,
-    x_scale_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    y_ptr,
-    row,
-    column,
-    first,
-    end,
-    N,
-    K,
-    alpha,
-    limit,
-    ACTIVE: tl.constexpr,
-    KIND: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Places `first` to `end` of y, at most BLOCK_M, and its columns `column` on, by rows `row` on of the weights."""
+def _tile_gemm(
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, first, end, N, K, alpha, limit,
+    ACTIVATE: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows `first` … `end` of y (at most BLOCK_M), columns from `column`, by the weight's rows from `row`."""
     y = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     up = y
     for k in range(0, K, BLOCK_K):
@@ -119,102 +83,79 @@ def _multiply(
     ms, ns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     live, inside = ms < end, column + ns < N
     if SCALED:
-        of_x = tl.load(x_scale_ptr + ms, mask=live, other=0.0)[:, None]
-        y *= of_x * tl.load(w_scale_ptr + row + ns, mask=inside, other=0.0)[None, :]
+        x_scale = tl.load(x_scale_ptr + ms, mask=live, other=0.0)[:, None]
+        y *= x_scale * tl.load(w_scale_ptr + row + ns, mask=inside, other=0.0)[None, :]
         if GATED:
-            up *= of_x * tl.load(w_scale_ptr + row + N + ns, mask=inside, other=0.0)[None, :]
+            up *= x_scale * tl.load(w_scale_ptr + row + N + ns, mask=inside, other=0.0)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + row + ns, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_ptr + row + N + ns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if ACTIVE:
+    if ACTIVATE:
         y = activate(y, up, alpha, limit, KIND, FUNCTION, GATED)
     at = y_ptr + ms.to(tl.int64)[:, None] * N + (column + ns)[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def _sorted_kernel(
-    x_desc,
-    half_desc,
-    w_desc,
-    x_scale_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    y_ptr,
-    starts_ptr,
-    ends_ptr,
-    N,
-    K,
-    X,
-    num_tiles,
-    alpha,
+def _grouped_gemm_kernel(
+    x_desc, half_x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, starts_ptr, ends_ptr, N, K, X, num_tiles, alpha,
     limit,
-    ACTIVE: tl.constexpr,
-    KIND: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr,
-    BAND: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y [T · k, N] = x · Wᵀ, for a tile of entries and BLOCK_N of an expert's N outputs. An expert's weight has N rows, or with
-    GATED N of the gate and then N of the up. ACTIVE: y is their activation. Of a tile that is not filled beyond HALF (0: never)
-    only so many rows are multiplied."""
-    program, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    first_tile = program // (BAND * across) * BAND
-    tiles = tl.minimum(num_tiles - first_tile, BAND)
-    tile, column = first_tile + program % (BAND * across) % tiles, program % (BAND * across) // tiles * BLOCK_N
+    ACTIVATE: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, GROUP_M: tl.constexpr, HALF_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [T · k, N] = x · Wᵀ for one tile of pairs and BLOCK_N of an expert's N outputs.
+
+    GATED: an expert's weight has N gate rows, then N up rows. ACTIVATE: y is their activation. A tile with at most
+    HALF_M pairs multiplies only HALF_M rows (0: never)."""
+    program, tiles_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    first_tile = program // (GROUP_M * tiles_n) * GROUP_M
+    group_m = tl.minimum(num_tiles - first_tile, GROUP_M)
+    tile, column = first_tile + program % (GROUP_M * tiles_n) % group_m, program % (GROUP_M * tiles_n) // group_m * BLOCK_N
     if PDL:
         pdl_wait()
     expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
     row = expert * N * (2 if GATED else 1) + column
     if expert < X:
-        if end - first > HALF:
-            _multiply(
+        if end - first > HALF_M:
+            _tile_gemm(
                 x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, first, end, N, K, alpha, limit,
-                ACTIVE, KIND, FUNCTION, GATED, SCALED, HAS_BIAS, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
+                ACTIVATE, KIND, FUNCTION, GATED, SCALED, HAS_BIAS, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-        elif HALF > 0:
-            _multiply(
-                half_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, first, end, N, K, alpha, limit,
-                ACTIVE, KIND, FUNCTION, GATED, SCALED, HAS_BIAS, ACC, HALF, BLOCK_N, BLOCK_K,
+        elif HALF_M > 0:
+            _tile_gemm(
+                half_x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, row, column, first, end, N, K, alpha, limit,
+                ACTIVATE, KIND, FUNCTION, GATED, SCALED, HAS_BIAS, ACC, HALF_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
-def covers(x: Activations, up: Linear, down: Linear, groups: Groups) -> bool:
-    """Whether `grouped_gemm` takes these: many entries, weights of its forms, rows as the copy engine wants them."""
+def covers(x: Activations, up: Linear, down: Linear, tiles: ExpertTiles) -> bool:
+    """Whether `grouped_mlp` takes these: many pairs, dense or row-scaled weights, rows aligned for TMA."""
     values = x.values if isinstance(x, Quantized) else x
     device = values.device
     forms = all(type(w) in (Linear, ScaledLinear) and w.weight.is_contiguous() for w in (up, down))
     rows = all(w.weight.shape[1] * w.weight.element_size() % 16 == 0 for w in (up, down))
     small = values.element_size() <= 2 and up.inputs == down.inputs
     engine = platform_of(device).arch.tma
-    return groups.places is not None and groups.block >= 64 and forms and rows and small and engine
+    return tiles.inverse is not None and tiles.tile_m >= 64 and forms and rows and small and engine
+
+
+def grouped_mlp(
+    x: Activations, up: Linear, down: Linear, tiles: ExpertTiles, spec: MoESpec, dtype: torch.dtype
+) -> Tensor:
+    """Both products: x [T, E] → [T · k, E], one row a pair in the experts' order, not yet weighted."""
+    permuted = permute_rows(x, tiles, spec.num_experts_per_token)
+    expert, count = spec.expert, spec.num_experts
+    inner = grouped_gemm(permuted, up, tiles, expert.intermediate_size, count, dtype, expert)
+    hidden = quantize(inner, down.inputs) if down.inputs else inner
+    return grouped_gemm(hidden, down, tiles, down.weight.shape[0] // count, count, dtype)
 
 
 def grouped_gemm(
-    x: Activations, up: Linear, down: Linear, groups: Groups, spec: MoESpec, dtype: torch.dtype
-) -> Tensor:
-    """x [T, E] → [T · k, E], a row an entry in the experts' order, not yet weighed."""
-    given = sort_rows(x, groups, spec.num_experts_per_token)
-    expert, count = spec.expert, spec.num_experts
-    inner = product(given, up, groups, expert.intermediate_size, count, dtype, expert)
-    then = quantize(inner, down.inputs) if down.inputs else inner
-    return product(then, down, groups, down.weight.shape[0] // count, count, dtype)
-
-
-def product(
     x: Activations,
     w: Linear,
-    groups: Groups,
+    tiles: ExpertTiles,
     outer: int,
     num_experts: int,
     dtype: torch.dtype,
@@ -222,52 +163,33 @@ def product(
     *,
     tile: tuple[int, int, int, bool] | None = None,
 ) -> Tensor:
-    """x [T · k, K] in the experts' order → [T · k, outer], with `expert` its activation. `tile`: (BLOCK_N, warps, stages,
-    whether a tile's second half is left out where it is empty)."""
+    """x [T · k, K] in the experts' order → [T · k, outer]; with `expert` its activation. `tile`: (BLOCK_N, warps,
+    stages, whether a tile's empty second half is skipped)."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     gated = expert is not None and expert.gated
     y = torch.empty(values.shape[0], outer, dtype=dtype, device=values.device)
-    block_n, warps, stages, halved = tile or _tile(groups, gated=gated, eight_bits=values.element_size() == 1)
-    block_k = BLOCK_BYTES // values.element_size()
-    half = groups.block // 2 if halved else 0
-    _sorted_kernel[(groups.max_tiles * triton.cdiv(outer, block_n),)](
-        TensorDescriptor(values, list(values.shape), list(values.stride()), [groups.block, block_k]),
-        TensorDescriptor(values, list(values.shape), list(values.stride()), [half or groups.block, block_k]),
-        TensorDescriptor(w.weight, list(w.weight.shape), list(w.weight.stride()), [block_n, block_k]),
-        scales,
-        w.scales if isinstance(w, ScaledLinear) else values,
-        y if w.bias is None else w.bias,
-        y,
-        groups.starts,
-        groups.tile_ends,
-        outer,
-        values.shape[1],
-        num_experts,
-        groups.max_tiles,
-        **activation_arguments("silu" if expert is None else expert.activation),
-        ACTIVE=expert is not None,
-        GATED=gated,
-        SCALED=isinstance(w, ScaledLinear),
-        HAS_BIAS=w.bias is not None,
-        ACC=tl.int32 if w.inputs == "int8" else tl.float32,
-        BAND=BAND,
-        HALF=half,
-        BLOCK_M=groups.block,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        BLOCK_X=triton.next_power_of_2(num_experts),
-        num_warps=warps,
-        num_stages=stages,
-        **overlapped(values),
-    )
+    block_n, warps, stages, skip_half = tile or _default_tile(tiles, gated=gated, eight_bits=values.element_size() == 1)
+    block_k = BLOCK_K_BYTES // values.element_size()
+    half = tiles.tile_m // 2 if skip_half else 0
+    _grouped_gemm_kernel[(tiles.max_tiles * triton.cdiv(outer, block_n),)](
+        TensorDescriptor(values, list(values.shape), list(values.stride()), [tiles.tile_m, block_k]),
+        TensorDescriptor(values, list(values.shape), list(values.stride()), [half or tiles.tile_m, block_k]),
+        TensorDescriptor(w.weight, list(w.weight.shape), list(w.weight.stride()), [block_n, block_k]), scales,
+        w.scales if isinstance(w, ScaledLinear) else values, y if w.bias is None else w.bias, y, tiles.starts,
+        tiles.tile_ends, outer, values.shape[1], num_experts, tiles.max_tiles,
+        **activation_arguments("silu" if expert is None else expert.activation), ACTIVATE=expert is not None, GATED=gated,
+        SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
+        GROUP_M=GROUP_M, HALF_M=half, BLOCK_M=tiles.tile_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        BLOCK_X=triton.next_power_of_2(num_experts), num_warps=warps, num_stages=stages, **pdl_options(values),
+    )  # fmt: skip
     return y
 
 
-def _tile(groups: Groups, *, gated: bool, eight_bits: bool) -> tuple[int, int, int, bool]:
-    """(BLOCK_N, warps, stages, halved), measured on an H200 (`benchmarks/gpu_experts.py`)."""
-    if groups.block == 64:
+def _default_tile(tiles: ExpertTiles, *, gated: bool, eight_bits: bool) -> tuple[int, int, int, bool]:
+    """(BLOCK_N, warps, stages, skip_half), measured on an H200 (benchmarks/kernels.py --op moe-tiles)."""
+    if tiles.tile_m == 64:
         return 128, 4, 4, False
-    few_tiles = groups.order.numel() <= 256 * groups.tile_ends.numel()  # of each expert; a step is bound by its weights
+    few_tiles = tiles.order.numel() <= 256 * tiles.tile_ends.numel()  # per expert: then the step is bound by the weights' bytes
     if eight_bits:
         return (128, 8, 4, few_tiles) if gated else (256, 8, 3, False)
     return (128, 8, 4 if few_tiles else 3, few_tiles) if gated else (128, 4, 3, few_tiles)

@@ -1,18 +1,20 @@
-"""Prefill attention for Hopper: a persistent program a multiprocessor, warps with roles (FlashAttention-3, Shah et al. 2024).
+"""Prefill attention for Hopper: persistent, warp-specialised thread blocks (FlashAttention-3, Shah et al. 2024).
 
-A producer copies blocks of keys and values into a ring of tiles in shared memory: by the copy engine (TMA) from a 16-bit
-cache, through registers as float16 from an 8-bit one. Two consumers of four warps each hold 64 rows (tokens times the query
-heads of a kv head, filled up to a power of two) and walk along the same tiles from the last to the first: while the tensor
-cores multiply the queries with the tile ahead and the weights with the tile behind, a consumer takes the exponents of the tile
-in hand. Scores are kept in units of log 2.
+Computes softmax(scale · q kᵀ) v over the paged cache, causal, for sequences with many queries. Bound by the tensor
+cores.
 
-A unit is 128 rows of one sequence, an item a unit and a kv head. The producers fetch items from a counter and tell their
-consumers; within a sequence the units with the most keys come first, so that programs end together. Who computes an item
-changes nothing in it.
+1. One thread block runs on each multiprocessor: a producer and two consumers of four warps each.
+2. The producer fills a ring of key and value tiles in shared memory. A 16-bit cache is copied by TMA; an 8-bit one goes
+   through registers and becomes float16.
+3. Each consumer holds 64 rows (tokens × G query heads of a kv head, G rounded up to a power of two). Both walk along the
+   same tiles from last to first. While the tensor cores multiply queries with the next tile and weights with the
+   previous one, a consumer takes the exponents of the current tile. Scores are in units of log 2.
+4. Work is a query tile (128 rows of one sequence) and a kv head. The producer takes work from a counter and sends it to
+   its consumers. In a sequence the tiles with the most keys come first, so thread blocks end together. Which thread
+   block computes a tile changes nothing in its result.
 
-Limits: compute capability 9.0; bfloat16 or float16; head dims of 64, 128 and 256 (`covers`); causal, without ALiBi or a bias by
-distance. Gluon is not interpreted on a CPU: there a test reads the machine code it makes; tests/gpu compare its numbers.
-"""
+Limits: compute capability 9.0; bfloat16 or float16; head dims of 64, 128 and 256 (`covers`); causal; no ALiBi, no bias
+by distance. Gluon has no interpreter: a test here reads the machine code, and tests/gpu compares the numbers."""
 
 from __future__ import annotations
 
@@ -35,15 +37,15 @@ from slipstream.platform import platform_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
-# Gluon's names change with Triton's versions (`attention.HOPPER_TRITON`). Two are looked for here.
+# Gluon's names change between Triton's versions (`attention.HOPPER_TRITON`); both known names are looked for.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
-def _as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same bytes of shared memory as other numbers."""
-    if PUBLIC:
+def _reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same bytes of shared memory in another dtype and shape."""
+    if HAS_REINTERPRET:
         return memory.reinterpret(dtype, shape, layout)
     else:
         return memory._reinterpret(dtype, shape, layout)
@@ -51,7 +53,7 @@ def _as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """NUM barriers, each of which COUNT arrivals open."""
+    """NUM barriers, each of which opens after COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -59,32 +61,33 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _num_units(starts_ptr, seq, TOKENS: gl.constexpr):
-    """Of a sequence, `TOKENS` of whose tokens make a unit."""
+def _num_tiles(starts_ptr, seq, TOKENS: gl.constexpr):
+    """Query tiles of a sequence, of TOKENS tokens each."""
     return (gl.load(starts_ptr + seq + 1) - gl.load(starts_ptr + seq) + TOKENS - 1) // TOKENS
 
 
 @gluon.jit
-def _find(unit, seq, base, last_seq, starts_ptr, TOKENS: gl.constexpr):
-    """The sequence that holds `unit`, at or behind `seq`, with its first unit and their number; `last_seq` if none does."""
-    units = _num_units(starts_ptr, seq, TOKENS)
-    while (unit >= base + units) & (seq < last_seq):
-        base += units
+def _find_sequence(tile, seq, base, last_seq, starts_ptr, TOKENS: gl.constexpr):
+    """The sequence with query tile `tile`, from `seq` on, its first tile and its number of tiles; `last_seq` if there is
+    none."""
+    tiles = _num_tiles(starts_ptr, seq, TOKENS)
+    while (tile >= base + tiles) & (seq < last_seq):
+        base += tiles
         seq += 1
-        units = _num_units(starts_ptr, gl.minimum(seq, last_seq - 1), TOKENS)
-    return seq, base, units
+        tiles = _num_tiles(starts_ptr, gl.minimum(seq, last_seq - 1), TOKENS)
+    return seq, base, tiles
 
 
 @gluon.jit
-def _span(
-    unit, seq, base, units, starts_ptr, lens_ptr, window,
+def _tile_bounds(
+    tile, seq, base, tiles, starts_ptr, lens_ptr, window,
     TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A unit's first token, the number of tokens from there on, their position; its tiles of keys, and where the keys end."""
+    """Of a query tile: first token, tokens left, first position; first and end key tile; end of the keys."""
     begin = gl.load(starts_ptr + seq)
     num_queries = gl.load(starts_ptr + seq + 1) - begin
     length = gl.load(lens_ptr + seq)
-    first = (base + units - 1 - unit) * TOKENS  # the longest first
+    first = (base + tiles - 1 - tile) * TOKENS  # longest first
     position = length - num_queries + first
     end = gl.minimum(length, position + TOKENS)
     low = gl.to_tensor(0)
@@ -94,21 +97,22 @@ def _span(
 
 
 @gluon.jit
-def _copy_tile(desc, table, start, end, head, full, tile, K: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Keys `start` … of a sequence into `tile` [BLOCK_N, D], piece by piece; `full` opens when all have come."""
-    PIECE: gl.constexpr = desc.block_type.shape[0]
-    mbarrier.expect(full, tile.shape[0] * tile.shape[1] * 2)
-    for i in gl.static_range(tile.shape[0] // PIECE):
-        at = start + i * PIECE
+def _copy_tile(desc, table, start, end, head, full, kv_tile, K: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Copy keys from `start` into `kv_tile` [BLOCK_N, D], a KV block at a time. Barrier `full` opens when all have
+    arrived."""
+    ROWS_PER_COPY: gl.constexpr = desc.block_type.shape[0]
+    mbarrier.expect(full, kv_tile.shape[0] * kv_tile.shape[1] * 2)
+    for i in gl.static_range(kv_tile.shape[0] // ROWS_PER_COPY):
+        at = start + i * ROWS_PER_COPY
         block = gl.load(table + at // BLOCK_SIZE, mask=at < end, other=0)
         row = (block * K + head) * BLOCK_SIZE + at % BLOCK_SIZE
-        load_tile(desc, [row, 0], full, tile.slice(i * PIECE, PIECE, 0))
+        load_tile(desc, [row, 0], full, kv_tile.slice(i * ROWS_PER_COPY, ROWS_PER_COPY, 0))
 
 
 @gluon.jit
-def _halves(x, IS_FP8: gl.constexpr):
-    """Four 8-bit numbers in each int32 [..., N] as float16 pairs in int32 [..., 2 N]. A byte of an int8 in the low half of
-    0x6400 is the float16 number 1024 + byte."""
+def _widen(x, IS_FP8: gl.constexpr):
+    """Four 8-bit numbers in each int32 [..., N] → float16 pairs in int32 [..., 2 N]. An int8's byte in the low half of
+    0x6400 is the float16 1024 + byte."""
     if IS_FP8:
         low, high = gl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
@@ -126,11 +130,11 @@ def _halves(x, IS_FP8: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(
+def _load_8bit(
     ptr, table, start, end, head,
     K: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of an 8-bit cache, as they lie in it: int32 [BLOCK_N // BLOCK_SIZE, ROWS, COLUMNS // 4], four numbers in each."""
+    """KV blocks of an 8-bit cache as stored: int32 [BLOCK_N // BLOCK_SIZE, ROWS, COLUMNS // 4], four numbers in each."""
     ACROSS: gl.constexpr = COLUMNS // 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // ACROSS, ACROSS], [1, 4, 1], [2, 1, 0])
     BLOCKS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
@@ -144,61 +148,61 @@ def _load_tile(
 
 
 @gluon.jit
-def _tell(news, AT: gl.constexpr, numbers):
-    """Leave numbers in shared memory, behind AT others."""
+def _send(mailbox, AT: gl.constexpr, numbers):
+    """Write numbers to the mailbox in shared memory, from place AT."""
     for i in gl.static_range(len(numbers)):
-        news.index(AT + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+        mailbox.index(AT + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
 
 
 @gluon.jit
-def _hear(news, i: gl.constexpr):
-    return gl.max(news.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+def _receive(mailbox, i: gl.constexpr):
+    return gl.max(mailbox.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
-def _produce(
-    q_desc, k, v, q_smem, k_smem, v_smem, news, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window, table_stride,
+def _producer(
+    q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window, table_stride,
     first_seq, last_seq,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """The cache is read through descriptors of its rows of D numbers, or (SCALED) through pointers. What does not depend on the
-    consumers is asked for before they are waited for."""
+    """Fill the rings. A 16-bit cache is read through descriptors of its rows of D numbers, an 8-bit one (SCALED) through
+    pointers. Loads that don't depend on the consumers are issued before waiting for them."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    n = 0  # tiles so far: which place in the ring, and which time around
-    turn = 0
-    item = gl.program_id(0)
-    seq, base, units = _find(item // K, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
+    n = 0  # tiles so far: gives the slot in the ring and the phase
+    round_ = 0
+    work = gl.program_id(0)
+    seq, base, tiles = _find_sequence(work // K, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
     while seq < last_seq:
-        head = item % K
-        token, left, position, low, high, end = _span(
-            item // K, seq, base, units, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
+        head = work % K
+        token, left, position, low, high, end = _tile_bounds(
+            work // K, seq, base, tiles, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
         )
         table = table_ptr + seq.to(gl.int64) * table_stride
         if SCALED:
             WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
             FP8: gl.constexpr = k.dtype.element_ty == gl.float8e4nv
-            k_words = _as(k_smem, gl.int32, [STAGES, BLOCK_N, D // 2], WORDS)
-            v_words = _as(v_smem, gl.int32, [STAGES, D, BLOCK_N // 2], WORDS)
-            keys = _load_tile(k, table, (high - 1) * BLOCK_N, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
+            k_words = _reinterpret(k_smem, gl.int32, [STAGES, BLOCK_N, D // 2], WORDS)
+            v_words = _reinterpret(v_smem, gl.int32, [STAGES, D, BLOCK_N // 2], WORDS)
+            keys = _load_8bit(k, table, (high - 1) * BLOCK_N, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
             for j in range(high - low):
                 start = (high - 1 - j) * BLOCK_N
                 slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
-                values = _load_tile(v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
+                values = _load_8bit(v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
                 mbarrier.wait(k_empty.index(slot), phase)
-                k_words.index(slot).store(_halves(keys, FP8).reshape([BLOCK_N, D // 2]))
+                k_words.index(slot).store(_widen(keys, FP8).reshape([BLOCK_N, D // 2]))
                 fence_async_shared()
                 mbarrier.arrive(k_full.index(slot), count=1)
                 if j == 0:
                     for c in gl.static_range(2):
-                        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-                        _tell(news, 8 * c, (token, left, position, low, high, head))
+                        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
+                        _send(mailbox, 8 * c, (token, left, position, low, high, head))
                         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
                         load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
                 ahead = gl.maximum(start - BLOCK_N, 0)
-                keys = _load_tile(k, table, ahead, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
+                keys = _load_8bit(k, table, ahead, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
                 mbarrier.wait(v_empty.index(slot), phase)
-                v_words.index(slot).store(_halves(values, FP8).permute([1, 0, 2]).reshape([D, BLOCK_N // 2]))
+                v_words.index(slot).store(_widen(values, FP8).permute([1, 0, 2]).reshape([D, BLOCK_N // 2]))
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(slot), count=1)
                 n += 1
@@ -210,20 +214,20 @@ def _produce(
                 _copy_tile(k, table, start, end, head, k_full.index(slot), k_smem.index(slot), K, BLOCK_SIZE)
                 if j == 0:
                     for c in gl.static_range(2):
-                        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-                        _tell(news, 8 * c, (token, left, position, low, high, head))
+                        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
+                        _send(mailbox, 8 * c, (token, left, position, low, high, head))
                         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
                         load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
                 mbarrier.wait(v_empty.index(slot), phase)
                 _copy_tile(v, table, start, end, head, v_full.index(slot), v_smem.index(slot), K, BLOCK_SIZE)
                 n += 1
-        turn += 1
-        item = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-        seq, base, units = _find(item // K, seq, base, last_seq, starts_ptr, TOKENS)
+        round_ += 1
+        work = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+        seq, base, tiles = _find_sequence(work // K, seq, base, last_seq, starts_ptr, TOKENS)
     nothing = gl.to_tensor(0)
     for c in gl.static_range(2):
-        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-        _tell(news, 8 * c, (nothing, nothing, nothing, nothing, nothing, nothing))
+        mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
+        _send(mailbox, 8 * c, (nothing, nothing, nothing, nothing, nothing, nothing))
         mbarrier.arrive(q_full.index(c), count=1)
 
 
@@ -237,30 +241,30 @@ def _mask(s, start, positions, window, HAS_WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _capped(s, factor):
-    """tanh of the scores times `factor`, which holds 2 log2 e already."""
+def _softcap(s, factor):
+    """tanh of the scores times `factor`, which includes 2 log2 e."""
     return 1.0 - 2.0 / (gl.exp2(s * factor) + 1.0)
 
 
 @gluon.jit
-def _weights(s, best, total, unit):
-    """Scores (times `unit`: in units of log 2), a row's largest and sum so far → weights, largest, sum, and what sums from
-    before are to be multiplied with."""
-    new = gl.maximum(best, gl.max(s, 1) * unit)
+def _online_softmax(s, m_i, l_i, tile):
+    """Scores, their factor to units of log 2, and a row's running maximum and sum → weights, new maximum and sum, and
+    the factor for earlier sums."""
+    new = gl.maximum(m_i, gl.max(s, 1) * tile)
     safe = gl.where(new == float("-inf"), 0.0, new)
-    p = gl.exp2(s * unit - safe[:, None])
-    alpha = gl.exp2(best - safe)
-    return p, new, total * alpha + gl.sum(p, 1), alpha
+    p = gl.exp2(s * tile - safe[:, None])
+    alpha = gl.exp2(m_i - safe)
+    return p, new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _consume(
-    out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
+def _consumer(
+    out_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
     C: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BLOCK_G: gl.constexpr, D: gl.constexpr, TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """A unit's rows 64 C …: row r is token r // BLOCK_G and query head r % BLOCK_G (G of them are there)."""
+    """Compute rows 64 C … of a query tile. Row r is token r // BLOCK_G and query head r % BLOCK_G, of which G exist."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -271,32 +275,32 @@ def _consume(
     dtype: gl.constexpr = k_smem.dtype
     given_dtype: gl.constexpr = q_smem.dtype
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    given = _as(q_smem.index(C), given_dtype, [M, D], TILE)
-    q = _as(given, dtype, [M, D], TILE)
+    given = _reinterpret(q_smem.index(C), given_dtype, [M, D], TILE)
+    q = _reinterpret(given, dtype, [M, D], TILE)
     n = 0
-    turn = 0
+    round_ = 0
     mbarrier.wait(q_full.index(C), 0)
-    high = _hear(news, 8 * C + 4)
+    high = _receive(mailbox, 8 * C + 4)
     while high > 0:
-        token, left, position = _hear(news, 8 * C), _hear(news, 8 * C + 1), _hear(news, 8 * C + 2)
-        low, head = _hear(news, 8 * C + 3), _hear(news, 8 * C + 5)
+        token, left, position = _receive(mailbox, 8 * C), _receive(mailbox, 8 * C + 1), _receive(mailbox, 8 * C + 2)
+        low, head = _receive(mailbox, 8 * C + 3), _receive(mailbox, 8 * C + 5)
         rows = gl.arange(0, M, ROWS)
         positions = position + C * (TOKENS // 2) + rows // BLOCK_G
-        unit_of_s = scale * LOG2E
+        to_log2 = scale * LOG2E
         if SCALED:
-            unit_of_s *= gl.load(k_scale_ptr + head)
-        in_cap = unit_of_s * 2.0 / softcap
+            to_log2 *= gl.load(k_scale_ptr + head)
+        cap_factor = to_log2 * 2.0 / softcap
         if HAS_SOFTCAP:
-            unit_of_s = softcap * LOG2E
-        best = gl.full([M], float("-inf"), gl.float32, ROWS)
-        total = gl.full([M], 0.0, gl.float32, ROWS)
+            to_log2 = softcap * LOG2E
+        m_i = gl.full([M], float("-inf"), gl.float32, ROWS)
+        l_i = gl.full([M], 0.0, gl.float32, ROWS)
         if HAS_SINKS:
             sinks = gl.load(sinks_ptr + head * G + rows % BLOCK_G, mask=rows % BLOCK_G < G, other=0.0)
-            best, total = sinks.to(gl.float32) * LOG2E, total + 1.0
+            m_i, l_i = sinks.to(gl.float32) * LOG2E, l_i + 1.0
         acc = gl.zeros([M, D], gl.float32, O_LAYOUT)
-        # every row sees all keys from `least` up to `most`
-        most = position + C * (TOKENS // 2) + 1
-        least = position + TOKENS - window
+        # every row sees all keys from `mask_until` up to `mask_from`
+        mask_from = position + C * (TOKENS // 2) + 1
+        mask_until = position + TOKENS - window
         if SCALED:
             q.store(given.load(OUT).to(dtype))
             fence_async_shared()
@@ -308,36 +312,36 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         if HAS_SOFTCAP:
-            s = _capped(s, in_cap)
+            s = _softcap(s, cap_factor)
         s = _mask(s, (high - 1) * BLOCK_N, positions, window, HAS_WINDOW)
-        p, best, total, alpha = _weights(s, best, total, unit_of_s)
+        p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, to_log2)
         weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
         n += 1
         mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=high - low > 1)
         for j in range(1, high - low):
-            slot, behind = n % STAGES, (n - 1) % STAGES
+            slot, previous = n % STAGES, (n - 1) % STAGES
             s = gl.zeros([M, BLOCK_N], gl.float32, S_LAYOUT)
             s = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(behind), ((n - 1) // STAGES) & 1)
-            v = v_smem.index(behind)
+            mbarrier.wait(v_full.index(previous), ((n - 1) // STAGES) & 1)
+            v = v_smem.index(previous)
             acc = warpgroup_mma(weights, v.permute((1, 0)) if SCALED else v, acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
             if HAS_SOFTCAP:
-                s = _capped(s, in_cap)
+                s = _softcap(s, cap_factor)
             start = (high - 1 - j) * BLOCK_N
-            cut = start + BLOCK_N > most
+            masked = start + BLOCK_N > mask_from
             if HAS_WINDOW:
-                cut = cut | (start < least)
-            if cut:
+                masked = masked | (start < mask_until)
+            if masked:
                 s = _mask(s, start, positions, window, HAS_WINDOW)
-            p, best, total, alpha = _weights(s, best, total, unit_of_s)
+            p, m_i, l_i, alpha = _online_softmax(s, m_i, l_i, to_log2)
             n += 1
-            # A wait's loop keeps the compiler from taking the exponents after the tensor cores' work instead of during it.
+            # This wait keeps the compiler from moving the exponents behind the tensor cores' work.
             mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=j + 1 < high - low)
             acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
             weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
-            mbarrier.arrive(v_empty.index(behind), count=1)
+            mbarrier.arrive(v_empty.index(previous), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         mbarrier.arrive(q_empty.index(C), count=1)
         slot = (n - 1) % STAGES
@@ -347,20 +351,20 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
 
-        by = 1.0 / gl.where(total == 0.0, 1.0, total)
+        norm = 1.0 / gl.where(l_i == 0.0, 1.0, l_i)
         if SCALED:
-            by *= gl.load(v_scale_ptr + head)
-        acc = acc * gl.convert_layout(by, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            norm *= gl.load(v_scale_ptr + head)
+        acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))[:, None]
         out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
         r = gl.arange(0, M, gl.SliceLayout(1, OUT))
         t = C * (TOKENS // 2) + r // BLOCK_G
-        place = ((token + t).to(gl.int64) * (K * G) + head * G + r % BLOCK_G) * D
+        offset = ((token + t).to(gl.int64) * (K * G) + head * G + r % BLOCK_G) * D
         live = (t < left) & (r % BLOCK_G < G)
-        place = out_ptr + (place[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :])
-        gl.store(gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]), out, mask=live[:, None])
-        turn += 1
-        mbarrier.wait(q_full.index(C), turn & 1)
-        high = _hear(news, 8 * C + 4)
+        offset = out_ptr + (offset[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :])
+        gl.store(gl.multiple_of(gl.max_contiguous(offset, [1, 8]), [1, 16]), out, mask=live[:, None])
+        round_ += 1
+        mbarrier.wait(q_full.index(C), round_ & 1)
+        high = _receive(mailbox, 8 * C + 4)
 
 
 @gluon.jit(do_not_specialize=["window", "table_stride", "first_seq", "last_seq"])
@@ -381,22 +385,22 @@ def _prefill_kernel(
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, D, BLOCK_N] if SCALED else [STAGES, BLOCK_N, D], TILE)
     q_full, q_empty = _barriers(2, 1), _barriers(2, 1)
     k_full, v_full = _barriers(STAGES, 1), _barriers(STAGES, 1)
-    k_empty, v_empty = _barriers(STAGES, 2), _barriers(STAGES, 2)  # both consumers leave a tile
+    k_empty, v_empty = _barriers(STAGES, 2), _barriers(STAGES, 2)  # both consumers release a tile
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    news = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mailbox = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (
-                out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
+            (_consumer, (
+                out_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
                 0, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
             )),
-            (_consume, (
-                out_ptr, q_smem, k_smem, v_smem, news, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
+            (_consumer, (
+                out_ptr, q_smem, k_smem, v_smem, mailbox, bars, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window,
                 1, K, G, BLOCK_G, D, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SCALED,
             )),
-            (_produce, (
-                q_desc, k, v, q_smem, k_smem, v_smem, news, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
+            (_producer, (
+                q_desc, k, v, q_smem, k_smem, v_smem, mailbox, bars, next_ptr, table_ptr, starts_ptr, lens_ptr, window,
                 table_stride, first_seq, last_seq, K, G, D, BLOCK_SIZE, TOKENS, BLOCK_N, STAGES, HAS_WINDOW, SCALED,
             )),
         ],
@@ -407,12 +411,12 @@ def _prefill_kernel(
 
 QUERIES, KEYS = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(128, 16, 2)
 TILES = {64: (128, 4, 104), 128: (128, 2, 104), 256: (64, 2, 88)}
-"""Head dim → keys in a tile; tiles in the ring (with the queries they fill the shared memory of 227 KB); registers of a
-producer's thread that converts. The consumers' threads get what is left of 504."""
+"""Head dim → keys in a tile; tiles in the ring (with the queries they fill 227 KB of shared memory); registers per
+thread of a producer that converts. The consumers' threads get the rest of 504."""
 
 
 def covers(q: Tensor, kv: LayerKV) -> bool:
-    """Whether `prefill` has these types and shapes."""
+    """Whether `prefill` has these dtypes and shapes."""
     (num_kv_heads, block_size, dim), small = kv.k.shape[1:], kv.k_scale is not None
     return (
         q.dtype in (torch.bfloat16, torch.float16)
@@ -425,8 +429,7 @@ def covers(q: Tensor, kv: LayerKV) -> bool:
 
 
 def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams, out: Tensor, *, first_seq: int) -> None:
-    """Causal attention, without slopes or biases by distance, of sequences `first_seq` … of a step into their rows of `out`
-    [T, H, D]."""
+    """Causal attention of sequences `first_seq` … into their rows of `out` [T, H, D]. No ALiBi, no bias by distance."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
     group = num_heads // num_kv_heads
@@ -438,14 +441,14 @@ def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams,
     q_desc = TensorDescriptor(q, list(q.shape), list(q.stride()), [rows, block_g, dim], QUERIES)
     k, v = kv.k, kv.v
     if not scaled:
-        shape, piece = [kv.k.numel() // dim, dim], [min(block_size, block_n), dim]
-        k, v = (TensorDescriptor(t, shape, [dim, 1], piece, KEYS) for t in (k, v))
+        shape, copy_shape = [kv.k.numel() // dim, dim], [min(block_size, block_n), dim]
+        k, v = (TensorDescriptor(t, shape, [dim, 1], copy_shape, KEYS) for t in (k, v))
     k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
-    num_units = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # at most
-    next_item = torch.zeros(1, dtype=torch.int32, device=q.device)  # each launch its own: launches may overlap
-    grid = (min(num_units * num_kv_heads, platform_of(q.device).multiprocessors),)
+    max_tiles = num_tokens // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # upper bound
+    next_work = torch.zeros(1, dtype=torch.int32, device=q.device)  # one per launch: launches may overlap
+    grid = (min(max_tiles * num_kv_heads, platform_of(q.device).multiprocessors),)
     _prefill_kernel[grid](
-        q_desc, k, v, out, next_item, meta.block_table, meta.query_start_loc, meta.seq_lens,
+        q_desc, k, v, out, next_work, meta.block_table, meta.query_start_loc, meta.seq_lens,
         q if s.sinks is None else s.sinks, k_scale, v_scale,
         s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), first_seq, meta.seq_lens.shape[0],
         K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages,

@@ -1,17 +1,16 @@
-"""Products with weights: which kernel runs each, by scheme and number of tokens.
+"""Linear layers y = x · Wᵀ + b: which kernel runs, by scheme and number of tokens.
 
 | scheme | 1 token | 2 … 64 | more |
 | --- | --- | --- | --- |
-| dense | `_gemv_kernel` | the library | the library |
-| fp8 | `_skinny_kernel` | `_skinny_kernel` | the library (row-wise scales, fast accumulation) |
-| int8 | `_skinny_kernel` | `_skinny_kernel` | `_tiled_kernel` |
-| fp8-block (`blocks.py`) | `_blocks_kernel` | `_blocks_kernel` | the library on Hopper, else `_blocks_kernel` |
-| int4 (`grouped.py`) | `_grouped_gemv_kernel` | `_grouped_kernel` | the library, on the dense copy or on numbers made for it |
-| others, deterministic | `_tiled_kernel` | `_tiled_kernel` | `_tiled_kernel` (int4 dequantised first) |
+| dense | `gemv` | cuBLAS | cuBLAS |
+| fp8 | `skinny_gemm` | `skinny_gemm` | torch's scaled GEMM (row-wise scales, fast accumulation) |
+| int8 | `skinny_gemm` | `skinny_gemm` | `gemm` |
+| fp8-block | `fp8_tile_linear` | `fp8_tile_linear` | torch's scaled GEMM on Hopper, else `fp8_tile_linear` |
+| int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
+| others, deterministic | `gemm` | `gemm` | `gemm` (int4 dequantised first) |
 
-With few tokens a product is bound by reading the weight, so these kernels are judged by bandwidth (benchmarks/gpu_linear.py).
-All sums have a fixed order. Tiles come from `kernels.autotune_table`; a shape that it lacks takes the heuristics here.
-"""
+With few tokens a product is bound by reading the weight. All sums have a fixed order. Tiles come from
+`spec.autotune_table`; shapes that it lacks take the heuristics here."""
 
 from __future__ import annotations
 
@@ -21,54 +20,59 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.autotune_table import NO_TILES, TileTable
-from slipstream.kernels.triton.fp8_block import blocks, has_library, invariant, library
-from slipstream.kernels.triton.int4_groupwise import expand, gemv_words, grouped, grouped_gemv
-from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.kernels.triton.fp8_block import (
+    fp8_tile_linear,
+    fp8_tile_linear_invariant,
+    fp8_tile_scaled_mm,
+    has_scaled_mm,
+)
+from slipstream.kernels.triton.int4_groupwise import dequantize_int4, gemv_block, int4_gemv, int4_linear
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import quantize
-from slipstream.kernels.triton.split_k import Scratch, sum_parts
-from slipstream.kernels.weights import Activations, BlockScaledLinear, GroupedLinear, Linear, Quantized, ScaledLinear
+from slipstream.kernels.triton.split_k import Scratch, reduce_splits
+from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
+from slipstream.spec.autotune_table import NO_TILES, TileTable
 
-SKINNY = 64
-"""Up to so many tokens the weight's bytes decide, and kernels of our own read them."""
+SKINNY_TOKENS = 64
+"""Up to so many tokens a product is bound by the weight's bytes, and our own kernels read them."""
 
-GROUPED_FEW = 16
-"""Up to so many tokens a 4-bit weight is read faster than its dense copy, if there is one."""
+INT4_DENSE_TOKENS = 16
+"""Up to so many tokens a 4-bit weight is faster than its dense copy, if there is one."""
 
 
 def linear(
     x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES, deterministic: bool = False
 ) -> Tensor:
-    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none. `deterministic`: a row's result depends
-    on nothing but the row."""
-    if isinstance(w, BlockScaledLinear):
+    """`OpSet.linear`. `scratch` is of the weight's device; a dense weight needs none. `deterministic`: a row's result
+    depends on that row only."""
+    if isinstance(w, TileScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         if deterministic:
-            return invariant(q, w)
-        if has_library(q, w):
-            return library(q, w)
+            return fp8_tile_linear_invariant(q, w)
+        if has_scaled_mm(q, w):
+            return fp8_tile_scaled_mm(q, w)
         num_tokens, inner = q.values.shape
-        found = tiles.find("blocks", w.inputs, w.out_features, inner, num_tokens) if num_tokens <= SKINNY else None
-        return blocks(q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found))
+        found = tiles.find("fp8_block", w.inputs, w.out_features, inner, num_tokens) if num_tokens <= SKINNY_TOKENS else None
+        return fp8_tile_linear(q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found))
     if deterministic:
-        return _invariant(x, w)
+        return _linear_invariant(x, w)
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         num_tokens, inner = q.values.shape
-        if num_tokens <= SKINNY:
+        if num_tokens <= SKINNY_TOKENS:
             assert scratch is not None
-            return skinny(q, w, scratch, tile=tiles.find("skinny", w.inputs, w.out_features, inner, num_tokens))
+            return skinny_gemm(q, w, scratch, tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens))
         if w.inputs == "fp8":
-            return _library_fp8(q, w)
-        return tiled(q, w, tile=tiles.find("tiled", w.inputs, w.out_features, inner, num_tokens))
+            return _fp8_scaled_mm(q, w)
+        return gemm(q, w, tile=tiles.find("gemm", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
     if isinstance(w, GroupedLinear):
-        if x.shape[0] == 1 and (block_w := gemv_words(w)):
-            return grouped_gemv(x, w, block_w)
-        if x.shape[0] <= (SKINNY if w.dense is None else GROUPED_FEW):
+        if x.shape[0] == 1 and (block_w := gemv_block(w)):
+            return int4_gemv(x, w, block_w)
+        if x.shape[0] <= (SKINNY_TOKENS if w.dense is None else INT4_DENSE_TOKENS):
             assert scratch is not None
             kind = "int4" if w.group_size == 128 else "int4-g32"
-            return grouped(x, w, scratch, tile=tiles.find("grouped", kind, w.out_features, x.shape[1], x.shape[0]))
+            return int4_linear(x, w, scratch, tile=tiles.find("int4_groupwise", kind, w.out_features, x.shape[1], x.shape[0]))
         return F.linear(x, _dense(w, x.dtype), w.bias)
     if x.shape[0] == 1 and w.weight.is_contiguous():
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
@@ -76,25 +80,25 @@ def linear(
     return F.linear(x, w.weight, w.bias)
 
 
-def _invariant(x: Activations, w: Linear) -> Tensor:
-    """One kernel for any number of tokens: an output is one sum along K, in the tensor core's own steps, so the tile's height
-    and width change no bit of it (tests/gpu checks that)."""
+def _linear_invariant(x: Activations, w: Linear) -> Tensor:
+    """One kernel for any number of tokens. An output is one sum along K, in the tensor core's own steps, so the tile's
+    height and width change no bit of it (tests/gpu checks that)."""
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
-        tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY else (128, 128, 128, 8, 3)
-        return tiled(q, w, tile=tile)
+        tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY_TOKENS else (128, 128, 128, 8, 3)
+        return gemm(q, w, tile=tile)
     assert isinstance(x, Tensor)
     if isinstance(w, GroupedLinear):
         w = Linear(weight=_dense(w, x.dtype), bias=w.bias)
-    tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY else (128, 128, 64, 8, 3)
-    return tiled(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
+    tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY_TOKENS else (128, 128, 64, 8, 3)
+    return gemm(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
 
 
 def _dense(w: GroupedLinear, dtype: torch.dtype) -> Tensor:
-    return expand(w, dtype) if w.dense is None else w.dense
+    return dequantize_int4(w, dtype) if w.dense is None else w.dense
 
 
-def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
+def _fp8_scaled_mm(x: Quantized, w: ScaledLinear) -> Tensor:
     y: Tensor = torch._scaled_mm(
         x.values,
         w.weight.T,
@@ -112,25 +116,17 @@ def _library_fp8(x: Quantized, w: ScaledLinear) -> Tensor:
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    y_ptr,
-    N,
-    K,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program owns BLOCK_N rows of the weight and walks along K with all its threads, keeping a partial sum per thread.
-    A piece of the weight is asked for before the one at hand is multiplied, the first before the inputs are there. What is
-    left of K after whole pieces is masked; rows beyond the last are the last again, and not stored."""
+    x_ptr, w_ptr, bias_ptr, y_ptr, N, K,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: a thread block computes BLOCK_N outputs and walks along K with a partial sum per thread.
+
+    The next tile of the weight is loaded before the current one is multiplied, the first before the inputs are ready.
+    The tail of K is masked. Rows beyond the last repeat the last and are not stored."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     w_rows = w_ptr + tl.minimum(rows, N - 1)[:, None].to(tl.int64) * K + ks[None, :]
-    whole = K // BLOCK_K * BLOCK_K
+    full = K // BLOCK_K * BLOCK_K
     if EVEN:
         w = tl.load(w_rows, eviction_policy="evict_first")
     else:
@@ -138,17 +134,17 @@ def _gemv_kernel(
     if PDL:
         pdl_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k in range(BLOCK_K, whole, BLOCK_K):
+    for k in range(BLOCK_K, full, BLOCK_K):
         acc += w.to(tl.float32) * tl.load(x_ptr + k - BLOCK_K + ks).to(tl.float32)[None, :]
         w = tl.load(w_rows + k, eviction_policy="evict_first")
     if EVEN:
         acc += w.to(tl.float32) * tl.load(x_ptr + K - BLOCK_K + ks).to(tl.float32)[None, :]
     else:
-        inside = whole + ks < K
-        rest = tl.load(w_rows + whole, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        if whole > 0:
-            acc += w.to(tl.float32) * tl.load(x_ptr + whole - BLOCK_K + ks).to(tl.float32)[None, :]
-        acc += rest.to(tl.float32) * tl.load(x_ptr + whole + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
+        inside = full + ks < K
+        tail = tl.load(w_rows + full, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        if full > 0:
+            acc += w.to(tl.float32) * tl.load(x_ptr + full - BLOCK_K + ks).to(tl.float32)[None, :]
+        acc += tail.to(tl.float32) * tl.load(x_ptr + full + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -156,24 +152,16 @@ def _gemv_kernel(
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int, int] | None = None) -> Tensor:
-    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32. `tile`: (BLOCK_N, BLOCK_K, warps)."""
+    """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32. `tile`: (BLOCK_N, BLOCK_K,
+    warps)."""
     outer, inner = weight.shape
     block_n, block_k, num_warps = tile or ((2, 1024, 4) if inner % 1024 == 0 else (4, 512, 4))
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(outer, block_n),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        y,
-        outer,
-        inner,
-        HAS_BIAS=bias is not None,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=inner % block_k == 0,
-        num_warps=num_warps,
-        **overlapped(x),
-    )
+        x, weight, weight if bias is None else bias, y, outer, inner,
+        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0, num_warps=num_warps,
+        **pdl_options(x),
+    )  # fmt: skip
     return y
 
 
@@ -181,29 +169,13 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int
 
 
 @triton.jit(do_not_specialize=["M"])
-def _skinny_kernel(
-    x_ptr,
-    x_scale_ptr,
-    w_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    y_ptr,
-    part_ptr,
-    counter_ptr,
-    M,
-    N,
-    K,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACC: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """yᵀ = W · xᵀ on tensor cores: the weight's rows fill the tall side of a tile, so few tokens waste little. K is split
-    over SPLITS programs where there are too few rows to fill the chip."""
+def _skinny_gemm_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, M, N, K,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """yᵀ = W · xᵀ on tensor cores: weight rows fill the tall side of a tile, so few tokens waste little. K is split over
+    SPLITS thread blocks if there are too few rows to fill the chip."""
     pid_n, pid_k = tl.program_id(0), tl.program_id(1)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -226,13 +198,13 @@ def _skinny_kernel(
             x = tl.load(x_at + k, mask=(m < M)[None, :] & inside[:, None], other=0.0)
             acc = tl.dot(w, x, acc, out_dtype=ACC)
     total = acc.to(tl.float32)
-    mine = True
+    is_last = True
     if SPLITS > 1:
         at = n[:, None] * BLOCK_M + m[None, :]
-        total, mine = sum_parts(
-            total, part_ptr, counter_ptr, at, pid_n, pid_k, tl.num_programs(0) * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
+        total, is_last = reduce_splits(
+            total, partial_ptr, counter_ptr, at, pid_n, pid_k, tl.num_programs(0) * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
         )
-    if mine:
+    if is_last:
         y = total * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
         y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
         if HAS_BIAS:
@@ -240,44 +212,28 @@ def _skinny_kernel(
         tl.store(y_ptr + m[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-def skinny(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
-    """Up to SKINNY tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
+def skinny_gemm(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
+    """Up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
-    block_n, block_k, splits, stages = tile or _skinny_tile(outer, inner, block_m)
+    block_n, block_k, splits, stages = tile or _default_skinny_tile(outer, inner, block_m)
     y = torch.empty(num_tokens, outer, dtype=w.out_dtype, device=x.values.device)
-    part = x.scales
+    partial = x.scales
     if splits > 1:
         rows = triton.cdiv(outer, block_n) * block_n
-        part = torch.empty(splits * rows * block_m, dtype=torch.float32, device=x.values.device)
-    _skinny_kernel[(triton.cdiv(outer, block_n), splits)](
-        x.values,
-        x.scales,
-        w.weight,
-        w.scales,
-        x.scales if w.bias is None else w.bias,
-        y,
-        part,
-        scratch.counters,
-        num_tokens,
-        outer,
-        inner,
-        HAS_BIAS=w.bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SPLITS=splits,
-        EVEN=outer % block_n == 0 and inner % (splits * block_k) == 0,
-        ACC=tl.int32 if w.inputs == "int8" else tl.float32,
-        num_warps=4,
-        num_stages=stages,
-        **overlapped(y),
-    )
+        partial = torch.empty(splits * rows * block_m, dtype=torch.float32, device=x.values.device)
+    _skinny_gemm_kernel[(triton.cdiv(outer, block_n), splits)](
+        x.values, x.scales, w.weight, w.scales, x.scales if w.bias is None else w.bias, y, partial, scratch.counters,
+        num_tokens, outer, inner,
+        HAS_BIAS=w.bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLITS=splits,
+        EVEN=outer % block_n == 0 and inner % (splits * block_k) == 0, ACC=tl.int32 if w.inputs == "int8" else tl.float32,
+        num_warps=4, num_stages=stages, **pdl_options(y),
+    )  # fmt: skip
     return y
 
 
-def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, int]:
-    """Measured on an H200 at the shapes of an 8B Llama: some 200 programs or more, long reads, 48 to 96 KB in flight."""
+def _default_skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, int]:
+    """Measured on an H200 at an 8B Llama's shapes: 200 thread blocks or more, long reads, 48 to 96 KB in flight."""
     programs = triton.cdiv(outer, 64)
     if block_m > 16:
         return 64, 256, 1 if programs > 150 else 2, 3 if programs > 90 else 4
@@ -292,31 +248,18 @@ def _skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, i
 
 
 @triton.jit(do_not_specialize=["M"])
-def _tiled_kernel(
-    x_ptr,
-    x_scale_ptr,
-    w_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """x · wᵀ, scaled as it is written. Tiles of GROUP rows of tiles are taken together, for the L2 cache."""
+def _gemm_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """y = x · Wᵀ, scaled as it is stored."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    pid_m = first + pid % (GROUP * tiles_n) % height
-    pid_n = pid % (GROUP * tiles_n) // height
+    first_m = pid // (GROUP_M * tiles_n) * GROUP_M
+    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    pid_m = first_m + pid % (GROUP_M * tiles_n) % group_m
+    pid_n = pid % (GROUP_M * tiles_n) // group_m
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -338,32 +281,18 @@ def _tiled_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def tiled(x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
-    """Any number of tokens, dense weights or 8 bits. `tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
+def gemm(x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
+    """Any number of tokens; dense or 8-bit weights. `tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
     values, x_scales = (x.values, x.scales) if isinstance(x, Quantized) else (x.contiguous(), x)
     scaled = isinstance(w, ScaledLinear)
     (num_tokens, inner), outer = values.shape, w.weight.shape[0]
     block_m, block_n, block_k, warps, stages = tile or (128, 256, 128, 8, 3)
     dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
     y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
-    _tiled_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
-        values,
-        x_scales,
-        w.weight.contiguous(),
-        w.scales if isinstance(w, ScaledLinear) else x_scales,
-        x_scales if w.bias is None else w.bias,
-        y,
-        num_tokens,
-        outer,
-        inner,
-        SCALED=scaled,
-        HAS_BIAS=w.bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GROUP=8,
-        ACC=tl.int32 if values.dtype == torch.int8 else tl.float32,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    _gemm_kernel[(triton.cdiv(num_tokens, block_m) * triton.cdiv(outer, block_n),)](
+        values, x_scales, w.weight.contiguous(), w.scales if isinstance(w, ScaledLinear) else x_scales,
+        x_scales if w.bias is None else w.bias, y, num_tokens, outer, inner,
+        SCALED=scaled, HAS_BIAS=w.bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
+        ACC=tl.int32 if values.dtype == torch.int8 else tl.float32, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return y

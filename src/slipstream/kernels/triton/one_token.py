@@ -17,12 +17,13 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.layouts import MLAShape, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.quantize import SMALLEST, chunk_of
+from slipstream.kernels.token_shape import inner_sizes, size_refusal
+from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import ACTIVATIONS
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
-from slipstream.spec.model import MoESpec
 from slipstream.spec.reason import Reason
 
 PARTS = (
@@ -30,34 +31,26 @@ PARTS = (
     *("one_token_experts.cu", "one_token.cu"),
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
-"""In this order one text."""
+"""Compiled as one text, in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
 GROUPED = 2
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
-"""That multiply."""
+"""Consumer warps: they multiply."""
 ASKERS = 2
-"""Warps that ask for weights."""
+"""Producer warps: they copy weights (`PRODUCER_WARPS` in CUDA)."""
 PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
-"""For a form of weights: bytes of a row that are asked for at once, and how many such pieces of 16 rows may be under way.
+"""Per format of weights: bytes of a row in a stage of the ring (`STEP_BYTES`), and the most stages of 16 rows in flight.
 Measured on an H200."""
-COLUMN = 64
-"""Bytes of a row that a tensor core takes at once."""
 MOST_SPLITS = 16
-MOST_EXPERTS = 512
-"""Each lane of a warp holds a 32nd of them."""
-MOST_CHOSEN = 16
-"""Experts of a token: the threads that multiply have a tile's row of each."""
-MOST_MIDS = 32768
-"""Numbers of a token's experts between their two products, which the threads hold at once."""
 APART = 4096
-"""Up to such a length a program attends over latents for one head; beyond, it reads a row for TOGETHER of them, if the heads
-are a multiple of that."""
+"""Longest sequence for which a thread block attends over latents for one head (`ONE_HEAD_KEYS` in CUDA)."""
 TOGETHER = 4
+"""Heads per thread block for longer sequences, if the heads are a multiple of it (`HEADS_PER_BLOCK` in CUDA)."""
 MOST_LATENT_SPLITS = 32
 LATENT_DEPTH = 6
-"""Pieces under way where a program attends over latents: others read the same ones, from the cache that all share."""
+"""Stages in flight during latent attention: several thread blocks read the same rows from L2."""
 
 POINTERS = (
     *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
@@ -66,8 +59,8 @@ POINTERS = (
     *("shared_weight", "expert_counts", "logits"),
     *("latent", "latent_scales", "keys", "values"),
 )
-"""What a layer's row of the kernel's table points at, in this order; 0 where there is nothing. With latent attention `qkv`
-makes queries alone, `k_norm` is the latent's, and `v` a part of `k`."""
+"""What a layer's row of the kernel's table points at, in this order; 0 for none. With latent attention `qkv` makes queries
+only, `k_norm` is the latent's, and `v` is a part of `k`."""
 
 
 def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | None:
@@ -81,47 +74,15 @@ def refusal(shape: TokenShape, product: Linear, rotary: int | None) -> Reason | 
         return Reason(f"the one-token kernel has no product with a {kind}")
     if s.latent is not None and not takes_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
         return Reason("the one-token kernel has no latent attention of these sizes")
-    sizes = [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
-    if s.experts is not None and (grouped or not takes_experts(s.experts, s)):
-        return Reason("the one-token kernel has no such mixture of experts (4-bit weights, groups, or too many)")
-    bits = 4 if grouped else product.weight.dtype.itemsize * 8
-    if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in sizes):
-        return Reason(f"the one-token kernel reads {COLUMN} bytes of a row at once, and a size of {sizes} is no multiple of it")
-    if isinstance(product, GroupedLinear) and not all(chunk_of(n, product.group_size) >= 128 for n in sizes):
+    if grouped and s.experts is not None:
+        return Reason("the one-token kernel has no 4-bit experts")
+    if isinstance(product, GroupedLinear) and not all(chunk_of(n, product.group_size) >= 128 for n in inner_sizes(s)):
         return Reason("the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter")
-    if s.head_dim not in (32, 64, 128, 256) or s.num_heads // s.num_kv_heads > 8 or s.num_kv_heads * s.head_dim % 16:
-        return Reason(
-            f"the one-token kernel has no heads of {s.head_dim} with {s.num_heads // s.num_kv_heads} queries to a key; it has "
-            "heads of 32, 64, 128 or 256 with at most 8"
-        )
-    if rotary is not None and rotary % 2:
-        return Reason(f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated")
-    return None
+    return size_refusal(s, 4 if grouped else product.weight.dtype.itemsize * 8, rotary)
 
 
 def takes(shape: TokenShape, product: Linear, rotary: int | None) -> bool:
     return refusal(shape, product, rotary) is None
-
-
-def widths(s: TokenShape) -> tuple[int, int, int]:
-    """Numbers between the products of a dense MLP, of an expert and of the shared expert; 0: there is none."""
-    shared = None if s.experts is None else s.experts.shared
-    return (
-        s.intermediate_size,
-        0 if s.experts is None else s.experts.expert.intermediate_size,
-        0 if shared is None else shared.mlp.intermediate_size,
-    )
-
-
-def takes_experts(m: MoESpec, s: TokenShape) -> bool:
-    top = m.num_experts_per_token
-    return (
-        not s.parallel
-        and m.groups is None
-        and top <= min(MOST_CHOSEN, m.num_experts)
-        and top * m.expert.intermediate_size <= MOST_MIDS
-        and m.num_experts <= MOST_EXPERTS
-    )
 
 
 def mids(s: TokenShape) -> int:
@@ -293,7 +254,7 @@ class OneTokenStep:
             "BLOCK_SIZE": block_size,
             "CACHE": CACHES[cache],
             "FORM": form,
-            "PIECE": PIECES[form][0],
+            "STEP_BYTES": PIECES[form][0],
             "DEPTH": PIECES[form][1],
             "GROUP": size,
             **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
@@ -310,23 +271,23 @@ class OneTokenStep:
             "INTERLEAVED": s.interleaved,
             "EPS": float(s.norm_eps),
             "MLP_EPS": float(s.mlp_norm_eps),
-            "OFFSET_OF_NORM": float(s.norm_offset),
+            "NORM_OFFSET": float(s.norm_offset),
             "QK_EPS": float(s.qk_eps),
             "QK_OFFSET": float(s.qk_offset),
             "SCALE": float(s.scale),
             "LATENT": s.latent is not None,
-            "PLAIN": own.nope_dim,
+            "NOPE": own.nope_dim,
             "RANK": own.rank,
             "LATENT_EPS": float(own.eps),
-            "APART": APART,
+            "ONE_HEAD_KEYS": APART,
             "LATENT_DEPTH": LATENT_DEPTH,
-            "TOGETHER": together(s),
+            "HEADS_PER_BLOCK": together(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,
-            "PROGRAMS": self.programs,
+            "CTAS": self.programs,
             "SHARED": self.shared_bytes,
             "WARPS": WARPS,
-            "ASKERS": ASKERS,
+            "PRODUCER_WARPS": ASKERS,
         }
 
     def _mixture(self) -> dict[str, int | float]:

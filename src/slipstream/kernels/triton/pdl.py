@@ -1,12 +1,11 @@
-"""Kernels that start before the one ahead of them has ended (programmatic dependent launch, CUDA 12.3, Hopper and later).
+"""Kernels that start before their predecessor ends (programmatic dependent launch; CUDA 12.3, Hopper and later).
 
-A decode step of one sequence is some three hundred kernels of a few microseconds, and between two of them the chip would
-stand idle for about one. A kernel launched with `**overlapped(x)` may take free multiprocessors while its predecessor still
-runs: it loads what no kernel writes (weights), calls `pdl_wait()`, and only then touches what others write.
+A decode step of one sequence is about three hundred kernels of a few microseconds; without overlap the chip idles for
+about one between two of them. A kernel launched with `**pdl_options(x)` may start on free multiprocessors while its
+predecessor runs. It loads what no kernel writes (weights), calls `pdl_wait()`, and then touches the rest.
 
-The rule that keeps this right: every kernel launched so calls `pdl_wait()` before its first access to memory that any
-kernel writes, its own output included. Then a kernel that has passed `pdl_wait()` knows that all kernels before it are done.
-"""
+The rule: every such kernel calls `pdl_wait()` before its first access to memory that any kernel writes, its own output
+included. Then, behind `pdl_wait()`, all earlier kernels are done."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from slipstream.platform import platform_of
 
 @triton.jit
 def pdl_wait():
-    """Let the next kernel start, and wait until the one before has ended and its writes can be seen."""
+    """Let the next kernel start; wait until the previous one has ended and its writes are visible."""
     gdc_launch_dependents()
     gdc_wait()
 
 
-def overlapped(x: Tensor) -> dict[str, bool]:
-    """Launch options for a kernel that keeps the rule; `PDL` is its compile-time argument."""
+def pdl_options(x: Tensor) -> dict[str, bool]:
+    """Launch options for a kernel that keeps the rule. `PDL` is its constexpr."""
     return _options(x.device)
 
 

@@ -1,8 +1,7 @@
-"""Norms with residual, rotary embedding with cache writes, activations, block copies: kernels bound by bandwidth.
+"""Norms with residual, rotary embedding with cache write, activations, block copies. All are bound by bandwidth.
 
-Each reads its inputs once and writes its outputs once; arithmetic is in float32. Norms and activations can write the 8-bit
-rows that the next product wants, so that quantising costs no pass of its own.
-"""
+Each kernel reads its inputs once and writes its outputs once; arithmetic is float32. Norms and activations can write the
+8-bit rows that the next product reads, so quantising takes no pass of its own."""
 
 from __future__ import annotations
 
@@ -15,18 +14,19 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import QKVLayout
 from slipstream.kernels.quantize import DTYPES
-from slipstream.kernels.triton.pdl import overlapped, pdl_wait
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
 from slipstream.spec.model import Activation, ClampedSwiglu, NamedActivation, OwnActivation
-from slipstream.spec.scheme import BLOCK, InputFormat
+from slipstream.spec.scheme import FP8_TILE, InputFormat
 
 FORMATS: dict[InputFormat | None, int] = {None: 0, "fp8": 1, "int8": 2, "fp8-block": 3}
-"""How a kernel is told the form of its output rows."""
+"""The format of output rows, as kernels get it."""
 
 
 @triton.jit
 def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr):
-    """A whole row of float32 y: as it is, or in 8 bits with its scale (`kernels.quantize.quantize_rows`), or each 128's."""
+    """Store a row of float32 y: as it is; in 8 bits with one scale (`kernels.quantize.quantize_rows`); or with one per
+    128."""
     if FORMAT == 0:
         tl.store(out_ptr + row * size + at, y.to(out_ptr.dtype.element_ty), mask=mask)
     elif FORMAT == 3:
@@ -46,56 +46,43 @@ def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr
 
 @triton.jit
 def _round(x, like_ptr, top):
-    """float32 → the 8-bit type of `like_ptr`, cut to ± top."""
+    """float32 → the 8-bit type of `like_ptr`, clamped to ± top."""
     x = tl.minimum(tl.maximum(x, -top), top)
     if like_ptr.dtype.element_ty == tl.int8:
-        x = (x + 12582912.0) - 12582912.0  # 1.5 · 2^23: to the nearest whole number, ties to even
+        x = (x + 12582912.0) - 12582912.0  # 1.5 · 2^23: rounds to the nearest integer, ties to even
     return x.to(like_ptr.dtype.element_ty)
 
 
-def _rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) -> tuple[Tensor, Tensor]:
-    """Where rows of the form `inputs` go, and their scales (any tensor if they have none)."""
+def _empty_rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) -> tuple[Tensor, Tensor]:
+    """Empty rows in the format `inputs`, and their scales (any tensor if there are none)."""
     dtype = like.dtype if inputs is None else DTYPES[inputs]
     out = torch.empty(num_rows, size, dtype=dtype, device=like.device)
-    num_scales = size // BLOCK if inputs == "fp8-block" else 1
+    num_scales = size // FP8_TILE if inputs == "fp8-block" else 1
     return out, like if inputs is None else torch.empty(num_rows, num_scales, dtype=torch.float32, device=like.device)
 
 
 MANY_ROWS, SHORT_ROW = 4096, 2048
-"""From so many rows, of at most so many numbers, kernels' programs take several each: an H200 begins some 0.8 of them a
-nanosecond, and then that is what a step of a small model waits for (16,384 rows of 384 numbers: 20 µs, 8 for their bytes)."""
+"""From MANY_ROWS rows of at most SHORT_ROW numbers on, a thread block takes several. An H200 starts about 0.8 thread
+blocks a nanosecond, which otherwise bounds a small model's step (16,384 rows of 384 numbers: 20 µs, 8 for their
+bytes)."""
 
 
-def rows_at_once(num_rows: int, size: int) -> int:
-    """Rows of a program, a divisor of their number."""
+def rows_per_program(num_rows: int, size: int) -> int:
+    """Rows per thread block, a divisor of their number."""
     return 4 if num_rows >= MANY_ROWS and num_rows % 4 == 0 and size <= SHORT_ROW else 1
 
 
-def _made(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> Activations:
+def _activations(out: Tensor, scales: Tensor, inputs: InputFormat | None) -> Activations:
     return out if inputs is None else Quantized(out, scales)
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    scales_ptr,
-    size,
-    eps,
-    offset,
-    x_stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_LAYER: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """ROWS rows a program, one after another. The sum goes back into the residual, rounded, and that is what is normed."""
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, size, eps, offset, x_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, one after another. The sum with the residual is rounded and stored there, and then normed."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -129,31 +116,17 @@ def norm(
     inputs: InputFormat | None = None,
 ) -> tuple[Activations, Tensor]:
     num_rows, size = x.shape
-    out, scales = _rows(num_rows, size, x, inputs)
+    out, scales = _empty_rows(num_rows, size, x, inputs)
     block = triton.next_power_of_2(size)
     if num_rows:
-        rows = rows_at_once(num_rows, size)
+        rows = rows_per_program(num_rows, size)
         _norm_kernel[(num_rows // rows,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            weight if bias is None else bias,
-            out,
-            scales,
-            size,
-            eps,
-            offset,
-            x.stride(0),
-            ROWS=rows,
-            BLOCK=block,
-            IS_LAYER=is_layer,
-            HAS_RESIDUAL=residual is not None,
-            HAS_BIAS=bias is not None,
-            FORMAT=FORMATS[inputs],
-            num_warps=min(16, max(1, block // 512)),
-            **overlapped(x),
-        )
-    return _made(out, scales, inputs), x if residual is None else residual
+            x, x if residual is None else residual, weight, weight if bias is None else bias, out, scales, size, eps,
+            offset, x.stride(0),
+            ROWS=rows, BLOCK=block, IS_LAYER=is_layer, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+            FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
+        )  # fmt: skip
+    return _activations(out, scales, inputs), x if residual is None else residual
 
 
 @triton.jit
@@ -169,69 +142,40 @@ def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORM
 
 def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
     num_rows, size = x.shape
-    out, scales = _rows(num_rows, size, x, inputs)
+    out, scales = _empty_rows(num_rows, size, x, inputs)
     block = triton.next_power_of_2(size)
     if num_rows:
         _quantize_kernel[(num_rows,)](
-            x.contiguous(),
-            out,
-            scales,
-            size,
-            BLOCK=block,
-            FORMAT=FORMATS[inputs],
-            num_warps=min(16, max(1, block // 512)),
-            **overlapped(x),
-        )
+            x.contiguous(), out, scales, size,
+            BLOCK=block, FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
+        )  # fmt: skip
     return Quantized(out, scales)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
-    qkv_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    positions_ptr,
-    slots_ptr,
-    table_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    eps,
-    offset,
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_DIM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """First T · ⌈(H + K) / BLOCK_H⌉ programs that turn heads of q and k of a token: the first R dimensions, in pairs; others
-    pass. Then ⌈T / BLOCK_T⌉ · V programs that bring the values of BLOCK_T tokens into the cache (V = K, or 0: none)."""
+    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
+    eps, offset, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Two kinds of thread blocks. The first T · ⌈(H + K) / BLOCK_H⌉ rotate heads of q and k of a token: pairs of the
+    first R numbers; the others pass through. Then ⌈T / BLOCK_T⌉ · V cache the values of BLOCK_T tokens (V = K, or 0:
+    none)."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)
-    pieces: tl.constexpr = (H + K + BLOCK_H - 1) // BLOCK_H
-    if pid >= T * pieces:
-        pid -= T * pieces
+    head_tiles: tl.constexpr = (H + K + BLOCK_H - 1) // BLOCK_H
+    if pid >= T * head_tiles:
+        pid -= T * head_tiles
         _store_values(
             qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, V, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED,
             BY_DIM,
         )  # fmt: skip
         return
-    token = (pid // pieces).to(tl.int64)
-    head = pid % pieces * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    token = (pid // head_tiles).to(tl.int64)
+    head = pid % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     is_q, is_k, live = head < H, (head >= H) & (head < H + K), head < H + K
     source = qkv_ptr + (token * (H + K + V) + head) * D
     slot = tl.load(slots_ptr + token)
@@ -271,7 +215,7 @@ def _rope_kernel(
 
 @triton.jit
 def _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, inside):
-    """What the RMS norm of q and k multiplies with."""
+    """The factor of q's or k's RMS norm."""
     weight = tl.load(q_norm_ptr + ds, mask=is_q & inside, other=0.0).to(tl.float32)
     weight += tl.load(k_norm_ptr + ds, mask=is_k & inside, other=0.0).to(tl.float32)
     return norm * (weight + offset)
@@ -280,13 +224,12 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, norm, offset, ds, is_q, is_k, inside):
 @triton.jit
 def _store_heads(x, ds, inside, scale, query, key, q_ptr, k_ptr, is_q, is_k, SCALED: tl.constexpr):
     tl.store(query + ds, x.to(q_ptr.dtype.element_ty), mask=is_q & inside)
-    tl.store(key + ds, _cached(x, scale, k_ptr, SCALED), mask=is_k & inside)
+    tl.store(key + ds, _to_cache(x, scale, k_ptr, SCALED), mask=is_k & inside)
 
 
 @triton.jit
-def _cached(x, scale, cache_ptr, SCALED: tl.constexpr):
-    """x as the cache keeps it: finite, since attention reads whole tiles and gives what a sequence does not own a weight of
-    zero."""
+def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
+    """x as cached. Always finite: attention reads whole tiles and gives foreign keys weight 0, and 0 · inf is NaN."""
     kind: tl.constexpr = cache_ptr.dtype.element_ty
     if SCALED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
@@ -299,32 +242,19 @@ def _cached(x, scale, cache_ptr, SCALED: tl.constexpr):
 
 @triton.jit
 def _store_values(
-    qkv_ptr,
-    v_ptr,
-    v_scale_ptr,
-    slots_ptr,
-    piece,
-    head,
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_DIM: tl.constexpr,
-):
-    """The values of one head of BLOCK_T tokens. By dimension the tile is turned first: tokens that follow one another in a
-    block are then written side by side."""
-    tokens, ds = piece * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, token_tile, head, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
+):  # fmt: skip
+    """The values of one head of BLOCK_T tokens. BY_DIM: the tile is transposed, so that consecutive tokens of
+    a KV block are written contiguously."""
+    tokens, ds = token_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
     source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
     scale = 1.0
     if SCALED:
         scale = tl.load(v_scale_ptr + head)
-    x = _cached(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
+    x = _to_cache(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
     slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
     block, at = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE * D, slots % BLOCK_SIZE
     if BY_DIM:
@@ -333,10 +263,10 @@ def _store_values(
         tl.store(v_ptr + (block + at * D)[:, None] + ds[None, :], x, mask=live)
 
 
-HEADS_AT_ONCE = 16
-"""Heads of one token that a program turns."""
-TOKENS_AT_ONCE = 16
-"""Tokens whose values a program brings into the cache."""
+HEADS_PER_PROGRAM = 16
+"""Heads of one token that a thread block rotates."""
+TOKENS_PER_PROGRAM = 16
+"""Tokens whose values a thread block caches."""
 
 
 def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: QKVLayout) -> Tensor:
@@ -345,51 +275,30 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: QKVLayo
     rotary = h.rotary_dim
     if num_tokens:
         turned, num_values = num_heads + num_kv_heads, 0 if kv.latent else num_kv_heads
-        block = min(HEADS_AT_ONCE, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
-        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_AT_ONCE) * num_values
+        block = min(HEADS_PER_PROGRAM, 8192 // triton.next_power_of_2(head_dim), triton.next_power_of_2(turned))
+        grid = num_tokens * triton.cdiv(turned, block) + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
         _rope_kernel[(grid,)](
-            qkv.contiguous(),
-            q,
-            kv.k,
-            kv.v,
-            qkv if kv.k_scale is None else kv.k_scale,
-            qkv if kv.v_scale is None else kv.v_scale,
-            meta.positions,
-            meta.slot_mapping,
-            qkv if h.cos_sin is None else h.cos_sin,
-            qkv if h.q_norm is None else h.q_norm,
-            qkv if h.k_norm is None else h.k_norm,
-            h.norm_eps,
-            h.norm_offset,
-            num_tokens,
-            H=num_heads,
-            K=num_kv_heads,
-            V=num_values,
-            D=head_dim,
-            R=rotary,
-            BLOCK_SIZE=kv.block_size,
-            BLOCK_H=block,
-            BLOCK_T=TOKENS_AT_ONCE,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)),
-            INTERLEAVED=h.interleaved,
-            HAS_NORM=h.q_norm is not None,
-            SCALED=kv.k_scale is not None,
-            BY_DIM=kv.v.stride(2) == 1,
-            num_warps=4 if block * head_dim >= 1024 else 1,
-            **overlapped(qkv),
-        )
+            qkv.contiguous(), q, kv.k, kv.v, qkv if kv.k_scale is None else kv.k_scale,
+            qkv if kv.v_scale is None else kv.v_scale, meta.positions, meta.slot_mapping,
+            qkv if h.cos_sin is None else h.cos_sin, qkv if h.q_norm is None else h.q_norm,
+            qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, num_tokens,
+            H=num_heads, K=num_kv_heads, V=num_values, D=head_dim, R=rotary, BLOCK_SIZE=kv.block_size, BLOCK_H=block,
+            BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_R=triton.next_power_of_2(max(1, rotary // 2)), INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None,
+            SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, num_warps=4 if block * head_dim >= 1024 else 1,
+            **pdl_options(qkv),
+        )  # fmt: skip
     return q
 
 
 ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-CLAMPED_SWIGLU, OWN = 5, 6
+CLAMPED_SWIGLU, CUSTOM = 5, 6
 
 
 @triton.jit
 def _logistic(x):
-    """1 / (1 + e^−x). Instructions without cases for denormal numbers alone, about half of what `tl.sigmoid` takes, since an
-    activation's kernel is bound by them as much as by bytes; a reciprocal square root has such a one, a division has not."""
+    """1 / (1 + e^−x), in instructions without special cases for denormals: about half the cost of `tl.sigmoid`, which
+    counts in an activation's kernel. A reciprocal square root has such an instruction, a division has not."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
@@ -402,14 +311,14 @@ def _activate(x, KIND: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     if KIND == 2:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x * _logistic(2.0 * inner)  # ½(1 + tanh y) is the logistic function of 2y
+        return x * _logistic(2.0 * inner)  # ½(1 + tanh y) is the logistic function of 2 y
     x = tl.maximum(x, 0.0)
     return x if KIND == 3 else x * x
 
 
 @triton.jit
 def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr):
-    """float32 y (a gate, if GATED, and then `up` what it opens) → the activation; the rest is `activation_arguments`."""
+    """float32 y → its activation; GATED: y is the gate and `up` is gated. Further arguments: `activation_arguments`."""
     if GATED:
         if KIND == 5:  # CLAMPED_SWIGLU
             y = tl.minimum(y, limit)
@@ -427,22 +336,11 @@ def activate(y, up, alpha, limit, KIND: tl.constexpr, FUNCTION: tl.constexpr, GA
 
 @triton.jit
 def _activation_kernel(
-    x_ptr,
-    out_ptr,
-    scales_ptr,
-    size,
-    row_size,
-    alpha,
-    limit,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A piece of each of ROWS rows a program; whole rows where they come out quantised, since each has one scale."""
+    x_ptr, out_ptr, scales_ptr, size, row_size, alpha, limit,
+    ROWS: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of ROWS rows; whole rows if they are quantised, since a row has one scale."""
     if PDL:
         pdl_wait()
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -459,7 +357,7 @@ def _activation_kernel(
 
 
 def activation_arguments(kind: Activation) -> dict[str, object]:
-    """What a kernel that calls `activate` is given."""
+    """Arguments for a kernel that calls `activate`."""
     alpha, limit = (kind.alpha, kind.limit) if isinstance(kind, ClampedSwiglu) else (0.0, 0.0)
     function, number = None, CLAMPED_SWIGLU
     if isinstance(kind, OwnActivation):
@@ -469,7 +367,7 @@ def activation_arguments(kind: Activation) -> dict[str, object]:
                 "on a CPU",
                 field="activation",
             )
-        function, number = kind.triton, OWN
+        function, number = kind.triton, CUSTOM
     elif not isinstance(kind, ClampedSwiglu):
         number = ACTIVATIONS[kind]
     return {"alpha": alpha, "limit": limit, "KIND": number, "FUNCTION": function}
@@ -478,26 +376,17 @@ def activation_arguments(kind: Activation) -> dict[str, object]:
 def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | None = None) -> Activations:
     num_rows, row_size = x.shape
     size = row_size // 2 if gated else row_size
-    out, scales = _rows(num_rows, size, x, inputs)
+    out, scales = _empty_rows(num_rows, size, x, inputs)
     if num_rows:
         block = triton.next_power_of_2(size) if inputs else min(1024, triton.next_power_of_2(size))
-        rows = rows_at_once(num_rows, size)
+        rows = rows_per_program(num_rows, size)
         grid = (num_rows // rows, triton.cdiv(size, block))
         _activation_kernel[grid](
-            x.contiguous(),
-            out,
-            scales,
-            size,
-            row_size,
-            ROWS=rows,
-            **activation_arguments(kind),
-            GATED=gated,
-            FORMAT=FORMATS[inputs],
-            BLOCK=block,
-            num_warps=min(16, max(4, block // 1024)),
-            **overlapped(x),
-        )
-    return _made(out, scales, inputs)
+            x.contiguous(), out, scales, size, row_size,
+            ROWS=rows, **activation_arguments(kind), GATED=gated, FORMAT=FORMATS[inputs], BLOCK=block,
+            num_warps=min(16, max(4, block // 1024)), **pdl_options(x),
+        )  # fmt: skip
+    return _activations(out, scales, inputs)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a step reads from and writes to the rows of its sequences: one kernel each, where torch needs a dozen."""
+"""A step's reads from and writes to its sequences' token rows: one kernel each, where torch needs a dozen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS_AT_ONCE = 128
+TOKENS_PER_PROGRAM = 128
 
 
 @triton.jit(do_not_specialize=["T", "row_size", "num_blocks"])
@@ -33,9 +33,9 @@ def gather_inputs(
     ids = torch.empty(count, dtype=torch.int32, device=device)
     wide, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
     if count:
-        _gather_inputs_kernel[(triton.cdiv(count, TOKENS_AT_ONCE),)](
+        _gather_inputs_kernel[(triton.cdiv(count, TOKENS_PER_PROGRAM),)](
             tokens, block_table, rows, positions, ids, wide, slots, count, tokens.stride(0), block_table.stride(0),
-            BLOCK_SIZE=block_size, BLOCK=TOKENS_AT_ONCE,
+            BLOCK_SIZE=block_size, BLOCK=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return ids, wide, slots
 
@@ -52,6 +52,6 @@ def _write_kernel(tokens_ptr, rows_ptr, positions_ptr, new_ptr, N, row_size, BLO
 def write_tokens(tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
     """`OpSet.write_tokens`."""
     if count := len(rows):
-        _write_kernel[(triton.cdiv(count, TOKENS_AT_ONCE),)](
-            tokens, rows, positions, new, count, tokens.stride(0), BLOCK=TOKENS_AT_ONCE
+        _write_kernel[(triton.cdiv(count, TOKENS_PER_PROGRAM),)](
+            tokens, rows, positions, new, count, tokens.stride(0), BLOCK=TOKENS_PER_PROGRAM
         )

@@ -1,9 +1,8 @@
-"""Sampling without a sort: one program a row of logits.
+"""Sampling without a sort: one thread block per row of logits [S, V].
 
-A kept set is all tokens at or above a threshold, so top-k and top-p are searches for a threshold: probabilities relative to
-the best lie in [0, 1], where float32 bit patterns are in order, so thirty halvings find it exactly. Then one walk in id
-order finds the token at which the running sum passes u · total. Sums are taken in a fixed order.
-"""
+A kept set is every token at or above a threshold, so top-k and top-p search for a threshold. Probabilities relative to
+the best lie in [0, 1], where float32 bit patterns are ordered; thirty halvings find it exactly. Then one pass in token
+order finds where the running sum exceeds u · total. Sums have a fixed order."""
 
 from __future__ import annotations
 
@@ -27,97 +26,87 @@ def _weights(row_ptr, start, vocab, best, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, peak_ptr, id_ptr, out_ptr, vocab, row_stride, span, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The best of `span` tokens of a row, which is the row's if there are no other PARTS."""
-    row, part = tl.program_id(0), tl.program_id(1)
-    end = tl.minimum(vocab, (part + 1) * span)
-    peaks, ids = _peaks(logits_ptr + row.to(tl.int64) * row_stride, part * span, end, BLOCK)
-    peak = tl.max(peaks, 0)
-    best = tl.minimum(tl.min(tl.where(peaks == peak, ids, 2147483647), 0), vocab - 1)  # a token, even of a row of NaN
-    if PARTS == 1:
+def _argmax_kernel(logits_ptr, max_ptr, id_ptr, out_ptr, vocab, row_stride, span, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The best of `span` tokens of a row; the row's best if SPLITS is 1."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    end = tl.minimum(vocab, (split + 1) * span)
+    maxima, ids = _block_argmax(logits_ptr + row.to(tl.int64) * row_stride, split * span, end, BLOCK)
+    maximum = tl.max(maxima, 0)
+    # min: a valid token even if the row is NaN
+    best = tl.minimum(tl.min(tl.where(maxima == maximum, ids, 2147483647), 0), vocab - 1)
+    if SPLITS == 1:
         tl.store(out_ptr + row, best.to(tl.int64))
     else:
-        tl.store(peak_ptr + row * PARTS + part, peak)
-        tl.store(id_ptr + row * PARTS + part, best)
+        tl.store(max_ptr + row * SPLITS + split, maximum)
+        tl.store(id_ptr + row * SPLITS + split, best)
 
 
 @triton.jit
-def _best_kernel(peak_ptr, id_ptr, out_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _argmax_splits_kernel(max_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
-    peaks = tl.load(peak_ptr + row * PARTS + at, mask=at < PARTS, other=float("-inf"))
-    ids = tl.load(id_ptr + row * PARTS + at, mask=at < PARTS, other=2147483647)
-    tl.store(out_ptr + row, tl.min(tl.where(peaks == tl.max(peaks, 0), ids, 2147483647), 0).to(tl.int64))
+    maxima = tl.load(max_ptr + row * SPLITS + at, mask=at < SPLITS, other=float("-inf"))
+    ids = tl.load(id_ptr + row * SPLITS + at, mask=at < SPLITS, other=2147483647)
+    tl.store(out_ptr + row, tl.min(tl.where(maxima == tl.max(maxima, 0), ids, 2147483647), 0).to(tl.int64))
 
 
 @triton.jit
-def _peaks(row_ptr, start, end, BLOCK: tl.constexpr):
-    """For each of BLOCK interleaved parts of the tokens `start` … `end`, the largest logit and the first token that has it."""
-    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+def _block_argmax(row_ptr, start, end, BLOCK: tl.constexpr):
+    """Tokens `start` … `end` in BLOCK interleaved sets: each set's largest logit and the first token with it."""
+    maxima = tl.full((BLOCK,), float("-inf"), tl.float32)
     ids = start + tl.arange(0, BLOCK)
     for first in range(start, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + at, mask=at < end, other=float("-inf")).to(tl.float32)
-        ids = tl.where(logits > peaks, at, ids)
-        peaks = tl.maximum(peaks, logits)
-    return peaks, ids
+        ids = tl.where(logits > maxima, at, ids)
+        maxima = tl.maximum(maxima, logits)
+    return maxima, ids
 
 
-FEW_ROWS = 64
-"""Of so few rows one program each would leave most of the chip idle: their tokens are dealt out to several."""
+SPLIT_ROWS = 64
+"""Up to so many rows, a row's tokens are split over several thread blocks, to fill the chip."""
 
 
 def argmax(logits: Tensor, *, block: int = 4096) -> Tensor:
-    """[S, V] → int64 [S]: the likeliest token, the first of them where several are equal."""
+    """[S, V] → int64 [S]: the most likely token, the first of equals."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
     block = min(block, triton.next_power_of_2(vocab))
-    span = vocab if num_rows > FEW_ROWS else 2 * block
-    num_parts = triton.cdiv(vocab, span)
-    peaks, ids = (out, out) if num_parts == 1 else (
-        torch.empty(num_rows, num_parts, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
+    span = vocab if num_rows > SPLIT_ROWS else 2 * block
+    num_splits = triton.cdiv(vocab, span)
+    maxima, ids = (out, out) if num_splits == 1 else (
+        torch.empty(num_rows, num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)
     )
-    _argmax_kernel[(num_rows, num_parts)](
-        logits, peaks, ids, out, vocab, logits.stride(0), span, PARTS=num_parts, BLOCK=block, num_warps=8
+    _argmax_kernel[(num_rows, num_splits)](
+        logits, maxima, ids, out, vocab, logits.stride(0), span, SPLITS=num_splits, BLOCK=block, num_warps=8
     )
-    if num_parts > 1:
-        _best_kernel[(num_rows,)](
-            peaks, ids, out, PARTS=num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=1
+    if num_splits > 1:
+        _argmax_splits_kernel[(num_rows,)](
+            maxima, ids, out, SPLITS=num_splits, BLOCK=triton.next_power_of_2(num_splits), num_warps=1
         )
     return out
 
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    u_ptr,
-    out_ptr,
-    vocab,
-    row_stride,
-    BLOCK: tl.constexpr,
-    ANY_TOP_K: tl.constexpr,
-    ANY_TOP_P: tl.constexpr,
-    ANY_MIN_P: tl.constexpr,
-):
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, u_ptr, out_ptr, vocab, row_stride,
+    BLOCK: tl.constexpr, ANY_TOP_K: tl.constexpr, ANY_TOP_P: tl.constexpr, ANY_MIN_P: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     temperature = tl.load(temperature_ptr + row)
-    peaks, ids = _peaks(row_ptr, 0, vocab, BLOCK)
-    best = tl.max(peaks, 0)
-    chosen = tl.min(tl.where(peaks == best, ids, 2147483647), 0)
+    maxima, ids = _block_argmax(row_ptr, 0, vocab, BLOCK)
+    best = tl.max(maxima, 0)
+    chosen = tl.min(tl.where(maxima == best, ids, 2147483647), 0)
     if temperature > 0.0:
-        least = 1  # the bits of the smallest positive number: tokens of weight 0 are never kept
+        least = 1  # bits of the smallest positive number: weight 0 is never kept
         if ANY_MIN_P:
             least = tl.maximum(least, tl.load(min_p_ptr + row).to(tl.int32, bitcast=True))
         if ANY_TOP_K:
             k = tl.load(top_k_ptr + row)
             if (k > 0) & (k < vocab):
-                low, high = 0, ONE  # count(≥ low) ≥ k always; the answer is the largest such
+                low, high = 0, ONE  # invariant: count(≥ low) ≥ k; the result is the largest such
                 while low < high:
                     middle = (low + high + 1) // 2
                     count = tl.zeros((BLOCK,), tl.int32)
@@ -168,7 +157,7 @@ def _sample_kernel(
                 else:
                     chosen_here = tl.max(tl.where(kept, at, -1), 0)
                     if chosen_here >= 0:
-                        chosen = chosen_here  # should rounding leave none: the last kept
+                        chosen = chosen_here  # if rounding leaves none: the last kept token
                     running += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
         if found >= 0:
             chosen = found
@@ -181,19 +170,8 @@ def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         _sample_kernel[(num_rows,)](
-            logits,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            u,
-            out,
-            vocab,
-            logits.stride(0),
-            BLOCK=min(block, triton.next_power_of_2(vocab)),
-            ANY_TOP_K=params.any_top_k,
-            ANY_TOP_P=params.any_top_p,
-            ANY_MIN_P=params.any_min_p,
-            num_warps=8,
-        )
+            logits, params.temperature, params.top_k, params.top_p, params.min_p, u, out, vocab, logits.stride(0),
+            BLOCK=min(block, triton.next_power_of_2(vocab)), ANY_TOP_K=params.any_top_k, ANY_TOP_P=params.any_top_p,
+            ANY_MIN_P=params.any_min_p, num_warps=8,
+        )  # fmt: skip
     return out

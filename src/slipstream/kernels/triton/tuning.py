@@ -1,10 +1,11 @@
-"""`slipstream tune`: measures tiles for a model's shapes on the GPU that is there.
+"""`slipstream tune`: measure tiles for a model's shapes on the present GPU.
 
-For each op and shape the search starts from a tile that is good in general and changes one number of it at a time, keeping
-what is faster: some fifteen measurements instead of a hundred. A tile is kept if it beats what the engine would take by 2 % in
-two measurements, and if its result agrees. Times are medians of replays of a CUDA graph over enough copies of the weight that
-none stays in the L2 cache. `search` and `tune` know nothing of a GPU but the timer they are given.
-"""
+1. For each op and shape, coordinate descent from a tile that is good in general: about fifteen measurements instead of a
+   hundred.
+2. A tile is kept if it beats the engine's present choice by 2 % in two measurements, and if its result agrees.
+3. Times are medians of CUDA graph replays over enough copies of the weight that none stays in L2.
+
+`search` and `tune` know the GPU only through the timer they are given."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.quantize import DTYPES
@@ -28,45 +28,48 @@ from slipstream.kernels.triton import TritonOps, sparse24
 from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
+from slipstream.spec.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
 from slipstream.spec.model import AttentionSpec, ModelSpec
 from slipstream.spec.scheme import RowFormat, Scheme
 
 Call: TypeAlias = Callable[[], Tensor]
 Calls: TypeAlias = Callable[[Tile | None], Sequence[Call]]
-"""The same work over different copies of its data, with a tile (None: what the engine takes so far)."""
+"""The same work on different copies of its data, with a tile (None: the engine's present choice)."""
 
 SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
     "gemv": ((2, 1024, 4), ((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))),
-    "skinny": ((64, 256, 2, 3), ((32, 64, 128), (128, 256, 512), (1, 2, 4, 8), (2, 3, 4, 5))),
-    "tiled": ((128, 256, 128, 8, 3), ((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4))),
-    "grouped": ((64, 2, 3), ((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5))),
-    "blocks": ((64, 4, 4, 6), ((64, 128), (1, 2, 4, 8), (4, 8), (3, 4, 5, 6))),
-    "halves": ((256,), ((64, 256, 1024, 4096, NEVER),)),
+    "skinny_gemm": ((64, 256, 2, 3), ((32, 64, 128), (128, 256, 512), (1, 2, 4, 8), (2, 3, 4, 5))),
+    "gemm": ((128, 256, 128, 8, 3), ((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4))),
+    "int4_groupwise": ((64, 2, 3), ((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5))),
+    "fp8_block": ((64, 4, 4, 6), ((64, 128), (1, 2, 4, 8), (4, 8), (3, 4, 5, 6))),
+    "sparse24": ((256,), ((64, 256, 1024, 4096, NEVER),)),
     "decode": ((16, 1, 6), ((16, 32, 64), (1, 2, 4), (1, 2, 3, 4, 6))),
     "prefill": ((64, 64, 4, 3), ((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))),
 }
-"""Where the search begins, and what each number of a tile may be."""
+"""Starting tile, and the values of each of its numbers."""
 
-LATER = {"tiled": 1, "prefill": 1, "halves": 2}
-"""What is measured after what decode steps take: prefill steps first, then what 2:4 weights alone take."""
-HALVES_STEPS = ((64, 8), (256, 8), (1024, 4), (4096, 1))
-"""Sizes of a step at which a 2:4 weight's products are timed together, and how often each, so that all weigh about alike."""
-GAIN = 0.98
-"""A tile replaces another only if it takes less than this share of its time, so that noise changes no table."""
-AGREE = 0.02
-"""The largest difference of results, as a share of the largest number: sums in another order, in 16 bits."""
+PRIORITY = {"gemm": 1, "prefill": 1, "sparse24": 2}
+"""Decode's ops are measured first (0), then prefill's, then what 2:4 weights add."""
+SPARSE24_STEPS = ((64, 8), (256, 8), (1024, 4), (4096, 1))
+"""Step sizes timed together for a 2:4 weight, and how often each, so that all weigh about alike."""
+MIN_GAIN = 0.98
+"""A tile replaces another only below this share of its time, so that noise changes nothing."""
+TOLERANCE = 0.02
+"""Largest difference of results relative to the largest number: another order of sums, in 16 bits."""
 SPLIT_INPUTS = 128
-"""A part of a split product has at least so many inputs."""
+"""A split of K has at least so many inputs."""
 L2_BYTES = 3e8
-"""Copies of a weight are at least as large together: several times an L2 cache."""
+"""Copies of a weight take at least this together: several L2 caches."""
+PREFILL_TOKENS = 4096
+"""Tokens of a measured prefill step, in prompts of one length."""
 CONTEXT = 1024
 CONTEXT_TOKENS = 1 << 18
-"""Tokens in the cache of a decode that is measured: each sequence's, and of all together at most."""
+"""Cached tokens of a measured decode: CONTEXT per sequence, at most CONTEXT_TOKENS in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One key to measure. `prepare` makes the data, which lives as long as the calls do."""
+    """One key to measure. `prepare` makes its data, which lives as long as the calls."""
 
     key: Key
     prepare: Callable[[Key], Calls]
@@ -82,8 +85,7 @@ class Trial:
 
 
 def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | None:
-    """A tile that beats what the engine takes so far, or None. `time_of` gives microseconds, infinite for a tile that can't
-    run."""
+    """A tile that beats the present choice, or None. `time_of` gives microseconds, infinite for a tile that can't run."""
     times: dict[Tile, float] = {}
 
     def timed(tile: Tile) -> float:
@@ -98,17 +100,17 @@ def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | 
         last = best
         for axis, values in enumerate(axes):
             best = min(((*best[:axis], v, *best[axis + 1 :]) for v in values), key=lambda t: (timed(t), t != best))
-    if not timed(best) < GAIN * before:
+    if not timed(best) < MIN_GAIN * before:
         return None
-    again, before_again = time_of(best), time_of(None)  # a second look, so that one lucky measurement decides nothing
-    if not again < GAIN * before_again:
+    again, before_again = time_of(best), time_of(None)  # measured again, so that one lucky measurement decides nothing
+    if not again < MIN_GAIN * before_again:
         return None
     return Measured(best, round(max(times[best], again), 3), round(min(before, before_again), 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What came out: the keys that were measured, the winners among them, and how many keys there was no time or memory for."""
+    """The measured keys, the winners among them, and how many keys time or memory did not suffice for."""
 
     measured: tuple[Key, ...]
     found: dict[Key, Measured]
@@ -124,7 +126,7 @@ def tune(
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuning:
-    """Measure `trials` in order, beginning none after `seconds`."""
+    """Measure `trials` in order; begin none after `seconds`."""
     end = clock() + seconds
     measured: list[Key] = []
     found: dict[Key, Measured] = {}
@@ -154,7 +156,7 @@ def _measure(
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Median over five replays of a graph of all calls, per call; infinite if the GPU has not enough of something for it."""
+    """Per call: the median of five replays of a graph of all calls; infinite if the GPU lacks a resource for it."""
     try:
         for call in calls[:2]:
             call()
@@ -169,7 +171,7 @@ def microseconds(calls: Sequence[Call]) -> float:
 
 def results_agree(calls: Calls, tile: Tile) -> bool:
     ours, theirs = (calls(t)[0]().float() for t in (tile, None))
-    return bool((ours - theirs).abs().max() <= AGREE * theirs.abs().max())
+    return bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max())
 
 
 def tune_model(
@@ -186,8 +188,8 @@ def tune_model(
     seconds: float,
     progress: Callable[[int, int], None],
 ) -> tuple[Tuning, str]:
-    """All of a model's shapes, and how they were measured. `base` is what the engine takes without the user's table; `cache`
-    the KV cache's 8-bit form, if it has one."""
+    """Tune all of a model's shapes; also returns how they were measured. `base`: the tiles without the user's table.
+    `cache`: the KV cache's 8-bit format, if it has one."""
     bench = _Bench(base, torch.device(device), getattr(torch, dtype))
     platform_of(bench.device).activate(num_threads=1)
     with torch.inference_mode():
@@ -197,7 +199,7 @@ def tune_model(
 
 
 class _Bench:
-    """Makes the data of trials, and runs them through the op set that the engine runs."""
+    """Makes the trials' data and runs them through the engine's op set."""
 
     def __init__(self, base: TileTable, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -213,10 +215,10 @@ class _Bench:
         max_model_len: int,
         max_num_seqs: int,
     ) -> list[Trial]:
-        """What decode steps take first, then what prefill steps take."""
+        """A model's trials: decode's first, then prefill's."""
         scheme = None if scheme is not None and scheme.experts_only else scheme
         head = (spec.vocab_size, spec.hidden_size)
-        found = [t for shape in sorted(products(spec)) for t in self._products(shape, scheme)]
+        found = [t for shape in sorted(product_shapes(spec)) for t in self._products(shape, scheme)]
         found += self._products(head, scheme if scheme is not None and scheme.head else None)
         plain = (a for a in (layer.attention for layer in spec.layers) if isinstance(a, AttentionSpec) and a.causal)
         attentions = {(a.num_heads, a.num_kv_heads, a.head_dim): a for a in plain}
@@ -227,29 +229,29 @@ class _Bench:
                 for size in sizes:
                     prepare = partial(self._attention, a, cache, most, max_model_len)
                     found.append(Trial((op, cache or self.kind, (*shape, block_size, size)), prepare))
-        return sorted(found, key=lambda t: LATER.get(t.key[0], 0))
+        return sorted(found, key=lambda t: PRIORITY.get(t.key[0], 0))
 
     def _products(self, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         if scheme is None:
-            return [Trial(("gemv", self.kind, shape), partial(self._product, None)), *self._halves(self.kind, shape, None)]
+            return [Trial(("gemv", self.kind, shape), partial(self._product, None)), *self._sparse24(self.kind, shape, None)]
         if scheme.inputs == "fp8-block":
-            wanted = [("blocks", "fp8-block")]
+            wanted = [("fp8_block", "fp8-block")]
         elif scheme.inputs is None:
-            wanted = [("grouped", "int4" if scheme.group_size == 128 else "int4-g32")]
+            wanted = [("int4_groupwise", "int4" if scheme.group_size == 128 else "int4-g32")]
         else:
-            wanted = [(op, str(scheme.inputs)) for op in ("skinny", "tiled")[: 2 if scheme.inputs == "int8" else 1]]
+            wanted = [(op, str(scheme.inputs)) for op in ("skinny_gemm", "gemm")[: 2 if scheme.inputs == "int8" else 1]]
         return [
             Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
             for op, kind in wanted
             for num_tokens in OPS[op].classes
-        ] + (self._halves(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
+        ] + (self._sparse24(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
 
-    def _halves(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
-        """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is there."""
+    def _sparse24(self, kind: str, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
+        """From how many tokens on a 2:4 weight of that shape goes through cuSPARSELt, where that is available."""
         like = torch.empty(0, device=self.device, dtype=self.dtype)
         if not sparse24.available(like) or any(n % sparse24.MULTIPLE for n in shape):
             return []
-        return [Trial(("halves", kind, shape), partial(self._sparse_product, scheme))]
+        return [Trial(("sparse24", kind, shape), partial(self._sparse_product, scheme))]
 
     def _sparse_product(self, scheme: Scheme | None, key: Key) -> Calls:
         _, _, (outer, inner) = key
@@ -257,14 +259,14 @@ class _Bench:
         numbers[:, :, ::2] = 0
         w = self.ops.with_tiles(NO_TILES).quantize_weight(numbers.flatten(1), None, scheme)
         packed = torch._cslt_compress(w.weight)
-        rows = [torch.randn(n, inner, device=self.device, dtype=self.dtype) for n, _ in HALVES_STEPS]
+        rows = [torch.randn(n, inner, device=self.device, dtype=self.dtype) for n, _ in SPARSE24_STEPS]
         given = [x if w.inputs is None else self.ops.quantize(x, w.inputs) for x in rows]
 
         def calls(tile: Tile | None) -> list[Call]:
             before = self.ops.tiles.find(*key[:2], *key[2]) or (sparse24.FROM_TOKENS.get(w.weight.dtype, NEVER),)
             (from_tokens,) = before if tile is None else tile
             sparse = dataclasses.replace(w, sparse=SparseCopy(packed, from_tokens))
-            steps = zip(given, HALVES_STEPS, strict=True)
+            steps = zip(given, SPARSE24_STEPS, strict=True)
             return [partial(self.ops.linear, x, sparse) for x, (_, times) in steps for _ in range(times)]
 
         return calls
@@ -273,7 +275,7 @@ class _Bench:
         op, _, (outer, inner, *num_tokens) = key
         numbers = torch.randn(outer, inner, device=self.device, dtype=self.dtype) * 0.02
         first = self.ops.quantize_weight(numbers, None, scheme)
-        num_copies = max(2, int(L2_BYTES / first.weight.nbytes)) if op != "tiled" else 2
+        num_copies = max(2, int(L2_BYTES / first.weight.nbytes)) if op != "gemm" else 2
         weights: list[Linear] = [first]
         weights += [dataclasses.replace(first, weight=first.weight.clone()) for _ in range(num_copies - 1)]
         x = torch.randn(*(num_tokens or [1]), inner, device=self.device, dtype=self.dtype)
@@ -288,19 +290,19 @@ class _Bench:
     def _attention(
         self, a: AttentionSpec, cache: RowFormat | None, most: int, max_model_len: int, key: Key
     ) -> Calls:
-        """The key's last number, but `most` at most, is sequences of a decode, or tokens of each prompt, of which there are as
-        many as make a large step."""
+        """The key's last number, at most `most`, is a decode's number of sequences, or the tokens of each prompt of a
+        large prefill step."""
         op, _, (*_, block_size, size) = key
         size = min(size, most)
         if op == "decode":
             num_seqs, num_queries = size, 1
             length = max(1, min(CONTEXT, max_model_len, CONTEXT_TOKENS // size))
         else:
-            num_seqs, num_queries, length = max(1, 4096 // size), size, size
+            num_seqs, num_queries, length = max(1, PREFILL_TOKENS // size), size, size
         per_seq = -(-length // block_size)
         shape = (num_seqs * per_seq + 1, a.num_kv_heads, block_size, a.head_dim)
         k, v = self._cache(shape, cache), self._cache(shape, cache)
-        kv = LayerKV(k, by_dim(v) if self.ops.values_by_dim(v.dtype) else v)  # as the engine keeps them
+        kv = LayerKV(k, by_dim(v) if self.ops.values_by_dim(v.dtype) else v)  # the engine's layout
         if cache is not None:
             scale = torch.full((a.num_kv_heads,), 1 / 16, device=self.device)
             kv = dataclasses.replace(kv, k_scale=scale, v_scale=scale)
@@ -333,6 +335,6 @@ class _Bench:
         return self.ops.with_tiles(TileTable(device="", entries={key: Measured(tile)}))
 
 
-def products(spec: ModelSpec) -> set[tuple[int, int]]:
-    """(outer, inner) of every product of the layers, those of experts apart."""
-    return {(p.rows, p.inner) for layer in spec.layers for p in layer.products(spec.hidden_size) if p.copies == 1}
+def product_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
+    """(outer, inner) of every product of the layers, without experts."""
+    return {(p.rows, p.inner) for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size) if p.copies == 1}

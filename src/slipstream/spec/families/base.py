@@ -7,6 +7,7 @@ The same goes for a GGUF file's metadata, from which such a config is made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,17 +20,27 @@ T = TypeVar("T")
 Names = dict[str, Placement]
 
 NO_EFFECT = frozenset((
-    "_from_model_config", "_name_or_path", "activation_dropout", "architectures", "attention_dropout",
-    "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bos_token_id", "classifier_dropout", "cls_token_id",
-    "dropout", "dtype", "emb_pdrop", "embd_pdrop", "embedding_dropout", "eos_token_id", "gradient_checkpointing",
-    "hidden_dropout", "hidden_dropout_prob", "id2label", "init_device", "init_std", "initializer_range",
-    "is_llama_config", "label2id", "layerdrop", "model_type", "output_attentions", "output_hidden_states",
-    "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
-    "rope_interleaved", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype",
-    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+    "_from_model_config", "_model_name_or_path", "_name_or_path", "_num_labels", "activation_dropout", "architectures",
+    "attention_dropout", "attention_dropout_prob", "attention_probs_dropout_prob", "attn_dropout", "attn_dropout_prob",
+    "attn_implementation", "attn_pdrop", "auto_map", "axolotl_config_path", "bad_words_ids", "base_model_name_or_path",
+    "begin_suppress_tokens", "bos_token_id", "classifier_dropout", "classifier_dropout_prob", "cls_token_id",
+    "dropout", "dropout_rate", "dtype", "emb_pdrop", "embd_pdrop", "embed_dropout", "embedding_dropout",
+    "eos_token_id", "exponential_decay_length_penalty", "ffn_dropout", "finetuning_task", "flash_attention",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "head_dropout", "hidden_dropout",
+    "hidden_dropout_prob", "id2label", "init_device", "init_std", "initializer_range", "is_llama_config",
+    "keys_to_ignore_at_inference", "label2id", "language", "layer_dropout", "layerdrop", "license", "mask_token_id",
+    "max_sequence_length", "model_max_length", "model_type", "neftune_noise_alpha", "output_attentions",
+    "output_hidden_states", "pad_token_id", "pipeline_tag", "prefix", "pretraining_tp", "problem_type", "resid_pdrop",
+    "residual_dropout", "return_dict", "rope_interleaved", "sep_token_id", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens", "tags",
+    "task_specific_params", "token_dropout", "tokenizer_class", "tokenizer_name", "torch_dtype", "trained_with",
+    "training_args", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed",
+    "unsloth_tied_weights", "unsloth_version", "use_cache", "use_flash_attention", "use_flash_attention_2",
+    "use_flash_attn", "vocab_file",
 ))  # fmt: skip
-"""Keys that change nothing about what the model computes at inference (or that the tokenizer reads)."""
+"""Keys that change nothing about what the model computes at inference: where it comes from, how it was trained, what the
+tokenizer reads. A key that is in no list and could change an answer is refused."""
 
 
 WRITTEN_BY_ALL: dict[str, Any] = {
@@ -65,6 +76,16 @@ GGUF_UNREAD = (r"dec\.blk\.\d+\.cross_attn_rel_b\.weight",)
 
 ROTARY_BUFFERS = (r".*rotary(_pos)?_emb\.inv_freq",)
 """Tensors of any checkpoint without meaning: frequencies, which old versions of transformers saved, are computed."""
+
+
+MAX_SIZE = 2**31 - 1
+"""Of any size in a config: what the kernels' indices can hold."""
+
+MAX_LAYERS = 4096
+LAYER_COUNTS = frozenset((
+    "block_count", "decoder_layers", "n_layer", "n_layers", "num_decoder_layers", "num_hidden_layers", "num_layers",
+))  # fmt: skip
+"""A description has an object for each layer, so their number is checked before they are made."""
 
 
 class ConfigReader:
@@ -104,10 +125,14 @@ class ConfigReader:
                 key = self._prefix + key
                 raise UnsupportedModelError(f"{self._where} lacks {key!r}", field=key)
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
             return float(value)  # type: ignore[return-value]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.unsupported(key, f"must be of type {kind.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.unsupported(key, "must be a finite number")
+        if isinstance(value, int) and abs(value) > MAX_SIZE:
+            raise self.unsupported(key, f"must be at most {MAX_SIZE}")
         return value
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
@@ -116,8 +141,9 @@ class ConfigReader:
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.take(key, int, default)
-        if value < 1:
-            raise self.unsupported(key, "must be at least 1")
+        limit = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
+        if not 1 <= value <= limit:
+            raise self.unsupported(key, f"must be from 1 to {limit}")
         return value
 
     def require(self, key: str, *allowed: Any) -> None:

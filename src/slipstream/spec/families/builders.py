@@ -118,8 +118,8 @@ def model(
 
 def num_labels(c: ConfigReader) -> int | None:
     """Of architectures that end in ForSequenceClassification; `id2label` counts the labels, two by default."""
-    named = c.take("architectures", list, [""])
-    if not str(named[0]).endswith("ForSequenceClassification"):
+    named = c.take("architectures", list, [])
+    if not named or not str(named[0]).endswith("ForSequenceClassification"):
         return None
     return len(c.take("id2label", dict, {"0": "", "1": ""}))
 

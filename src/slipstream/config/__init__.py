@@ -1,0 +1,39 @@
+"""The settings of an engine.
+
+`EngineArgs` is what a user wrote. `resolve(args, model, device)` checks it and returns a frozen `EngineConfig`, which records
+for each setting who chose its value and why. It is changed once at most: `EngineConfig.with_memory_limits` returns a copy with
+a shorter context. No torch here.
+"""
+
+from slipstream.config.resolver import held_products, resolve
+from slipstream.config.settings import (
+    DTYPE_BYTES,
+    CacheConfig,
+    DeviceConfig,
+    DeviceInfo,
+    DType,
+    EngineArgs,
+    EngineConfig,
+    KVDType,
+    ModelConfig,
+    Origin,
+    SchedulingConfig,
+    setting_help,
+)
+
+__all__ = [
+    "DTYPE_BYTES",
+    "CacheConfig",
+    "DType",
+    "DeviceConfig",
+    "DeviceInfo",
+    "EngineArgs",
+    "EngineConfig",
+    "KVDType",
+    "ModelConfig",
+    "Origin",
+    "SchedulingConfig",
+    "held_products",
+    "resolve",
+    "setting_help",
+]

@@ -1,0 +1,436 @@
+"""`resolve`: from what a user set to what an engine runs with. Pure; one function a section of `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
+
+from slipstream.config.settings import (
+    BATCH_WINDOW_S,
+    GPU_MEMORY_SHARE,
+    CacheConfig,
+    DeviceConfig,
+    DeviceInfo,
+    DType,
+    EngineArgs,
+    EngineConfig,
+    ModelConfig,
+    Origin,
+    SchedulingConfig,
+)
+from slipstream.errors import ConfigError
+from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES
+
+if TYPE_CHECKING:
+    from slipstream.spec.description import ModelDescription
+
+Origins: TypeAlias = dict[str, Origin]
+
+CPU_PRODUCTS = frozenset(("int8", "int4"))
+"""The products that the C++ kernels have of rounded weights."""
+CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in CPU_PRODUCTS)
+DENSE_SHARE = 0.25
+"""The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
+
+
+def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> EngineConfig:
+    """Check `args` against the model and the device, and choose what was left open. ConfigError names the setting at fault."""
+    _check_values(args)
+    stored = _stored_scheme(args, model, device)
+    _refuse_unsupported(args)
+    _refuse_without_effect(args, device)
+    _check_formats(args, model, device, args.quantization or stored.value)
+    model_config, model_origins = _model_section(args, model, device, stored)
+    cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
+    scheduling, scheduling_origins = _scheduling_section(args, model.spec, device, model_config.max_model_len)
+    device_config, device_origins = _device_section(args, model, device, model_config.quantization)
+    values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
+    given = {name: Origin(value, "default" if value == default else "user") for name, (value, default) in values.items()}
+    return EngineConfig(
+        model=model_config,
+        cache=cache,
+        scheduling=scheduling,
+        device=device_config,
+        origins={**given, **model_origins, **cache_origins, **scheduling_origins, **device_origins},
+    )
+
+
+# --- The sections -----------------------------------------------------------------------------------------------------
+
+
+class _Chosen:
+    """Takes the user's value of a setting, or else the one chosen here. `origins` says which it was and why."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.args = args
+        self.origins: Origins = {}
+
+    def __call__(self, name: str, auto: Any, source: Literal["model", "device", "default"], reason: str) -> Any:
+        given = getattr(self.args, name)
+        is_open = given is None or given == "auto"
+        self.origins[name] = Origin(auto, source, reason) if is_open else Origin(given, "user")
+        return self.origins[name].value
+
+    def needs_full_prompt(self, name: str, value: bool) -> bool:
+        """Takes a value that an encoder forces, whatever the user said. Its tokens see each other, so no part of a prompt can
+        be computed or kept by itself."""
+        self.origins[name] = Origin(value, "model", "its encoder reads texts whole")
+        return value
+
+
+def _model_section(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: Origin
+) -> tuple[ModelConfig, Origins]:
+    chosen = _Chosen(args)
+    dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
+    dtype = chosen("dtype", dtype_auto, "device", dtype_why)
+    if dtype == "float16" and not device.is_cuda:
+        raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
+    quantization = chosen("quantization", stored.value, "model", stored.reason)
+    if stored.value is not None and quantization != stored.value:
+        raise ConfigError(
+            f"quantization={quantization!r}, but the checkpoint's weights are {stored.value}; leave it out",
+            field="quantization",
+        )
+    rounded = quantization or ("compressed-tensors" if _has_formats(model) else None)
+    if rounded is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
+        raise ConfigError(
+            f"quantization={rounded!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
+        )
+    spec = model.spec
+    longest = spec.max_position
+    if spec.is_encoder and model.pooling.max_length is not None:
+        longest = min(longest, model.pooling.max_length)
+    max_model_len = chosen("max_model_len", longest, "model", "the context the model was made for")
+    _positive("max_model_len", max_model_len)
+    if max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is beyond the {spec.max_position} tokens that the model was made for; lower it",
+            field="max_model_len",
+        )
+    if args.canary == "refuse" and args.load_format == "dummy":
+        raise ConfigError("canary='refuse' can't hold for random weights (load_format='dummy'); leave it out", field="canary")
+    config = ModelConfig(
+        model=args.model,
+        path=model.path,
+        tokenizer=args.tokenizer,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        load_format=args.load_format,  # type: ignore[arg-type]
+        weights_cache=args.weights_cache,  # type: ignore[arg-type]
+        seed=args.seed,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+    )
+    return config, chosen.origins
+
+
+def _cache_section(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, dtype: DType
+) -> tuple[CacheConfig, Origins]:
+    chosen, spec = _Chosen(args), model.spec
+    why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
+    kv_dtype = chosen("kv_cache_dtype", model.kv_cache or dtype, "model", why)
+    if kv_dtype != dtype and any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} does not cover latent attention, whose cache is small already; leave it out",
+            field="kv_cache_dtype",
+        )
+    if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r}, but the checkpoint's scales are for {model.kv_cache} (kv_cache_scheme); leave it "
+            f"out, or take the model's type, {dtype!r}",
+            field="kv_cache_dtype",
+        )
+    _one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
+    block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
+    _positive("block_size", block_size)
+    if device.is_cuda and block_size not in (16, 32, 64, 128):
+        raise ConfigError(f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size")
+    share = chosen("gpu_memory_utilization", GPU_MEMORY_SHARE, "default", "leaves room for what the engine does not count")
+    if not 0 < share <= 1:
+        raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
+    if args.kv_cache_bytes is not None:
+        _positive("kv_cache_bytes", args.kv_cache_bytes)
+        if args.kv_cache_bytes > device.memory_bytes:
+            raise ConfigError(
+                f"kv_cache_bytes={args.kv_cache_bytes} is more than the {device.memory_bytes} bytes of {device.name}; lower it",
+                field="kv_cache_bytes",
+            )
+    prefixes = args.enable_prefix_caching
+    if spec.needs_full_prompt:
+        prefixes = chosen.needs_full_prompt("enable_prefix_caching", False)
+    config = CacheConfig(
+        dtype=kv_dtype,
+        block_size=block_size,
+        gpu_memory_utilization=share,
+        kv_cache_bytes=args.kv_cache_bytes,
+        enable_prefix_caching=prefixes,
+        groups=spec.cache_groups,
+    )
+    return config, chosen.origins
+
+
+def _scheduling_section(
+    args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
+) -> tuple[SchedulingConfig, Origins]:
+    chosen, chunked = _Chosen(args), args.enable_chunked_prefill
+    if spec.needs_full_prompt:
+        chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
+    seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
+    seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
+    _positive("max_num_seqs", seqs)
+    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192 tokens of a small model.
+    tokens_auto = max(16384 if spec.is_encoder else 8192, seqs) if device.is_cuda else max(512, seqs)
+    if not chunked:
+        tokens_auto = max(tokens_auto, max_model_len, 2048 if spec.is_encoder else 0)
+    needed = max_model_len + seqs if spec.encoder is not None else 0  # the encoder's whole prompt beside the others' tokens
+    tokens_auto = max(tokens_auto, needed)
+    tokens = chosen("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
+    mixed = chosen("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: throughput before even gaps")
+    _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=None if chunked else max_model_len, spec=spec)
+    window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
+    if window < 0:
+        raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
+    if args.max_queue is not None:
+        _positive("max_queue", args.max_queue)
+    config = SchedulingConfig(
+        policy=args.scheduling_policy,  # type: ignore[arg-type]
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_num_mixed_tokens=mixed,
+        enable_chunked_prefill=chunked,
+        batch_window_s=window,
+        max_queue=args.max_queue,
+    )
+    return config, chosen.origins
+
+
+def _check_step_tokens(
+    tokens: int, mixed: int, seqs: int, *, needed: int, full_prompt: int | None, spec: ModelSpec
+) -> None:
+    """Whether steps of so many tokens can hold what they must: a token of each sequence; `needed` tokens, beside an encoder; a
+    prompt of `full_prompt` tokens, without chunked prefill."""
+    _positive("max_num_batched_tokens", tokens)
+    if tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: one decode step would not fit; raise it or "
+            "lower max_num_seqs",
+            field="max_num_batched_tokens",
+        )
+    if full_prompt is not None and tokens < full_prompt:
+        raise ConfigError(
+            f"without chunked prefill{' (an encoder has none)' * spec.is_encoder} max_num_batched_tokens={tokens} must hold a "
+            f"whole prompt (max_model_len={full_prompt}); raise it, lower max_model_len, or enable chunked prefill",
+            field="max_num_batched_tokens",
+        )
+    _positive("max_num_mixed_tokens", mixed)
+    if not seqs <= mixed <= tokens:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} must lie between max_num_seqs={seqs}, which one decode step takes, and "
+            f"max_num_batched_tokens={tokens}, which no step exceeds",
+            field="max_num_mixed_tokens",
+        )
+    if mixed < needed:
+        raise ConfigError(
+            f"max_num_mixed_tokens={mixed} (at most max_num_batched_tokens={tokens}): a step must hold a whole prompt for the "
+            f"encoder beside a token of each other sequence, {needed} in all; raise it, or lower max_model_len or max_num_seqs",
+            field="max_num_mixed_tokens" if mixed < tokens else "max_num_batched_tokens",
+        )
+    if mixed < tokens and full_prompt is not None:
+        raise ConfigError(
+            f"without chunked prefill a step holds whole prompts, and max_num_mixed_tokens={mixed} can't bound it; leave it "
+            "out or enable chunked prefill",
+            field="max_num_mixed_tokens",
+        )
+
+
+def _device_section(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> tuple[DeviceConfig, Origins]:
+    chosen, layers = _Chosen(args), model.spec.all_layers
+    if args.deterministic and any(isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec) for x in layers):
+        raise ConfigError(
+            "deterministic=True does not cover mixtures of experts and latent attention; leave it out", field="deterministic"
+        )
+    if args.num_threads is not None:
+        _positive("num_threads", args.num_threads)
+    copied = _parameters_of_4_bits(args, model, device, quantization) if _has_tiles(args, device) else 0
+    dense_copies = False
+    if copied:
+        fits = 2 * copied <= DENSE_SHARE * device.memory_bytes
+        share = f"{2 * copied / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
+        dense_copies = chosen("dense_copies", fits, "device", share)
+    elif args.dense_copies:
+        raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
+    config = DeviceConfig(
+        info=device,
+        kernels=args.kernels,  # type: ignore[arg-type]
+        tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
+        enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(args, model.spec),
+        deterministic=args.deterministic,
+        dense_copies=dense_copies,
+        num_threads=chosen("num_threads", device.num_threads, "device", "the cores this process may use"),
+    )
+    return config, chosen.origins
+
+
+# --- What is chosen ---------------------------------------------------------------------------------------------------
+
+
+def _stored_scheme(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> Origin:
+    """The scheme that the checkpoint's weights are used in; None where they have several formats, or are expanded."""
+    if not _has_formats(model):
+        return Origin(model.scheme, "model", "what the checkpoint holds")
+    if args.quantization not in (None, model.scheme):
+        raise ConfigError(
+            f"quantization={args.quantization!r}, but the checkpoint's weights are rounded already; leave it out",
+            field="quantization",
+        )
+    if _on_cpu(args, device) and (model.scheme not in CPU_SCHEMES or args.kernels == "torch"):
+        why = "the checkpoint's rounded weights are expanded: a CPU's kernels have no product with them"
+        return Origin(None, "model", why)
+    return Origin(model.scheme, "model", "what the checkpoint holds")
+
+
+def _auto_dtype(trained: str, device: DeviceInfo) -> tuple[DType, str]:
+    if not device.is_cuda:
+        return device.best_dtype, device.dtype_reason or "the faster one on this CPU"
+    if trained == "float16":
+        return "float16", "the checkpoint's own"
+    if device.compute_capability is not None and device.compute_capability < (8, 0):
+        return "float16", "this GPU has no bfloat16"
+    return "bfloat16", "the GPU's fast type, with float32's range"
+
+
+def _parameters_of_4_bits(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> int:
+    """Parameters in 4 bits, without the experts'. Kept a second time, dense, they make steps of many tokens faster."""
+    held = model.held_formats(*held_products(args.kernels, device))
+    if held:
+        sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+        return sum(sizes[name] for name, fmt in held.items() if fmt.product == "int4" and ".experts." not in name)
+    scheme = None if quantization is None else SCHEMES[quantization]
+    if scheme is None or scheme.inputs is not None or scheme.experts_only:
+        return 0
+    spec = model.spec
+    return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
+
+
+def held_products(kernels: str, device: DeviceInfo) -> tuple[frozenset[str], frozenset[str]]:
+    """The rounded products that the ops on a device have: `OpSet.rounded`, and `rounded_experts` for experts."""
+    if device.is_cuda or kernels == "reference":
+        every = frozenset(("fp8", "fp8-block", "int8", "int4"))
+        return every | {"int8-split"}, every
+    held = frozenset[str]() if kernels == "torch" else CPU_PRODUCTS
+    return held, held
+
+
+def _has_formats(model: ModelDescription) -> bool:
+    """Whether the checkpoint says weight by weight how it is rounded."""
+    return model.quantization is not None and model.quantization.formats is not None
+
+
+def _has_graphs(args: EngineArgs, spec: ModelSpec) -> bool:
+    """Generators have graphs. Encoders have them unless `deterministic`: the number of tokens would not say how their kernels
+    are launched. The reference has none: its attention reads lengths on the host."""
+    return args.kernels != "reference" and (spec.generates or (spec.is_encoder and not args.deterministic))
+
+
+def _has_tiles(args: EngineArgs, device: DeviceInfo) -> bool:
+    return device.is_cuda and args.kernels in ("auto", "triton")
+
+
+def _on_cpu(args: EngineArgs, device: DeviceInfo) -> bool:
+    """Whether the kernels made for a CPU run, rather than the reference's or a GPU's."""
+    return not device.is_cuda and args.kernels != "reference"
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def _check_values(args: EngineArgs) -> None:
+    """Each setting has the type it is declared with (a whole number does for a float), and is one of its choices."""
+    hints = get_type_hints(EngineArgs)
+    for declared in dataclasses.fields(args):
+        name, value, hint = declared.name, getattr(args, declared.name), hints[declared.name]
+        kinds = get_args(hint) or (hint,)
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}", field=name)
+        if choices := declared.metadata.get("choices"):
+            _one_of(name, value, choices)
+
+
+def _refuse_unsupported(args: EngineArgs) -> None:
+    """A public setting whose work is not done yet is refused, never accepted and ignored."""
+    for name, only, what in (
+        ("speculative_model", None, "speculative decoding is"),
+        ("num_speculative_tokens", None, "speculative decoding is"),
+        ("tensor_parallel_size", 1, "tensor parallelism is"),
+        ("pipeline_parallel_size", 1, "pipeline parallelism is"),
+    ):
+        if getattr(args, name) != only:
+            raise ConfigError(f"{name}={getattr(args, name)!r}: {what} not supported yet; leave it at {only!r}", field=name)
+
+
+def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
+    for name, applies, where in (
+        ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
+        ("num_threads", not device.is_cuda, "a CPU"),
+        ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
+        ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
+        ("deterministic", _has_tiles(args, device), "the GPU's kernels"),
+    ):
+        if getattr(args, name) not in (None, "auto", False) and not applies:
+            raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
+
+
+def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> None:
+    """Whether the device's kernels have the formats of weights and cache, the user's or the checkpoint's."""
+    if quantization is not None:
+        _one_of("quantization", quantization, tuple(SCHEMES))
+    kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
+    kv_off = "leave it at 'auto'" if model.kv_cache is None else "set it to the model's type, such as 'bfloat16'"
+    named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
+    weights = f"{named}, for experts 'mxfp4', and GGUF's blocks as they are: take one"
+    for name, given, here, off in (
+        ("quantization", quantization, weights, "leave it at None"),
+        ("kv_cache_dtype", kv_dtype, "'int8': take that", kv_off),
+    ):
+        if _on_cpu(args, device) and given not in (None, *CPU_SCHEMES, "mxfp4", "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                f"{name}={given!r} needs a GPU; a CPU's kernels have {here}, or {off} (or take kernels='reference', which is "
+                "exact and slow)",
+                field=name,
+            )
+    capability = device.compute_capability
+    if capability is None or capability >= (8, 9):
+        return
+    has = f"{device.name} has {capability[0]}.{capability[1]}"
+    if quantization is not None and SCHEMES[quantization].inputs in ("fp8", "fp8-block"):
+        raise ConfigError(
+            f"quantization={quantization!r} needs a GPU of compute capability 8.9 or more; {has}: use 'int8' or 'int4'",
+            field="quantization",
+        )
+    held = model.held_formats(*held_products(args.kernels, device))
+    if eight := [name for name, fmt in held.items() if fmt.kind == "float"]:
+        raise ConfigError(
+            f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "
+            f"capability 8.9 or more; {has}: take a checkpoint in int8, int4 or 16 bits",
+            field="model",
+        )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}", field=name)
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number above 0, got {value!r}", field=name)

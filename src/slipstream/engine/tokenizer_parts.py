@@ -1,0 +1,100 @@
+"""What the readers of tokenizer files give (`tokenizer_folder.py`, `gguf_tokenizer.py`), and what a stranger's file may do.
+
+Splitting and merging run in a library without limits of its own. Three things bound it:
+
+1. A normaliser that makes a text many times longer is refused when it is read.
+2. Whatever the library raises over a file is a CheckpointError (`reading`). Over a text it is a RequestError (`on_text`).
+   That includes its panics, which are no `Exception`: a pattern that tries too often ends in one, within a second.
+3. A text has at most 128 characters for each token of the context (`InputProcessor`).
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import tokenizers
+
+from slipstream.errors import CheckpointError, RequestError, SlipstreamError
+
+T = TypeVar("T")
+
+MAX_GROWTH = 8
+"""How much longer all replacements of a normaliser together may make a text."""
+
+MAX_MAPPED_BYTES = 255
+"""The longest text that SentencePiece's map of characters may put in the place of others; NFKC has 33."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """What a model's files say of them. `prefix` and `suffix` stand around every text that is encoded with special
+    tokens. `texts` are the names that chat templates use: bos_token, eos_token, …"""
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class TokenizerParts(NamedTuple):
+    backend: tokenizers.Tokenizer
+    special: SpecialTokens
+    chat_templates: Mapping[str, str]
+
+
+@contextmanager
+def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
+    """A tokenizer's files are read inside: whatever is wrong with them is a CheckpointError."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        said = str(error)[:300] or type(error).__name__
+        raise CheckpointError(f"{path}: the tokenizer can't be read: {said}", field=field) from error
+
+
+def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What the library gives for a text. RequestError if it can't."""
+    try:
+        return call(*args, **options)
+    except TypeError as error:  # no str, or one that UTF-8 can't write
+        raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise RequestError(f"the tokenizer can't take this text: {str(error)[:300]}", field="prompt") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Rust's panics come as a BaseException whose class can't be imported."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def check_normalizer(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """CheckpointError if it can make a text much longer."""
+    growth, left = 1.0, [] if backend.normalizer is None else [json.loads(backend.normalizer.__getstate__())]
+    while left:
+        step: dict[str, Any] = left.pop()
+        match step.get("type"):
+            case "Sequence":
+                left += step["normalizers"]
+            case "Replace":
+                growth *= max(1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", ""))))
+            case "Prepend":
+                growth *= 1 + len(step["prepend"]) // 64
+            case "Precompiled":
+                data = base64.b64decode(step["precompiled_charsmap"] or "")
+                texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+                growth *= 1 if max(map(len, texts)) <= MAX_MAPPED_BYTES else 1000
+    if growth > MAX_GROWTH:
+        raise CheckpointError(f"{path}: the tokenizer's normaliser makes texts {growth:g} times longer", field="normalizer")

@@ -1,0 +1,42 @@
+"""How likely a model finds a given continuation of a given context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.engine.llm import LLM
+from slipstream.errors import ConfigError
+from slipstream.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """The sum of ln p of a continuation's tokens, and whether each of them is the likeliest in its place."""
+
+    logprob: float
+    is_greedy: bool
+
+
+def loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+    """The likelihood of each continuation after its context, both in tokens. A context that is too long loses its beginning.
+    ConfigError if a context or a continuation is empty, or if a continuation alone does not fit."""
+    room = llm.config.model.max_model_len - 1  # the engine always has one more token to say
+    prompts = []
+    for i, (context, continuation) in enumerate(pairs):
+        if not context or not continuation:
+            raise ConfigError(f"pair {i}: a continuation of {len(continuation)} tokens after {len(context)}", field="pairs")
+        if len(continuation) >= room:
+            raise ConfigError(
+                f"pair {i}: {len(continuation)} tokens are too many to score in a context of {room + 1}; raise max_model_len",
+                field="max_model_len",
+            )
+        prompts.append(list((*context, *continuation)[-room:]))
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
+    found = []
+    for answer, (_, continuation) in zip(answers, pairs, strict=True):
+        scored = [p.chosen for p in (answer.prompt_logprobs or [])[-len(continuation) :] if p is not None]
+        assert len(scored) == len(continuation)
+        found.append(Likelihood(logprob=sum(p.logprob for p in scored), is_greedy=all(p.rank == 1 for p in scored)))
+    return found

@@ -1,0 +1,196 @@
+"""One HTTP/1.1 connection: uvicorn's parser, with bounds, and with a client's leaving noticed whatever it sent before.
+
+1. A head has `MAX_HEADER_BYTES` and `HEAD_TIMEOUT_S`; a bad one is answered in OpenAI's shape of error.
+2. When the connection is lost, the exchange that runs is cancelled, and so are those queued behind it (pipelining).
+   uvicorn alone tells only the last one, and does not even look at the socket while requests are queued.
+3. A client that has closed only its sending side still gets its answer. A FIN does not tell it from one that has gone.
+   So we send an interim response (100 Continue, which every HTTP/1.1 client must skip): a socket that is gone replies
+   with a reset. A FIN while an answer is being streamed, or from HTTP/1.0, always counts as gone.
+4. A body that nobody will read (413, 401, …) is not waited for: the answer says `connection: close`, what still comes
+   is thrown away for `LINGER_S`, so that the client gets to read the answer, and then the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from slipstream.server.errors import bad_request
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_PIPELINED = 256
+HEAD_TIMEOUT_S = 30.0
+LINGER_S = 1.0
+SMALL_BODY = 64 * 1024
+"""A body that nobody reads is taken to its end if it is known to be no longer: the connection can be used again."""
+
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SLOWEST_LOOK_S = 0.25
+_HUNG_UP = select.POLLERR | select.POLLHUP
+_PEER_DONE = getattr(select, "POLLRDHUP", 0)  # Linux: a FIN has come, perhaps behind data that we have not read
+
+
+class _Outlet:
+    """A cycle's way to its transport, which closes it politely."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
+class Connection(HttpToolsProtocol):
+    _header_bytes = 0
+    _half_closed = False
+    _discards = False
+    _running: RequestResponseCycle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _look_timer: asyncio.TimerHandle | None = None
+
+    # --- From the socket ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._discards:
+            super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True keeps our side open."""
+        if self.scheme == "https" or not self._may_probe():
+            return False
+        self._half_closed = True
+        self.transport.write(_INTERIM)
+        self._look_again()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        waiting = [cycle for cycle, _ in self.pipeline]
+        self.pipeline.clear()
+        for timer in (self._head_timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
+        for cycle in (self._running, *waiting):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    # --- From the parser ----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._bound(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._bound(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _bound(self, length: int) -> None:
+        self._header_bytes += length
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("headers too long")  # the parser turns it into `send_400_response`
+
+    def on_headers_complete(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()
+        cycle = self.cycle
+        cycle.transport = _Outlet(self.transport, lambda: self._close_after(cycle))  # type: ignore[assignment]
+        cycle.scope["unread_body"] = lambda: _unread(cycle)  # type: ignore[typeddict-unknown-key]
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+        elif self.pipeline:
+            self._look_again()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._running is not None and not self._running.response_complete:
+            self.transport.abort()  # a second answer in the midst of the first would look like a part of it
+            return
+        body = bad_request("not a valid HTTP request, or its headers are too long", code="invalid_http").body()
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self._linger()
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        if self._half_closed and (not self.pipeline or self.pipeline[-1][0].more_body):
+            self.transport.close()
+        super().on_response_complete()
+        if self.cycle.more_body and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _close_after(self, cycle: RequestResponseCycle) -> None:
+        """`cycle` was the last: close, now or when the client had time to read its answer."""
+        if cycle.more_body and cycle.response_complete:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        self._discards = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    # --- Has the client gone? -----------------------------------------------------------------------------------------
+
+    def _may_probe(self) -> bool:
+        """A request is whole, its answer has not begun, and the client understands interim responses."""
+        cycle = self._running
+        return (
+            cycle is not None
+            and not cycle.more_body
+            and not cycle.response_started
+            and cycle.scope["http_version"] == "1.1"
+        )
+
+    def _look_again(self, delay: float = 0.01) -> None:
+        if self._look_timer is None:
+            self._look_timer = self.loop.call_later(delay, self._look, delay)
+
+    def _look(self, delay: float) -> None:
+        """Whether the other side is still there, asked of the socket: no data tells us, since reading is paused or over."""
+        self._look_timer = None
+        cycle = self._running
+        if cycle is None or cycle.response_complete or not (self._half_closed or self.pipeline):
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _PEER_DONE)
+        events = next((found for _, found in poll.poll(0)), 0)
+        if events & _HUNG_UP or (events & _PEER_DONE and not self._half_closed and not self._may_probe()):
+            self.transport.abort()
+            return
+        # A FIN can be stuck behind data for which there is no room while we don't read: then we ask again and again.
+        stuck = self.flow.read_paused and delay == _SLOWEST_LOOK_S
+        if not self._half_closed and self._may_probe() and (events & _PEER_DONE or stuck):
+            self._half_closed = bool(events & _PEER_DONE)
+            self.transport.write(_INTERIM)
+        self._look_again(min(2 * delay, _SLOWEST_LOOK_S))
+
+
+def _unread(cycle: RequestResponseCycle) -> bool:
+    """A part of the body has not come yet that is not worth waiting for."""
+    if not cycle.more_body:
+        return False
+    length = dict(cycle.scope["headers"]).get(b"content-length", b"")
+    return not length.isdigit() or int(length) > SMALL_BODY

@@ -1,0 +1,81 @@
+"""The scripts in `benchmarks/` and their records: named by the documents, free of a machine's paths, importable."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
+SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name != "common.py")
+CASES = sorted((BENCHMARKS / "cases").glob("*.py"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(BENCHMARKS.glob("*.md"))]
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]*")
+
+
+def load(name: str):
+    """A module of `benchmarks/` that imports nothing of its neighbours."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_record_holds_an_absolute_path():
+    found = {path.name: ABSOLUTE_PATH.findall(path.read_text("utf-8")) for path in RECORDS}
+    assert {name: paths for name, paths in found.items() if paths} == {}
+
+
+def test_each_record_is_named_by_a_document():
+    words = set(re.findall(r"\w+", "\n".join(path.read_text("utf-8") for path in DOCUMENTS)))
+    assert RECORDS
+    assert [path.name for path in RECORDS if path.stem not in words] == []
+
+
+def test_each_script_and_case_is_named_with_its_command():
+    text = (ROOT / "docs" / "benchmarking.md").read_text("utf-8")
+    assert [path.name for path in SCRIPTS if f"`python benchmarks/{path.name}" not in text] == []
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    for case in CASES:
+        kind, *choice = case.stem.split("_")
+        wanted = "_".join(choice).replace("_", "-")
+        option = f"--study {wanted}" if kind == "compression" else f"--op {wanted.partition('-')[2]}"
+        device = None if kind == "compression" else f"--device {choice[0]}"
+        at = next((i for i, row in enumerate(rows) if device and device in row), 0)
+        until = next((i for i in range(at + 1, len(rows)) if "python benchmarks/" in rows[i] and kind == "kernels"), len(rows))
+        assert any(f"{option}`" in row or f"{option}," in row for row in rows[at:until]), case.name
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *CASES, BENCHMARKS / "common.py"], ids=lambda path: path.stem)
+def test_what_a_script_imports_of_slipstream_is_there(path):
+    if "cuda" in path.stem:
+        pytest.importorskip("triton")
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "slipstream":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                found = hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                assert found, f"{node.module}.{alias.name}"
+
+
+def test_the_chart_is_drawn_from_the_record():
+    chart = load("chart")
+    assert chart.CHART.read_text("utf-8") == chart.draw(json.loads(chart.RECORD.read_text("utf-8")))
+
+
+def test_a_saved_record_keeps_of_a_path_its_last_part(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.plan.hardware.bound_spinning", lambda: None)
+    common = load("common")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/else/kernels.py", "--model=/a/b/c.gguf", "128/128x1024"])
+    common.save(tmp_path / "made.json", "made", results={"where": Path("/x/y"), "rate": "12 MB/s", "url": "http://h/v1/x"})
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert made["command"] == ["kernels.py", "--model=c.gguf", "128/128x1024"]
+    assert made["results"] == {"where": "y", "rate": "12 MB/s", "url": "http://h/v1/x"}

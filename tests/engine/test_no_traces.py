@@ -1,0 +1,58 @@
+"""Whoever is killed while an engine starts leaves nothing in the temporary folder, and no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_models.build_with_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def temporary():
+    """A folder with a short name: a socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def until(condition, what, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 60])
+def test_killed_while_it_starts(model, temporary, number, after_s):
+    """`after_s` after the folder is there; 60: when the server is ready."""
+    options = ["--port", "0", "--device", "cpu", "--max-model-len", "64"]
+    command = [sys.executable, "-m", "slipstream", "serve", str(model), *options]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        if after_s == 60:
+            assert "serves" in process.stdout.readline()
+        else:
+            until(lambda: [*temporary.glob("slipstream-*")] or process.poll() is not None, "no folder was made", 60)
+            time.sleep(after_s)
+        process.send_signal(number)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.stdout.close()
+    until(lambda: not [*temporary.glob("slipstream-*")], "a folder was left")

@@ -1,0 +1,197 @@
+"""Tokenizers from strangers: ids without a row in the embedding, panics of the library, normalisers that explode."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from slipstream import LLM, SamplingParams
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import CheckpointError, ModelError, RequestError
+from slipstream.spec.description import read_spec
+from tests import tiny_models
+
+ONE = SamplingParams(max_tokens=1, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_models.build_with_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def model(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def change(path, edit, name="tokenizer.json"):
+    data = json.loads((path / name).read_text())
+    edit(data)
+    (path / name).write_text(json.dumps(data))
+
+
+def rows(path):
+    return read_spec(path).spec.vocab_size
+
+
+# --- Ids without a row ------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_another_model_is_refused_when_it_is_loaded(model):
+    n = rows(model)
+
+    def more_words(data):
+        vocab = data["model"]["vocab"]
+        vocab |= {f"word{i}": i for i in range(len(vocab), n + 5)}
+
+    change(model, more_words)
+    with pytest.raises(CheckpointError, match=f"{n + 4}.* has {n} rows") as caught:
+        LLM(str(model), device="cpu", max_model_len=64)
+    assert caught.value.field == "tokenizer"
+
+
+def test_so_is_one_with_a_gap(model):
+    change(model, lambda data: data["model"]["vocab"].update({"far": 10**6}))
+    with pytest.raises(CheckpointError, match="1000000"):
+        Tokenizer.for_model(read_spec(model))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_added_token_without_a_row_is_refused_where_a_text_holds_it(model, special):
+    backend = Backend.from_file(str(model / "tokenizer.json"))
+    n = rows(model)
+    size = backend.get_vocab_size()
+    tokens = [AddedToken(f"<more{i}>", special=special, normalized=False) for i in range(n - size + 2)]
+    backend.add_special_tokens(tokens) if special else backend.add_tokens(tokens)
+    backend.save(str(model / "tokenizer.json"))
+    last = tokens[-1].content
+    with LLM(str(model), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
+        assert llm.generate("hello", ONE, progress=False)[0].finished
+        for ask in (
+            lambda: llm.generate(f"hello {last}", ONE, progress=False),
+            lambda: llm.chat([{"role": "user", "content": last}], ONE, progress=False),
+        ):
+            with pytest.raises(RequestError, match="embedding has only"):
+                ask()
+        tokenizer = llm.get_tokenizer()
+        for encode in (lambda: tokenizer.encode_batch(["a", last]), lambda: tokenizer.encode_pairs([("a", last)])):
+            with pytest.raises(RequestError, match="embedding has only"):
+                encode()
+        assert llm.generate("hello", ONE, progress=False)[0].finished
+
+
+def test_an_end_token_without_a_row_is_none(model):
+    n = rows(model)
+    change(model, lambda config: config.update(eos_token_id=[1, n + 7]), "config.json")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [n, 10**9]}))
+    with LLM(str(model), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
+        answer = llm.generate("hello", SamplingParams(max_tokens=4, min_tokens=4), progress=False)[0]
+        assert len(answer.outputs[0].token_ids) == 4
+
+
+# --- Panics and errors of the library ---------------------------------------------------------------------------------
+
+
+def test_a_panic_over_a_text_is_a_request_error(model):
+    def slow(data):
+        data["pre_tokenizer"] = {
+            "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
+        }  # fmt: skip
+
+    change(model, slow)
+    tokenizer = Tokenizer.from_pretrained(model)
+    for encode in (lambda t: tokenizer.encode(t), lambda t: tokenizer.encode_batch(["b", t])):
+        with pytest.raises(RequestError, match="can't take this text") as caught:
+            encode("a" * 40 + "b")
+        assert caught.value.field == "prompt"
+    assert tokenizer.encode("b")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda d: d.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        lambda d: d.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////////w=="}),
+        lambda d: d["model"]["vocab"].update(x=2**32 - 1, y=2**32),
+        lambda d: d["model"]["vocab"].update(x=-1),
+        lambda d: d["model"].update(merges=[["no", "such"]]),
+        lambda d: d["model"].update(type="Unigram", vocab=[], unk_id=5),
+        lambda d: d["added_tokens"].append({"id": 2**32 - 1, "content": "x" * 10}),
+        lambda d: d["added_tokens"].append({"id": "3", "content": 5}),
+        lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}),
+        lambda d: d.update(decoder={"type": "CTC"}),
+        lambda d: d.update(version="9"),
+        lambda d: d.clear(),
+    ],
+)
+def test_a_broken_tokenizer_json_is_no_internal_error(model, edit):
+    change(model, edit)
+    try:
+        tokenizer = Tokenizer.for_model(read_spec(model))
+    except ModelError:
+        return
+    with contextlib.suppress(RequestError):
+        tokenizer.encode("hello there")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"x": {"content": "<a>"}}},
+        {"added_tokens_decoder": {"1": 5}},
+        {"added_tokens_decoder": {"99999999999": {"content": "<a>"}}},
+        {"added_tokens_decoder": [1, 2]},
+        {"additional_special_tokens": 5},
+        {"chat_template": {"a": 1}, "bos_token": ["x"]},
+    ],
+)
+def test_a_broken_tokenizer_config_is_no_internal_error(model, config):
+    change(model, lambda data: data.update(config), "tokenizer_config.json")
+    with contextlib.suppress(ModelError):
+        Tokenizer.for_model(read_spec(model)).encode("hello")
+
+
+def test_files_that_are_not_utf8(model):
+    (model / "chat_template.jinja").write_bytes(b"{{ '\xff\xfe' }}")
+    with pytest.raises(CheckpointError):
+        Tokenizer.from_pretrained(model)
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer_config.json").write_bytes(b'{"a": ' + b"[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_pretrained(model)
+
+
+# --- Normalisers ------------------------------------------------------------------------------------------------------
+
+
+def replace(content, **pattern):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replace("a" * 10, String="a")] * 10,
+        [replace("a" * 10_000, String="a")],
+        [replace("xxxxxxxxx", Regex="")],
+        [{"type": "Sequence", "normalizers": [replace("aaaa", Regex=".")] * 2}],
+    ],
+)
+def test_a_normaliser_that_explodes_is_refused(model, steps):
+    change(model, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": steps}))
+    with pytest.raises(CheckpointError, match="times longer") as caught:
+        Tokenizer.from_pretrained(model)
+    assert caught.value.field == "normalizer"
+
+
+def test_usual_normalisers_pass(model):
+    usual = [{"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, replace("▁", String=" "), replace(" ", Regex=" {2,}")]
+    change(model, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": usual}))
+    Tokenizer.from_pretrained(model)

@@ -1,0 +1,124 @@
+"""Models some of whose layers look only so far back, through the whole engine: their answers are transformers', with blocks
+released, shared and taken away; and what a long sequence holds stays bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.block_pool import NULL_BLOCK
+from slipstream.spec.description import read_spec
+from tests import tiny_models
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+COMMON = [(7 * i) % 250 + 5 for i in range(60)]
+PROMPTS = [COMMON, [*COMMON[:50], 9, 9, 4], [(11 * i) % 250 + 5 for i in range(33)], COMMON[:7]]
+SETTINGS = dict(
+    device="cpu",
+    dtype="float32",
+    num_threads=1,
+    skip_tokenizer_init=True,
+    block_size=4,
+    max_model_len=128,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+)
+
+
+def greedy(theirs, prompt, count):
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(theirs(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def answers(llm, prompts=PROMPTS):
+    return [o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)]
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "gemma2", "cohere2", "mistral"])
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = tiny_models.build(path, request.param)
+    return path, [greedy(theirs, prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_answers_far_beyond_the_window(model, kernels):
+    path, expected = model
+    with LLM(str(path), kernels=kernels, **SETTINGS) as llm:
+        assert any(group.kind == "window" for group in llm.config.cache.groups)
+        assert answers(llm) == expected
+        before = llm.stats().prefix_hits
+        assert answers(llm) == expected  # now each begins with what the cache has
+        assert llm.stats().prefix_hits - before >= 60 - 4
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_preempted_answers_are_the_same(model):
+    path, expected = model
+    with LLM(str(path), **SETTINGS) as roomy:
+        sizes = roomy.ledger.block_bytes, roomy.ledger.blocks_per_sequence
+    with LLM(str(path), **SETTINGS, kv_cache_bytes=sizes[0] * (sizes[1] + 2)) as llm:
+        for _ in range(2):
+            assert answers(llm) == expected
+        grows = any(group.kind == "full" for group in llm.config.cache.groups)  # windows alone do not
+        assert (llm.stats().num_preemptions > 0) == grows
+        assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_what_a_long_sequence_holds_is_bounded(model):
+    path, expected = model
+    with LLM(str(path), **SETTINGS) as llm:
+        groups, scheduler = llm.config.cache.groups, llm.core.scheduler
+        most = [0] * len(groups)
+        update = scheduler.update
+
+        def watched(plan, result):
+            for request in scheduler._requests.values():
+                for g, table in enumerate(request.blocks):
+                    most[g] = max(most[g], sum(block != NULL_BLOCK for block in table))
+            return update(plan, result)
+
+        scheduler.update = watched
+        assert answers(llm, PROMPTS[:1]) == expected[:1]
+        for group, count in zip(groups, most, strict=True):
+            assert count <= group.max_blocks(128, 4, 16)
+            assert (count == -(-99 // 4)) == (group.kind == "full")
+        assert sum(most) <= llm.ledger.blocks_per_sequence
+        places = {layer.k.data_ptr() for layer in llm.core.executor.runner.kv}
+        assert len(places) == max(len(group.layers) for group in groups)  # groups share their tensors
+
+
+def test_groups_of_real_models():
+    configs = Path(__file__).parents[2] / "benchmarks" / "configs"
+    found = {}
+    for name in ("gemma-2-9b", "gpt-oss-20b", "phi-3-mini-4k", "opt-13b", "t5-large", "deepseek-v3"):
+        spec = read_spec(configs / name).spec
+        groups = spec.cache_groups
+        assert sorted(x for g in groups if g.kind != "cross" for x in g.layers) == list(range(spec.num_layers))
+        for i, g in enumerate(spec.group_of_layer):
+            assert groups[g].layers[spec.cache_places[i]] == i
+        found[name] = [(g.kind, g.window, len(g.layers)) for g in groups]
+    assert found["gemma-2-9b"] == [("full", None, 21), ("window", 4096, 21)]
+    assert found["gpt-oss-20b"] == [("full", None, 12), ("window", 128, 12)]
+    assert found["phi-3-mini-4k"] == [("window", 2047, 32)]
+    assert found["opt-13b"] == [("full", None, 40)]
+    assert found["t5-large"] == [("full", None, 24), ("cross", None, 24)]
+    assert found["deepseek-v3"] == [("full", None, 61)]
+
+
+def test_groups_are_as_large_as_the_rarest_kind(tmp_path):
+    tiny_models.build(tmp_path, "gemma3_text", num_hidden_layers=8, layer_types=None, sliding_window_pattern=3)
+    spec = read_spec(tmp_path).spec
+    kinds = [layer.attention.window for layer in spec.layers]
+    assert [(g.kind, len(g.layers)) for g in spec.cache_groups] == [
+        ("full", kinds.count(None)),
+        *(("window", min(kinds.count(None), 6 - i)) for i in range(0, 8 - kinds.count(None), kinds.count(None))),
+    ]
+    assert spec.block_bytes_per_token(4) == spec.kv_bytes_per_token(4) * kinds.count(None) // 8

@@ -1,0 +1,101 @@
+"""What other clients are used to: vLLM's and OpenAI's newer fields, browsers, probes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream import __version__
+
+COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 4}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def events(answer):
+    parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
+    assert parts[-1] == "[DONE]"
+    return [json.loads(part) for part in parts[:-1]]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+def test_each_chunk_can_have_the_usage_so_far(shared, path, body):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with shared.http() as http:
+        chunks = events(http.post(path, json={**body, "stream": True, "stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert {1, 2, 3} <= set(counts)
+    assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+
+
+@pytest.mark.parametrize("field", [{"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"service_tier": "auto"}])
+def test_fields_that_change_nothing(shared, field):
+    with shared.http() as http:
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+            assert http.post(path, json=body | field).status_code == 200
+        assert http.post("/v1/completions", json=COMPLETION | {"service_tier": "flex"}).status_code == 400
+
+
+def test_what_goes_to_the_template(serve):
+    server = serve()
+    tokenizer = server.engine.tokenizer
+    with server.http() as http:
+        more = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "add_generation_prompt": False}
+        assert http.post("/v1/chat/completions", json=CHAT | more).status_code == 200
+        assert tokenizer.variables == {"enable_thinking": False, "reasoning_effort": "low"}
+        assert tokenizer.decode(server.engine.seen[-1][0]["prompt_token_ids"]) == "user:hi\n"
+        answer = http.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": {"messages": []}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+        tokenizer.chat_template = "{{ messages }}"
+        answer = http.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": "low"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
+def test_a_token_is_biased_once(shared):
+    with shared.http() as http:
+        answer = http.post("/v1/completions", json=COMPLETION | {"logit_bias": {"00": 1, "0": 2}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
+        assert http.post("/v1/completions", json=COMPLETION | {"logit_bias": {"00": 1}}).status_code == 200
+
+
+def test_refused_fields_are_in_the_log(serve, caplog):
+    server = serve()
+    caplog.set_level("INFO", "slipstream.access")
+    with server.http() as http:
+        for wrong in ({"evil\nfield=1": 1}, {"suffix": "x"}, {"stop": 5}, {"stream_options": {"include_usage": 5}}):
+            assert http.post("/v1/completions", json=COMPLETION | wrong).status_code == 400
+    server.wait_for(lambda: len(caplog.records) == 4, "no log line")
+    named = [record.fields["param"] for record in caplog.records]
+    assert named == ["unknown", "suffix", "stop", "stream_options.include_usage"]  # a name of the client's own stays out
+
+
+def test_version_and_ping(serve):
+    server = serve(api_keys=("secret",))
+    with server.http() as http:
+        assert http.get("/ping").status_code == 200
+        assert http.post("/ping").status_code == 200
+        assert http.get("/version").status_code == 401
+        assert http.get("/version", headers={"authorization": "Bearer secret"}).json() == {"version": __version__}
+
+
+def test_browsers_from_another_origin(serve):
+    asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization"
+    server = serve(api_keys=("secret",), cors_origins=("https://chat.example",))
+    with server.http() as http:
+        answer = http.options("/v1/completions", headers=asks)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        assert http.options("/v1/completions", headers={**asks, "origin": "https://other.example"}).status_code == 400
+        answer = http.post("/v1/completions", json=COMPLETION, headers={"origin": "https://chat.example"})
+        assert answer.status_code == 401
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_none_without_the_option(shared):
+    with shared.http() as http:
+        answer = http.get("/live", headers={"origin": "https://chat.example"})
+        assert "access-control-allow-origin" not in answer.headers

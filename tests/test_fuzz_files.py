@@ -1,0 +1,20 @@
+"""A few hundred broken model files; `python -m tests.fuzz_files 2000` tries more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz_files import good_files, run
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return good_files(tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_broken_file_is_read_or_refused(good, kind):
+    outcomes, wrong = run(kind, good[kind], range(150))
+    assert not wrong
+    assert outcomes["ok"] > 5  # or they would all be refused for one reason
+    assert len(outcomes) > 2
