@@ -27,7 +27,7 @@ from slipstream.engine.core_process import (
     Start,
     Stats,
 )
-from slipstream.errors import EngineDeadError, EngineError, EngineOverloadedError
+from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
 from slipstream.plan.memory import MemoryLedger
 from slipstream.types import EngineStats, FinishReason, TokenOutput, VectorOutput
@@ -464,3 +464,10 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
     with pytest.raises(EngineDeadError):
         await task
     assert world.engine.num_requests == 0
+
+
+def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(async_llm.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
+    monkeypatch.setattr(async_llm.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        async_llm._Child.spawn()

@@ -88,6 +88,9 @@ STALL_S = 60.0
 """Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
 looks the same."""
 
+_SOCKET_PATH_BYTES = 103
+"""The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
+
 _logger = logging.getLogger("slipstream.engine")
 
 
@@ -476,6 +479,11 @@ class _Child:
 
         folder = f"{tempfile.gettempdir()}/slipstream-{secrets.token_hex(8)}"
         address = f"ipc://{folder}/engine"
+        if len(os.fsencode(folder + "/engine")) > _SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"the folder for temporary files, {tempfile.gettempdir()}, has too long a path for a Unix socket "
+                f"({_SOCKET_PATH_BYTES} bytes with the socket's name); set TMPDIR to a shorter one"
+            )
         # The process comes before the folder: if we are killed, it is there to remove it.
         process = subprocess.Popen([sys.executable, "-m", "slipstream.engine.core_process", address], stdin=subprocess.PIPE)
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
