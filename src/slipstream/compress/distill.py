@@ -31,6 +31,7 @@ from slipstream.compress.teacher import Example, LogitCache, check_examples, fin
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.platform import platform_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,10 +385,9 @@ def _worker(
 ) -> None:
     place = torch.device(device if world == 1 or device == "cpu" else f"cuda:{rank}")
     if meeting is not None:
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-        backend = "gloo" if place.type == "cpu" else "nccl"
-        dist.init_process_group(backend, init_method=meeting, world_size=world, rank=rank)
+        platform = platform_of(place)
+        platform.activate(torch.get_num_threads())
+        dist.init_process_group(platform.collectives, init_method=meeting, world_size=world, rank=rank)
     try:
         examples = read_examples(files.examples)
         held_out = read_examples(files.held_out) if files.held_out is not None else []

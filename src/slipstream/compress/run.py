@@ -40,6 +40,7 @@ from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.weights import load_parameters
+from slipstream.platform import num_gpus
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.quantization_config import COLUMNS_NAME, StoredFormats
 
@@ -326,12 +327,11 @@ def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[in
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """The device and type that "auto" or names stand for. ConfigError if they are not available."""
     kind, _, index = device.partition(":")
-    has_gpu = torch.cuda.is_available()
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"device={device!r} is not one of auto, cpu, cuda, cuda:N", field="device")
-    if kind == "cuda" and (not has_gpu or int(index or 0) >= torch.cuda.device_count()):
+    if kind == "cuda" and int(index or 0) >= num_gpus():
         raise ConfigError(f"device={device!r}: torch sees no such GPU; use 'cpu'", field="device")
-    found = torch.device("cuda" if kind == "auto" and has_gpu else "cpu" if kind == "auto" else device)
+    found = torch.device("cuda" if kind == "auto" and num_gpus() else "cpu" if kind == "auto" else device)
     if dtype == "auto":
         return found, torch.float32 if found.type == "cpu" else torch.bfloat16
     if dtype not in TORCH_DTYPES:

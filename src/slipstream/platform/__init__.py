@@ -40,4 +40,5 @@ def has_gpu() -> bool:
 
 
 def num_gpus() -> int:
-    return torch.cuda.device_count()
+    """How many GPUs torch can use: 0 where it sees some but cannot start them."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
