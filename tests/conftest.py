@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from hypothesis import settings
 
@@ -20,6 +22,12 @@ def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny-model")
     tiny_models.build_with_tokenizer(folder, max_position_embeddings=1024)
     return folder
+
+
+@pytest.fixture
+def model_copy(tiny_model, tmp_path):
+    """A copy of the tiny model's folder, to be spoilt."""
+    return shutil.copytree(tiny_model, tmp_path / "model")
 
 
 @pytest.fixture(scope="session")

@@ -13,20 +13,7 @@ from slipstream.cli.main import main
 from slipstream.errors import CheckpointError, ModelError
 from slipstream.model.weights import safetensors_files
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.model.test_gguf_models import LEAST, write
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(path)
-    return path
-
-
-@pytest.fixture
-def model(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 def refused(path, capsys, *words):
@@ -48,9 +35,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"])
-def test_huge_sizes_of_a_config(model, capsys, key, value):
-    change(model, {key: value})
-    refused(model, capsys)
+def test_huge_sizes_of_a_config(model_copy, capsys, key, value):
+    change(model_copy, {key: value})
+    refused(model_copy, capsys)
 
 
 def change(model, values):
@@ -85,24 +72,24 @@ def change(model, values):
         ({"anything": "x" * 5_000_000}, "anything"),
     ],
 )
-def test_a_config_that_is_not_true(model, capsys, values, word):
-    change(model, values)
-    refused(model, capsys, word)
+def test_a_config_that_is_not_true(model_copy, capsys, values, word):
+    change(model_copy, values)
+    refused(model_copy, capsys, word)
 
 
-def test_no_architectures_is_as_none_named(model):
-    change(model, {"architectures": []})
-    assert read_spec(model).spec.generates
+def test_no_architectures_is_as_none_named(model_copy):
+    change(model_copy, {"architectures": []})
+    assert read_spec(model_copy).spec.generates
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_json_nested_without_end(model, capsys, name):
-    (model / name).write_text('{"a":' + "[" * 100_000)
+def test_json_nested_without_end(model_copy, capsys, name):
+    (model_copy / name).write_text('{"a":' + "[" * 100_000)
     if name == "tokenizer_config.json":
-        assert main(["run", str(model), "hi", "--max-tokens", "1", "--device", "cpu"]) == 3
+        assert main(["run", str(model_copy), "hi", "--max-tokens", "1", "--device", "cpu"]) == 3
         assert name in capsys.readouterr().err
     else:
-        refused(model, capsys, name)
+        refused(model_copy, capsys, name)
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length", "attention.head_count"])
@@ -153,18 +140,18 @@ def test_tensors_that_overlap(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("named", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "config.json", "..", ""])
-def test_an_index_names_files_beside_it(model, named):
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
-    shutil.copy(model / "model.safetensors", model.parent / "outside.safetensors")
+def test_an_index_names_files_beside_it(model_copy, named):
+    (model_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
+    shutil.copy(model_copy / "model.safetensors", model_copy.parent / "outside.safetensors")
     with pytest.raises(CheckpointError, match="beside it"):
-        safetensors_files(model)
+        safetensors_files(model_copy)
 
 
 @pytest.mark.parametrize("index", ['{"weight_map": {"a": 5}}', '{"weight_map": 5}', '{"weight_map":' + "[" * 100_000, "[]"])
-def test_a_broken_index(model, index):
-    (model / "model.safetensors.index.json").write_text(index)
+def test_a_broken_index(model_copy, index):
+    (model_copy / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"index\.json"):
-        safetensors_files(model)
+        safetensors_files(model_copy)
 
 
 def test_errors_quote_no_more_than_a_page():

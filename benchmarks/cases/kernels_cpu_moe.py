@@ -50,7 +50,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         mlp = whole.layers[0].mlp
         assert isinstance(mlp, MoESpec)
         spec = replace(mlp, num_experts=min(args.experts, mlp.num_experts), groups=None)
-        products = [p for p in spec.weight_shapes(whole.hidden_size) if p.copies > 1]
+        shapes = replace(whole.layers[0], mlp=spec).weight_shapes(whole.hidden_size)
+        products = [p for p in shapes if p.copies > 1]
         held = {form: layer(native if form != "torch" else CpuOps(), form, spec, products) for form in args.forms}
         for num_tokens in args.tokens:
             x = torch.randn(num_tokens, whole.hidden_size, dtype=torch.bfloat16)

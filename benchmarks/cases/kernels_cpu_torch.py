@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from slipstream.kernels import cpu_torch as cpu
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.kernels.ops import AttentionParams, QKVLayout
+from slipstream.kernels.ops import AttentionParams, NormParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 
 E, H, K, D, FF, V, CONTEXT, BLOCK = 576, 9, 3, 64, 1536, 49152, 512, 16
@@ -92,10 +92,11 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
             "used": rotating(packed, lambda w, x=x: ops.linear(x, w)),
             "F.linear": rotating(weights, lambda w, x=x: F.linear(x, w)),
         }
-    x, residual, g = torch.randn(batch, E).to(dtype), torch.randn(batch, E).to(dtype), torch.randn(E).to(dtype)
+    x, residual = torch.randn(batch, E).to(dtype), torch.randn(batch, E).to(dtype)
+    norm = NormParams(kind="rms", weight=torch.randn(E).to(dtype), eps=1e-5)
     found["rms_norm + residual"] = {
-        "used": lambda: ops.rms_norm(x, g, 1e-5, residual=residual),
-        "reference": lambda: reference.rms_norm(x, g, 1e-5, residual=residual),
+        "used": lambda: ops.norm(x, norm, residual=residual),
+        "reference": lambda: reference.norm(x, norm, residual=residual),
     }
     up = torch.randn(batch, 2 * FF).to(dtype)
     found["gated silu"] = {

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import MLAParams, NormParams
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.mla import cache_latents, mla_paged_attention, mla_queries
 from slipstream.kernels.triton.mla_prefill import prefill_attention
@@ -51,9 +52,7 @@ class Layer:
     kv: LayerKV
     q: Tensor  # [T, H, P + R]
     row: Tensor  # [T, C + R]
-    keys: Tensor  # [H, P, C]
-    values: Tensor  # [H, C, V]
-    options: dict[str, Any]
+    params: MLAParams
 
 
 def step(lengths: list[int], device: torch.device) -> AttentionMetadata:
@@ -86,38 +85,41 @@ def layer(lengths: list[int], num_heads: int, device: torch.device) -> Layer:
         LayerKV(k, k[..., ROTATED:]),
         new(num_tokens, num_heads, PLAIN + ROTATED),
         new(num_tokens, LATENT + ROTATED),
-        new(num_heads, PLAIN, LATENT) / 16,
-        new(num_heads, LATENT, VALUE) / 16,
-        dict(norm=new(LATENT), eps=1e-6, cos_sin=cos_sin, interleaved=True),
+        MLAParams(
+            keys=new(num_heads, PLAIN, LATENT) / 16,
+            values=new(num_heads, LATENT, VALUE) / 16,
+            norm=NormParams(kind="rms", weight=new(LATENT), eps=1e-6),
+            cos_sin=cos_sin,
+            interleaved=True,
+            scale=SCALE,
+        ),
     )
 
 
 def calls(x: Layer) -> dict[str, Callable[[], Any]]:
     """What is timed, by name."""
     ops, (num_tokens, num_heads) = TritonOps(), x.q.shape[:2]
-    whole = partial(ops.mla_attention, x.q, x.row, x.kv, keys=x.keys, values=x.values, scale=SCALE, **x.options)
-    latents, turned = cache_latents(x.row, x.kv, x.meta, first=0, **x.options)
-    weight = x.keys.view(-1, LATENT)
+    whole = partial(ops.mla_attention, x.q, x.row, x.kv, params=x.params)
+    latents, turned = cache_latents(x.row, x.kv, x.meta, x.params, first=0)
+    weight, values = x.params.keys.view(-1, LATENT), x.params.values
     k = F.linear(latents, weight).view(num_tokens, num_heads, PLAIN)
-    v = torch.bmm(latents.expand(num_heads, -1, -1), x.values)
+    v = torch.bmm(latents.expand(num_heads, -1, -1), values)
     out = torch.empty(num_tokens, num_heads * VALUE, dtype=x.q.dtype, device=x.q.device)
-    queries = mla_queries(x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options)
+    queries = mla_queries(x.q, x.row, x.kv, x.meta, x.params)
     return {
         "over latents": partial(whole, replace(x.meta, from_start=False)),
-        "  queries": partial(mla_queries, x.q, x.row, x.kv, x.meta, keys=x.keys, **x.options),
+        "  queries": partial(mla_queries, x.q, x.row, x.kv, x.meta, x.params),
         "  attention": partial(mla_paged_attention, queries, x.kv, x.meta, scale=SCALE),
         "with keys and values": partial(whole, x.meta),
-        "  rows": partial(cache_latents, x.row, x.kv, x.meta, first=0, **x.options),
+        "  rows": partial(cache_latents, x.row, x.kv, x.meta, x.params, first=0),
         "  keys": partial(F.linear, latents, weight),
-        "  values": partial(torch.bmm, latents.expand(num_heads, -1, -1), x.values),
+        "  values": partial(torch.bmm, latents.expand(num_heads, -1, -1), values),
         "  prompts' attention": partial(of_prompts(x, k, turned, v, out), None),
     }
 
 
 def of_prompts(x: Layer, k: Tensor, turned: Tensor, v: Tensor, out: Tensor) -> Callable[..., None]:
-    o, given = x.options, (x.q, k, turned, v, x.meta)
-    attend = partial(prefill_attention, *given, cos_sin=o["cos_sin"], interleaved=True, scale=SCALE, out=out)
-    return lambda tile: attend(tile=tile)
+    return lambda tile: prefill_attention(x.q, k, turned, v, x.meta, x.params, out, tile=tile)
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:

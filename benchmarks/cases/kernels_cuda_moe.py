@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     ops, rows = TritonOps(), []
     for name in args.models.split(","):
         whole = read_spec(common.CONFIGS / name).spec
-        spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
-        products = [p for p in spec.weight_shapes(whole.hidden_size) if p.copies > 1]
+        mixture, spec = next((layer, layer.mlp) for layer in whole.layers if isinstance(layer.mlp, MoESpec))
+        products = [p for p in mixture.weight_shapes(whole.hidden_size) if p.copies > 1]
         for scheme in args.schemes.split(","):
             kind = SCHEMES.get(scheme)
             if kind is not None and any(p.inner % kind.multiple for p in products):

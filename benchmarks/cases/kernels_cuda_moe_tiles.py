@@ -70,14 +70,14 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
     for name, scheme in MODELS:
         whole = read_spec(common.CONFIGS / name).spec
-        spec = next(layer.mlp for layer in whole.layers if isinstance(layer.mlp, MoESpec))
+        mixture, spec = next((layer, layer.mlp) for layer in whole.layers if isinstance(layer.mlp, MoESpec))
         up, down = (
             ops.quantize_experts(
                 torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
                 SCHEMES[scheme] if scheme else None,
                 num_experts=p.copies,
             )
-            for p in spec.weight_shapes(whole.hidden_size)
+            for p in mixture.weight_shapes(whole.hidden_size)
             if p.copies > 1
         )
         for num_tokens in TOKENS:

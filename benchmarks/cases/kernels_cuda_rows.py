@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slipstream.kernels.ops import NormParams
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.pointwise import activation, quantize
 from slipstream.kernels.triton.tuning import microseconds
@@ -33,10 +34,11 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     ops, rows = TritonOps(), []
     new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     for num_tokens in map(int, args.tokens.split(",")):
-        x, residual, weight = new(num_tokens, HIDDEN), new(num_tokens, HIDDEN), new(HIDDEN)
+        x, residual = new(num_tokens, HIDDEN), new(num_tokens, HIDDEN)
+        norm = NormParams(kind="rms", weight=new(HIDDEN), eps=1e-5)
         both, inner = new(num_tokens, 2 * INNER), new(num_tokens, INNER)
         calls: dict[str, tuple[Callable[[], object], int]] = {
-            "norm and residual": (partial(ops.rms_norm, x, weight, 1e-5, residual=residual), 8 * x.numel())
+            "norm and residual": (partial(ops.norm, x, norm, residual=residual), 8 * x.numel())
         }
         for name, form in OUTPUTS.items():
             written = 2 if form is None else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 
 import pytest
 from tokenizers import AddedToken
@@ -14,21 +13,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, ModelError, RequestError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 
 ONE = SamplingParams(max_tokens=1, temperature=0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    tiny_models.build_with_tokenizer(path)
-    return path
-
-
-@pytest.fixture
-def model(folder, tmp_path):
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 def change(path, edit, name="tokenizer.json"):
@@ -44,35 +30,35 @@ def rows(path):
 # --- Ids without a row ------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_of_another_model_is_refused_when_it_is_loaded(model):
-    n = rows(model)
+def test_a_tokenizer_of_another_model_is_refused_when_it_is_loaded(model_copy):
+    n = rows(model_copy)
 
     def more_words(data):
         vocab = data["model"]["vocab"]
         vocab |= {f"word{i}": i for i in range(len(vocab), n + 5)}
 
-    change(model, more_words)
+    change(model_copy, more_words)
     with pytest.raises(CheckpointError, match=f"{n + 4}.* has {n} rows") as caught:
-        LLM(str(model), device="cpu", max_model_len=64)
+        LLM(str(model_copy), device="cpu", max_model_len=64)
     assert caught.value.field == "tokenizer"
 
 
-def test_so_is_one_with_a_gap(model):
-    change(model, lambda data: data["model"]["vocab"].update({"far": 10**6}))
+def test_so_is_one_with_a_gap(model_copy):
+    change(model_copy, lambda data: data["model"]["vocab"].update({"far": 10**6}))
     with pytest.raises(CheckpointError, match="1000000"):
-        Tokenizer.for_model(read_spec(model))
+        Tokenizer.for_model(read_spec(model_copy))
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_an_added_token_without_a_row_is_refused_where_a_text_holds_it(model, special):
-    backend = Backend.from_file(str(model / "tokenizer.json"))
-    n = rows(model)
+def test_an_added_token_without_a_row_is_refused_where_a_text_holds_it(model_copy, special):
+    backend = Backend.from_file(str(model_copy / "tokenizer.json"))
+    n = rows(model_copy)
     size = backend.get_vocab_size()
     tokens = [AddedToken(f"<more{i}>", special=special, normalized=False) for i in range(n - size + 2)]
     backend.add_special_tokens(tokens) if special else backend.add_tokens(tokens)
-    backend.save(str(model / "tokenizer.json"))
+    backend.save(str(model_copy / "tokenizer.json"))
     last = tokens[-1].content
-    with LLM(str(model), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
+    with LLM(str(model_copy), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
         assert llm.generate("hello", ONE, progress=False)[0].finished
         for ask in (
             lambda: llm.generate(f"hello {last}", ONE, progress=False),
@@ -87,11 +73,11 @@ def test_an_added_token_without_a_row_is_refused_where_a_text_holds_it(model, sp
         assert llm.generate("hello", ONE, progress=False)[0].finished
 
 
-def test_an_end_token_without_a_row_is_none(model):
-    n = rows(model)
-    change(model, lambda config: config.update(eos_token_id=[1, n + 7]), "config.json")
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [n, 10**9]}))
-    with LLM(str(model), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
+def test_an_end_token_without_a_row_is_none(model_copy):
+    n = rows(model_copy)
+    change(model_copy, lambda config: config.update(eos_token_id=[1, n + 7]), "config.json")
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [n, 10**9]}))
+    with LLM(str(model_copy), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
         answer = llm.generate("hello", SamplingParams(max_tokens=4, min_tokens=4), progress=False)[0]
         assert len(answer.outputs[0].token_ids) == 4
 
@@ -99,14 +85,14 @@ def test_an_end_token_without_a_row_is_none(model):
 # --- Panics and errors of the library ---------------------------------------------------------------------------------
 
 
-def test_a_panic_over_a_text_is_a_request_error(model):
+def test_a_panic_over_a_text_is_a_request_error(model_copy):
     def slow(data):
         data["pre_tokenizer"] = {
             "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
         }  # fmt: skip
 
-    change(model, slow)
-    tokenizer = Tokenizer.from_pretrained(model)
+    change(model_copy, slow)
+    tokenizer = Tokenizer.from_pretrained(model_copy)
     for encode in (lambda t: tokenizer.encode(t), lambda t: tokenizer.encode_batch(["b", t])):
         with pytest.raises(RequestError, match="can't take this text") as caught:
             encode("a" * 40 + "b")
@@ -131,10 +117,10 @@ def test_a_panic_over_a_text_is_a_request_error(model):
         lambda d: d.clear(),
     ],
 )
-def test_a_broken_tokenizer_json_is_no_internal_error(model, edit):
-    change(model, edit)
+def test_a_broken_tokenizer_json_is_no_internal_error(model_copy, edit):
+    change(model_copy, edit)
     try:
-        tokenizer = Tokenizer.for_model(read_spec(model))
+        tokenizer = Tokenizer.for_model(read_spec(model_copy))
     except ModelError:
         return
     with contextlib.suppress(RequestError):
@@ -152,20 +138,20 @@ def test_a_broken_tokenizer_json_is_no_internal_error(model, edit):
         {"chat_template": {"a": 1}, "bos_token": ["x"]},
     ],
 )
-def test_a_broken_tokenizer_config_is_no_internal_error(model, config):
-    change(model, lambda data: data.update(config), "tokenizer_config.json")
+def test_a_broken_tokenizer_config_is_no_internal_error(model_copy, config):
+    change(model_copy, lambda data: data.update(config), "tokenizer_config.json")
     with contextlib.suppress(ModelError):
-        Tokenizer.for_model(read_spec(model)).encode("hello")
+        Tokenizer.for_model(read_spec(model_copy)).encode("hello")
 
 
-def test_files_that_are_not_utf8(model):
-    (model / "chat_template.jinja").write_bytes(b"{{ '\xff\xfe' }}")
+def test_files_that_are_not_utf8(model_copy):
+    (model_copy / "chat_template.jinja").write_bytes(b"{{ '\xff\xfe' }}")
     with pytest.raises(CheckpointError):
-        Tokenizer.from_pretrained(model)
-    (model / "chat_template.jinja").unlink()
-    (model / "tokenizer_config.json").write_bytes(b'{"a": ' + b"[" * 100_000)
+        Tokenizer.from_pretrained(model_copy)
+    (model_copy / "chat_template.jinja").unlink()
+    (model_copy / "tokenizer_config.json").write_bytes(b'{"a": ' + b"[" * 100_000)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
-        Tokenizer.from_pretrained(model)
+        Tokenizer.from_pretrained(model_copy)
 
 
 # --- Normalisers ------------------------------------------------------------------------------------------------------
@@ -184,14 +170,14 @@ def replace(content, **pattern):
         [{"type": "Sequence", "normalizers": [replace("aaaa", Regex=".")] * 2}],
     ],
 )
-def test_a_normaliser_that_explodes_is_refused(model, steps):
-    change(model, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": steps}))
+def test_a_normaliser_that_explodes_is_refused(model_copy, steps):
+    change(model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": steps}))
     with pytest.raises(CheckpointError, match="times longer") as caught:
-        Tokenizer.from_pretrained(model)
+        Tokenizer.from_pretrained(model_copy)
     assert caught.value.field == "normalizer"
 
 
-def test_usual_normalisers_pass(model):
+def test_usual_normalisers_pass(model_copy):
     usual = [{"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, replace("▁", String=" "), replace(" ", Regex=" {2,}")]
-    change(model, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": usual}))
-    Tokenizer.from_pretrained(model)
+    change(model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": usual}))
+    Tokenizer.from_pretrained(model_copy)

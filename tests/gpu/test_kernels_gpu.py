@@ -12,7 +12,7 @@ import torch
 
 from slipstream.compress.sparsify import keep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, by_dim
-from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
 from slipstream.kernels.weights import GroupedLinear, SparseCopy
@@ -128,13 +128,14 @@ def test_latents_before_and_behind(ops, contexts):
     _, kv, meta = step([1] * len(contexts), contexts, heads=1, kv_heads=1, dim=576, max_seq_len=1024)
     shapes = (len(contexts), 16, 192), (len(contexts), 576), (16, 128, 512), (16, 512, 128), (512,)
     q, row, keys, values, norm = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
-    options = dict(keys=keys / 8, norm=norm, eps=1e-6, cos_sin=torch.randn(1024, 64, device="cuda"), interleaved=True)
+    given = dict(keys=keys / 8, values=values / 8, norm=NormParams(kind="rms", weight=norm, eps=1e-6))
+    params = MLAParams(**given, cos_sin=torch.randn(1024, 64, device="cuda"), interleaved=True, scale=0.05)
     found = []
     for o in (ops, REFERENCE):
         k = kv.k.clone()
         mine = LayerKV(k, k[..., 64:])
-        queries = o.mla_queries(q, row, mine, meta, **options)
-        found.append((queries, k, o.mla_paged_attention(queries, mine, meta, values / 8, scale=0.05)))
+        queries = o.mla_queries(q, row, mine, meta, params)
+        found.append((queries, k, o.mla_paged_attention(queries, mine, meta, params)))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 1e-2
 
@@ -155,8 +156,9 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
     def attend(o, meta, kind):
         q, row, keys, values, norm = (t.to(kind) for t in given)
         k = kv.k.to(kind, copy=True)
-        options = dict(norm=norm, eps=1e-6, cos_sin=torch.cat((angles.cos(), angles.sin()), -1), interleaved=interleaved)
-        return k, o.mla_attention(q, row, LayerKV(k, k[..., 64:]), meta, keys=keys, values=values, scale=192**-0.5, **options)
+        of_latents, cos_sin = NormParams(kind="rms", weight=norm, eps=1e-6), torch.cat((angles.cos(), angles.sin()), -1)
+        options = dict(norm=of_latents, cos_sin=cos_sin, interleaved=interleaved, scale=192**-0.5)
+        return k, o.mla_attention(q, row, LayerKV(k, k[..., 64:]), meta, MLAParams(keys=keys, values=values, **options))
 
     cache, ours = attend(ops, meta, torch.bfloat16)
     absorbed, theirs = attend(ops, dataclasses.replace(meta, from_start=False), torch.bfloat16)
@@ -260,8 +262,8 @@ def test_8_bit_rows(ops, inputs):
     h, w = x[:, :4096].contiguous(), torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     for run in (
         lambda o: o.quantize(h, inputs),
-        lambda o: o.rms_norm(h, w, 1e-5, residual=h.clone(), inputs=inputs)[0],
-        lambda o: o.layer_norm(h, w, w, 1e-5, inputs=inputs)[0],
+        lambda o: o.norm(h, NormParams(kind="rms", weight=w, eps=1e-5), residual=h.clone(), inputs=inputs)[0],
+        lambda o: o.norm(h, NormParams(kind="layer", weight=w, bias=w, eps=1e-5), inputs=inputs)[0],
         lambda o: o.gated_activation(x, "silu", inputs=inputs),
         lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
     ):
@@ -274,13 +276,13 @@ def test_overlapped_kernels_wait_for_what_they_read(ops):
     """Programmatic launches in a graph: a chain of norms and products, each reading what the one before wrote."""
     linear = ops.quantize_weight(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None)
     quantised = ops.quantize_weight(linear.weight, None, SCHEMES["fp8"])
-    w = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+    norm = NormParams(kind="rms", weight=torch.ones(4096, device="cuda", dtype=torch.bfloat16), eps=1e-5)
     x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
 
     def chain(o):
         h = x
         for i in range(20):
-            h, _ = o.rms_norm(o.linear(h, quantised if i % 2 else linear), w, 1e-5)
+            h, _ = o.norm(o.linear(h, quantised if i % 2 else linear), norm)
         return h
 
     once = chain(ops)
@@ -298,10 +300,8 @@ def test_the_other_ops(ops):
     _, kv, meta = step([*[1] * 200, 300], [*range(200), 10])
     tokens = len(meta.positions)
     x, r = (torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    w = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
-    for ours, theirs in zip(
-        ops.rms_norm(x, w, 1e-5, residual=r.clone()), REFERENCE.rms_norm(x, w, 1e-5, residual=r.clone()), strict=True
-    ):
+    norm = NormParams(kind="rms", weight=torch.randn(4096, device="cuda", dtype=torch.bfloat16), eps=1e-5)
+    for ours, theirs in zip(*(o.norm(x, norm, residual=r.clone()) for o in (ops, REFERENCE)), strict=True):
         assert error(ours, theirs) < 5e-3
     gate_up = torch.randn(tokens, 2 * 14336, device="cuda", dtype=torch.bfloat16)
     assert error(ops.gated_activation(gate_up, "silu"), REFERENCE.gated_activation(gate_up, "silu")) < 5e-3

@@ -37,7 +37,7 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     # Not at the top: tests/kernels imports it for Triton's interpreter.
     from slipstream.kernels.triton import TritonOps, one_token
 
-    monkeypatch.setattr(one_token, "APART", 256)
+    monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", 256)
     steps.build(tmp_path, family)
     device = torch.device("cuda")
     named = SCHEMES[scheme] if scheme else None

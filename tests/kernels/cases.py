@@ -14,9 +14,18 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 
 GARBAGE = 1000.0
+
+
+def rms_norm(weight: Tensor, offset: float = 0.0) -> NormParams:
+    return NormParams(kind="rms", weight=weight, eps=1e-5, offset=offset)
+
+
+def layer_norm(weight: Tensor, bias: Tensor | None = None) -> NormParams:
+    return NormParams(kind="layer", weight=weight, eps=1e-5, bias=bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

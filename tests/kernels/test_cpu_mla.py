@@ -9,7 +9,6 @@ the last place."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,12 @@ from torch import Tensor
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.ops import AttentionParams, MLAParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
-from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, step
+from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, rms_norm, step
 from tests.model.harness import CPU, fast, is_program, load, run
 
 torch.set_num_threads(1)
@@ -60,23 +59,26 @@ def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dt
     q, row = torch.randn(num_tokens, heads, plain + rotary).to(dtype), torch.randn(num_tokens, dim).to(dtype)
     keys, values = (torch.randn(heads, *n).to(dtype) / n[0] ** 0.5 for n in ((plain, rank), (rank, width)))
     angles = torch.rand(1024, rotary // 2) * 6
-    options: dict[str, Any] = {
-        "norm": torch.randn(rank).to(dtype),
-        "eps": 1e-5,
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=-1),
-        "interleaved": interleaved,
-    }
+    params = MLAParams(
+        keys=ops.pack_heads(keys),
+        values=ops.pack_heads(values),
+        norm=rms_norm(torch.randn(rank).to(dtype)),
+        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1),
+        interleaved=interleaved,
+        scale=0.3,
+    )
+    exact = dataclasses.replace(params, keys=keys.float(), values=values.float())
     ours, theirs = latents(case.kv.k.to(dtype), rotary), latents(case.kv.k.to(dtype).float(), rotary)
-    asked = ops.mla_queries(q, row, ours, case.meta, keys=ops.pack_heads(keys), **options)
-    expected = reference.mla_queries(q.float(), row.float(), theirs, case.meta, keys=keys.float(), **options)
+    asked = ops.mla_queries(q, row, ours, case.meta, params)
+    expected = reference.mla_queries(q.float(), row.float(), theirs, case.meta, exact)
     assert (asked.dtype, asked.shape) == (dtype, (num_tokens, heads, dim))
     assert_near(asked, expected, dtype)
     ours.k[0] = theirs.k[0] = 0  # which of the padded rows wrote there last is open
     close = 2e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(ours.k.float(), theirs.k, rtol=close, atol=close)
     same = latents(ours.k.float(), rotary)
-    got = ops.mla_paged_attention(asked, ours, case.meta, ops.pack_heads(values), scale=0.3)
-    wanted = reference.mla_paged_attention(asked.float(), same, case.meta, values.float(), scale=0.3)
+    got = ops.mla_paged_attention(asked, ours, case.meta, params)
+    wanted = reference.mla_paged_attention(asked.float(), same, case.meta, exact)
     assert (got.dtype, got.shape) == (dtype, (num_tokens, heads * width))
     assert got.isfinite().all()
     assert_near(got[case.owned], wanted[case.owned], dtype)
@@ -140,11 +142,12 @@ def test_neither_threads_nor_neighbours_change_a_result(ops):
     expected = None
     for num_threads in (1, 3):
         own = NativeOps(num_threads, ops.pool.isa)
-        values = own.pack_heads(heads)
-        found = own.mla_paged_attention(case.q, kv, case.meta, values, scale=0.1)
+        given = dict(keys=None, values=own.pack_heads(heads), norm=rms_norm(torch.ones(32)), cos_sin=torch.ones(1, 16))
+        params = MLAParams(**given, interleaved=True, scale=0.1)
+        found = own.mla_paged_attention(case.q, kv, case.meta, params)
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
-        assert torch.equal(own.mla_paged_attention(case.q[:1], kv, alone, values, scale=0.1), expected[:1])
+        assert torch.equal(own.mla_paged_attention(case.q[:1], kv, alone, params), expected[:1])
 
 
 # --- Whole models -----------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear
 from slipstream.model.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
-from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step
+from tests.kernels.cases import Shape, attention_options, edge_shapes, layer_norm, rms_norm, sampling, step
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
@@ -294,11 +294,11 @@ def test_norms_and_activations(ops, dtype, size):
     x, residual, g, b = (torch.randn(shape).to(dtype) for shape in ((5, size), (5, size), (size,), (size,)))
     for r in (None, residual):
         for offset in (0.0, 1.0):
-            both = [o.rms_norm(x, g, 1e-5, residual=r, weight_offset=offset) for o in (ops, reference)]
+            both = [o.norm(x, rms_norm(g, offset), residual=r) for o in (ops, reference)]
             assert_near(both[0][0], both[1][0])
             assert torch.equal(both[0][1], both[1][1])
         for bias in (b, None):
-            both = [o.layer_norm(x + 3, g, bias, 1e-5, residual=r) for o in (ops, reference)]
+            both = [o.norm(x + 3, layer_norm(g, bias), residual=r) for o in (ops, reference)]
             assert_near(both[0][0], both[1][0])
     x = torch.cat((x, torch.tensor([[-100.0], [-20.0], [0.0], [30.0], [100.0]]).to(dtype).expand(5, size)), dim=1)
     for name in native.ACTIVATIONS:

@@ -428,7 +428,7 @@ def test_the_choice_of_experts(tmp_path):
 @pytest.mark.parametrize(("family", "sizes"), [("glm4_moe", OF_BOTH_KINDS), ("deepseek_v2", {**LATENT, **FEW})])
 def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes):
     """Without one of the kernel's barriers or meetings a warp that sleeps would read too late, one that does not too soon."""
-    monkeypatch.setattr(one_token, "APART", 64)
+    monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", 64)
     one_token_steps.build(tmp_path, family, **sizes)
     model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES["fp8"])
     torch.manual_seed(0)
@@ -476,7 +476,7 @@ def test_a_step_of_padding(tmp_path, family, sizes):
 def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
     """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many
     parts as programs."""
-    monkeypatch.setattr(one_token, "APART", apart)
+    monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", apart)
     one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **FEW, "first_k_dense_replace": num_dense})
     judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 16, 200, 900))
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, draw, filter_probs, uniform
-from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, step
+from tests.kernels.cases import Shape, attention_options, edge_shapes, layer_norm, rms_norm, sampling, step
 
 torch.set_num_threads(1)
 ops = ReferenceOps()
@@ -38,16 +38,15 @@ def test_linear_embed_and_norms() -> None:
     assert torch.equal(ops.embed(ids, table, math.sqrt(8)), scaled)
     assert torch.equal(ops.embed(ids, table), table[ids.long()])
     residual, g = torch.randn(3, 8), torch.randn(8)
-    h, total = ops.rms_norm(x, g, 1e-5, residual=residual, weight_offset=1.0)
+    h, total = ops.norm(x, rms_norm(g, 1.0), residual=residual)
     d = (x + residual).double()
     torch.testing.assert_close(h, (d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (g.double() + 1)).float())
     assert torch.equal(total, x + residual)
-    h, total = ops.layer_norm(x, g, None, 1e-5)
+    h, total = ops.norm(x, layer_norm(g))
     torch.testing.assert_close(h, F.layer_norm(x, (8,), g, None, 1e-5))
     assert torch.equal(total, x)
-    torch.testing.assert_close(
-        ops.layer_norm(x, g, g, 1e-5, residual=residual)[0], F.layer_norm(x + residual, (8,), g, g, 1e-5)
-    )
+    h, _ = ops.norm(x, layer_norm(g, g), residual=residual)
+    torch.testing.assert_close(h, F.layer_norm(x + residual, (8,), g, g, 1e-5))
 
 
 def test_activations() -> None:

@@ -25,7 +25,16 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference import draw as reference_draw
 from slipstream.kernels.select import select_ops
 from slipstream.spec.scheme import SCHEMES
-from tests.kernels.cases import Shape, attention_options, edge_shapes, sampling, sampling_cases, step
+from tests.kernels.cases import (
+    Shape,
+    attention_options,
+    edge_shapes,
+    layer_norm,
+    rms_norm,
+    sampling,
+    sampling_cases,
+    step,
+)
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
@@ -75,11 +84,11 @@ def test_norms_and_activations(dtype: torch.dtype) -> None:
     x, residual, g, b = (torch.randn(shape).to(dtype) for shape in ((5, 48), (5, 48), (48,), (48,)))
     for r in (None, residual):
         for offset in (0.0, 1.0):
-            both = [o.rms_norm(x, g, 1e-5, residual=r, weight_offset=offset) for o in (CpuOps(), reference)]
+            both = [o.norm(x, rms_norm(g, offset), residual=r) for o in (CpuOps(), reference)]
             assert_near(both[0][0], both[1][0])
             assert torch.equal(both[0][1], both[1][1])
         for bias in (b, None):
-            both = [o.layer_norm(x, g, bias, 1e-5, residual=r) for o in (CpuOps(), reference)]
+            both = [o.norm(x, layer_norm(g, bias), residual=r) for o in (CpuOps(), reference)]
             assert_near(both[0][0], both[1][0])
             assert torch.equal(both[0][1], both[1][1])
     for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, by_dim
-from slipstream.kernels.ops import AttentionParams, QKVLayout
+from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -131,9 +131,10 @@ def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
         k = step.kv.k.clone()
         kv = LayerKV(k, k[..., rotary:])
         cos_sin = torch.ones(2000, rotary).cumsum(0).sin()
-        options = dict(keys=keys, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=interleaved)
-        queries = ops.mla_queries(q, row, kv, step.meta, **options)
-        out = ops.mla_paged_attention(queries, kv, step.meta, values, scale=0.3)
+        given = dict(keys=keys, values=values, norm=cases.rms_norm(norm), cos_sin=cos_sin)
+        params = MLAParams(**given, interleaved=interleaved, scale=0.3)
+        queries = ops.mla_queries(q, row, kv, step.meta, params)
+        out = ops.mla_paged_attention(queries, kv, step.meta, params)
         assert out.shape == (num_tokens, heads * width)
         found.append((queries, k[1:], out[step.owned]))
     for mine, theirs in zip(*found, strict=True):
@@ -188,11 +189,12 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
     q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
     keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
     cos_sin = torch.ones(200, rotary).cumsum(0).sin()
-    options = dict(keys=keys, values=values, norm=norm, eps=1e-5, cos_sin=cos_sin, interleaved=bool(interleaved), scale=0.05)
+    given = dict(keys=keys, values=values, norm=cases.rms_norm(norm), cos_sin=cos_sin)
+    params = MLAParams(**given, interleaved=bool(interleaved), scale=0.05)
     made = []
     for ops in (OURS, REFERENCE):
         k = step.kv.k.clone()
-        out = ops.mla_attention(q.clone(), row, LayerKV(k, k[..., rotary:]), meta, **options)
+        out = ops.mla_attention(q.clone(), row, LayerKV(k, k[..., rotary:]), meta, params)
         made.append((k[1:], out))
     for mine, theirs in zip(*made, strict=True):
         close(mine, theirs)
@@ -207,21 +209,15 @@ def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
     meta = dataclasses.replace(step.meta, block_table=table, from_start=True)
     q, row = torch.randn(33, 2, 12), torch.randn(33, 24)
     q, row = torch.cat((q[-1:], q)), torch.cat((row[-1:], row))
-    weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=torch.randn(16))
-    options = dict(eps=1e-5, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
+    weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=cases.rms_norm(torch.randn(16)))
+    params = MLAParams(**weights, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
     kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
-    out = OURS.mla_attention(q, row, kv, meta, **weights, **options)
+    out = OURS.mla_attention(q, row, kv, meta, params)
     close(out[0], out[-1])
+    eight_bits = dataclasses.replace(kv, k_scale=torch.ones(1))
     for from_start in (False, True):
         with pytest.raises(ConfigError, match="8-bit"):
-            OURS.mla_attention(
-                q,
-                row,
-                dataclasses.replace(kv, k_scale=torch.ones(1)),
-                dataclasses.replace(meta, from_start=from_start),
-                **weights,
-                **options,
-            )
+            OURS.mla_attention(q, row, eight_bits, dataclasses.replace(meta, from_start=from_start), params)
 
 
 @triton.jit
@@ -264,15 +260,14 @@ def test_which_steps_have_keys_of_their_own(monkeypatch):
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     monkeypatch.setattr(mla_prefill, "mla_attention", lambda *_, **__: asked.append("own"))
     monkeypatch.setattr("slipstream.kernels.triton.mla_paged_attention", lambda *_, **__: asked.append("absorbed"))
-    names = "keys", "values", "norm", "eps", "cos_sin", "interleaved", "scale"
-    norm, cos_sin = torch.ones(16), torch.ones(50, 8)
-    given = dict(zip(names, (torch.ones(2, 4, 16), None, norm, 1e-5, cos_sin, True, 1.0), strict=True))
+    given = dict(keys=torch.ones(2, 4, 16), values=None, norm=cases.rms_norm(torch.ones(16)), cos_sin=torch.ones(50, 8))
+    params = MLAParams(**given, interleaved=True, scale=1.0)
     eight, seven, decodes = ((1, 5), (8, 0)), ((1, 5), (7, 0)), ((1, 5),) * 9
     for lens, from_start in ((eight, True), (seven, True), (eight, False), (decodes, True)):
         step = cases.step(cases.Shape(sequences=lens, num_heads=2, num_kv_heads=1, head_dim=24))
         q, row = torch.randn(len(step.q), 2, 12), torch.randn(len(step.q), 24)
         kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
-        OURS.mla_attention(q, row, kv, dataclasses.replace(step.meta, from_start=from_start), **given)
+        OURS.mla_attention(q, row, kv, dataclasses.replace(step.meta, from_start=from_start), params)
     assert asked == ["own", "absorbed", "absorbed", "absorbed"]
 
 
@@ -320,10 +315,10 @@ def test_norms(size, with_residual):
     x, weight, bias = torch.randn(7, size), torch.randn(size), torch.randn(size)
     residual = torch.randn(7, size) if with_residual else None
     for run in (
-        lambda o, r: o.rms_norm(x, weight, 1e-5, residual=r, weight_offset=1.0),
-        lambda o, r: o.rms_norm(x, weight, 1e-5, residual=r),
-        lambda o, r: o.layer_norm(x, weight, bias, 1e-5, residual=r),
-        lambda o, r: o.layer_norm(x, weight, None, 1e-5, residual=r),
+        lambda o, r: o.norm(x, cases.rms_norm(weight, 1.0), residual=r),
+        lambda o, r: o.norm(x, cases.rms_norm(weight), residual=r),
+        lambda o, r: o.norm(x, cases.layer_norm(weight, bias), residual=r),
+        lambda o, r: o.norm(x, cases.layer_norm(weight), residual=r),
     ):
         copies = [None if residual is None else residual.clone() for _ in range(2)]
         for ours, theirs in zip(run(OURS, copies[0]), run(REFERENCE, copies[1]), strict=True):
@@ -351,8 +346,8 @@ def test_norms_and_activations_write_8_bit_rows(inputs, size):
     x[2, : size // 2] *= 1e-3  # a group of its own
     same_rows(OURS.quantize(x, inputs), REFERENCE.quantize(x, inputs))
     for run in (
-        lambda o: o.rms_norm(x, weight, 1e-5, residual=x.clone(), inputs=inputs)[0],
-        lambda o: o.layer_norm(x, weight, bias, 1e-5, inputs=inputs)[0],
+        lambda o: o.norm(x, cases.rms_norm(weight), residual=x.clone(), inputs=inputs)[0],
+        lambda o: o.norm(x, cases.layer_norm(weight, bias), inputs=inputs)[0],
         lambda o: o.gated_activation(x, "silu", inputs=inputs),
         lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
     ):
@@ -363,8 +358,8 @@ def test_norms_and_activations_write_8_bit_rows(inputs, size):
 def test_several_rows_of_a_program_are_the_same_bit_for_bit(monkeypatch, num_rows):
     x, weight, bias = torch.randn(num_rows, 74), torch.randn(74), torch.randn(74)
     runs = (
-        lambda: OURS.layer_norm(x, weight, bias, 1e-5, residual=x.clone()),
-        lambda: OURS.rms_norm(x[:, :64], weight[:64], 1e-5),
+        lambda: OURS.norm(x, cases.layer_norm(weight, bias), residual=x.clone()),
+        lambda: OURS.norm(x[:, :64], cases.rms_norm(weight[:64])),
         lambda: (OURS.gated_activation(x, "silu"), OURS.activation(x, "gelu")),
     )
     one = [run() for run in runs]

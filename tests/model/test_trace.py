@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.kernels.cpu_lowering import Emitter, lower
-from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.recording import TOKENS, NamedLinear, NamedWeight, RecordingOps, Value
 from slipstream.model.one_token import compile_one_token
@@ -30,7 +30,7 @@ NOT_COVERED = {"olmo2": "qk_norm", "olmo3": "qk_norm", "granite": "residual_scal
 
 def described(x):
     """An argument of an op, with a weight's shape in the place of the weight."""
-    if isinstance(x, (QKVLayout, AttentionParams, Experts)):
+    if isinstance(x, (QKVLayout, AttentionParams, Experts, MLAParams, NormParams)):
         return {f.name: described(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, tuple):
         return [described(y) for y in x]
@@ -141,12 +141,12 @@ def test_a_sum_is_written_where_nothing_is_read_again():
 
     def lowered(*, again):
         ops = RecordingOps()
-        table, weight = NamedWeight("table", (9, 8)), NamedWeight("norm", (8,))
+        table, norm = NamedWeight("table", (9, 8)), NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6)
         h = ops.embed(TOKENS, table)
         branch = ops.linear(h, NamedLinear(NamedWeight("w", (8, 8))))
-        normed, total = ops.rms_norm(branch, weight, 1e-6, residual=h)
+        normed, total = ops.norm(branch, norm, residual=h)
         normed = ops.linear(normed, NamedLinear(NamedWeight("w", (8, 8))))
-        out, _ = ops.rms_norm(normed, weight, 1e-6, residual=h if again else total)
+        out, _ = ops.norm(normed, norm, residual=h if again else total)
         return lower(ops.ops, None, out, Emitter())
 
     assert not isinstance(lowered(again=False), Reason)

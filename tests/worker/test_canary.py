@@ -130,7 +130,7 @@ def test_without_a_canary(tiny_model, config_only):
 
 
 @pytest.mark.parametrize("build", [tiny_models.build_encoder, tiny_models.build_t5])
-def test_what_is_no_decoder_can_not_sing(made, build, tmp_path, caplog):
+def test_what_is_no_decoder_has_no_canary(made, build, tmp_path, caplog):
     build(tmp_path)
     tiny_models.write_tokenizer(tmp_path)
     with caplog.at_level(logging.WARNING), LLM(str(tmp_path), **SETTINGS) as llm:

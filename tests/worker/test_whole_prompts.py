@@ -64,9 +64,9 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
     asked = []
 
     class Watched(ReferenceOps):
-        def mla_attention(self, q, row, kv, meta, **options):
+        def mla_attention(self, q, row, kv, meta, params):
             asked.append((len(q), meta.from_start))
-            return super().mla_attention(q, row, kv, meta, **options)
+            return super().mla_attention(q, row, kv, meta, params)
 
     monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: Watched())
     tiny_models.build(tmp_path, "deepseek_v2")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from slipstream.errors import OutOfMemoryError
-from slipstream.spec.model import CacheGroup, blocks_of_sequence, longest_sequence
+from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.ops import AttentionParams, NormParams
 from slipstream.kernels.reference import ReferenceOps, attend
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.scheme import Scheme
@@ -68,14 +68,9 @@ class WatchedOps(AutogradOps):
         self.watch(w.weight, x)
         return super().linear(x, w)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Activations, Tensor]:
-        normed, total = super().rms_norm(x, weight, *args, **options)
-        self.watch(weight, total)
-        return normed, total
-
-    def layer_norm(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Activations, Tensor]:
-        normed, total = super().layer_norm(x, weight, *args, **options)
-        self.watch(weight, total)
+    def norm(self, x: Tensor, norm: NormParams, **options: Any) -> tuple[Activations, Tensor]:
+        normed, total = super().norm(x, norm, **options)
+        self.watch(norm.weight, total)
         return normed, total
 
 

@@ -37,11 +37,11 @@ from slipstream.kernels.cpu_moe import (
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import Arena, NativeLinear, Packed, Program, ThreadPool, activation_of
-from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.packed_file import read_packed, write_packed
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Activations, BlockLinear, GroupedLinear, Linear, ScaledLinear
-from slipstream.spec.model import Activation, OwnActivation
+from slipstream.spec.model import Activation, OwnActivation, OwnNorm
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
 
 SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
@@ -162,48 +162,17 @@ class NativeOps(CpuOps):
         assert isinstance(x, Tensor)
         return LinearProgram(self.pool, w)(_wide(x)).to(x.dtype) if isinstance(w, NativeLinear) else super().linear(x, w)
 
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        weight_offset: float = 0.0,
-        inputs: InputFormat | None = None,
+    def norm(
+        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
+        if isinstance(norm.kind, OwnNorm):
+            return super().norm(x, norm, residual=residual, inputs=inputs)
         assert inputs is None
-        return self._norm(x, residual, False, weight, None, eps, weight_offset)
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Activations, Tensor]:
-        assert inputs is None
-        return self._norm(x, residual, True, weight, bias, eps, 0.0)
-
-    def _norm(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        layer: bool,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        offset: float,
-    ) -> tuple[Tensor, Tensor]:
         total = None if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
         out = torch.empty(x.shape, dtype=torch.float32)
         p = Program(self.pool)
         into = -1 if total is None else p.bound(total)
-        b = None if bias is None else bias.float()
-        p.add("norm", p.bound(_wide(x)), into, p.bound(out), 0, layer, x.shape[1], weight.float(), b, eps, offset)
+        add_norm(p, p.bound(_wide(x)), into, p.bound(out), 0, x.shape[1], norm)
         self._run(p, len(x))
         return out.to(x.dtype), x if total is None else total.to(x.dtype)
 
@@ -286,35 +255,18 @@ class NativeOps(CpuOps):
         self._run_cached(p, kv, meta)
         return out.view(-1, num_heads, value_dim).to(q.dtype)
 
-    def mla_queries(
-        self,
-        q: Tensor,
-        row: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        keys: Tensor | NativeExperts,
-        norm: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        interleaved: bool,
-    ) -> Tensor:
-        assert isinstance(keys, NativeExperts)
-        out = torch.empty(len(q), q.shape[1], cos_sin.shape[1] + keys.rows)
+    def mla_queries(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+        out = torch.empty(len(q), q.shape[1], params.rotary_dim + params.keys.rows)
         p = Program(self.pool)
         places = p.bound(_wide(q.flatten(1))), p.bound(_wide(row)), p.bound(out.flatten(1)), 0
-        add_latent_queries(p, *places, keys, norm, eps, cos_sin, interleaved, lambda _, *sizes: p.buffer(*sizes))
+        add_latent_queries(p, *places, params, lambda _, *sizes: p.buffer(*sizes))
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 
-    def mla_paged_attention(
-        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor | NativeExperts, *, scale: float
-    ) -> Tensor:
-        assert isinstance(values, NativeExperts)
-        out = torch.empty(len(q), values.out_features)
+    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+        out = torch.empty(len(q), params.values.out_features)
         p = Program(self.pool)
-        places, rotary = (p.bound(_wide(q.flatten(1))), p.bound(out), 0), q.shape[2] - values.inner
-        add_latent_attention(p, *places, values, rotary, scale, lambda _, *sizes: p.buffer(*sizes))
+        add_latent_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, params, lambda _, *sizes: p.buffer(*sizes))
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 
@@ -401,6 +353,13 @@ def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate:
         bias = None if w.bias is None else w.bias[row : row + part.rows]
         program.add("linear", x, y, row, part.kind, part.rows, part.inner, part.data, bias, accumulate, weights=part)
         row += part.rows
+
+
+def add_norm(program: Program, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
+    """float32 rows → rows in `form`. With a residual (else -1) x is added to it and the sum is normed."""
+    bias = None if norm.bias is None else norm.bias.float()
+    how = norm.weight.float(), bias, norm.eps, norm.offset
+    program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
 
 
 def add_rope_and_cache(program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0) -> None:

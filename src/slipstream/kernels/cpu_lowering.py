@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from slipstream.kernels.layouts import MLAParams, NormParams
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.spec.model import Activation, DenseSpec, OwnActivation
+from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 
 F32 = 0
@@ -29,7 +30,6 @@ F32 = 0
 LACKS = {
     "clip": "clip_qkv: the C++ program has no clamp",
     "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight only",
-    "own_norm": "the C++ program can't call a norm from outside (OwnNorm)",
     "scale": "residual_scale: the C++ program has no factor for a branch",
     "embed_token_types": "the C++ program has no embeddings of token types",
     "softcap": "the C++ program has no soft cap of hidden states",
@@ -63,7 +63,7 @@ class Emitter:
 
     def embed(self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool) -> None: ...
 
-    def norm(self, x: int, residual: int, out: int, form: int, op: Op) -> None: ...
+    def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None: ...
 
     def convert(self, x: int, out: int, form: int, size: int) -> None: ...
 
@@ -77,7 +77,10 @@ class Emitter:
 
     def attention(self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: Any) -> None: ...
 
-    def mla_attention(self, q: int, row: int, out: int, layer: int, op: Op, scratch: Scratch) -> None: ...
+    def mla_attention(
+        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
+    ) -> None:
+        """`size`: of the queries, all heads'."""
 
     def experts(self, x: int, logits: int, counts: int, experts: Any, scratch: Scratch) -> int:
         """Route, gather and multiply; where each token's results stand, one row for each of its experts."""
@@ -308,7 +311,7 @@ class Lowering:
             return None
         if reader.name == "add":
             other = reader.inputs[reader.inputs[0] == value]
-        elif reader.name in ("rms_norm", "layer_norm") and reader.x == value:
+        elif reader.name == "norm" and reader.x == value:
             other = reader.inputs[1]
         else:
             return None
@@ -329,7 +332,9 @@ class Lowering:
         buffer, accumulate = self.target(op.out)
         self.emit.embed(buffer, True, op.arguments["offset"], op.arguments["table"], 1.0, accumulate)
 
-    def _rms_norm(self, op: Op) -> None:
+    def _norm(self, op: Op) -> None:
+        if isinstance(op.arguments["norm"].kind, OwnNorm):
+            raise Refused("the C++ program can't call a norm from outside (OwnNorm)")
         if op.out.inputs is not None:
             raise Refused(f"the C++ program has no rows in the form {op.out.inputs!r}")
         place, residual, form = self.places[op.x.index], -1, self.form_for(op.out)
@@ -347,9 +352,7 @@ class Lowering:
         dies = not any(self.lives(v) for v in x.values) and (x.size, form, residual) == (op.out.width, F32, -1)
         out = self._out if self._is_result(op.out.index) else x if dies else self.new(form, op.out.width)
         self.put(op.out, Stored(out))
-        self.emit.norm(x.number, residual, out.number, form, op)
-
-    _layer_norm = _rms_norm
+        self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
 
     def _linear(self, op: Op) -> None:
         w = op.arguments["w"]
@@ -400,7 +403,8 @@ class Lowering:
         q, row = (self.stored(x).number for x in op.inputs)
         out, scratch = self.new(F32, op.out.width), Scratch(self)
         self.put(op.out, Stored(out))
-        self.emit.mla_attention(q, row, out.number, op.arguments["kv"].layer, op, scratch)
+        size = op.x.shape[0] * op.inputs[1].width
+        self.emit.mla_attention(q, row, out.number, op.arguments["kv"].layer, size, op.arguments["params"], scratch)
         scratch.free()
 
     def _moe(self, op: Op) -> None:

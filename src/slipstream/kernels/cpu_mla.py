@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels import native
 from slipstream.kernels.cpu_moe import NativeExperts, pack_expert_weight
+from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.native import Arena, Program
 from slipstream.kernels.weights import Linear
 
@@ -31,31 +32,26 @@ def add_latent_queries(
     row: int,
     queries: int,
     layer: int,
-    keys: NativeExperts,
-    norm: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    interleaved: bool,
+    params: MLAParams,
     new: NewBuffer,
 ) -> None:
     """`OpSet.mla_queries` of float32 rows q [H · (P + R)] and row [C + R] → queries [H · (R + C)], and `layer`'s cache."""
-    num_heads, nope_dim, rotary = _num_heads(keys), keys.inner, cos_sin.shape[1]
+    keys, cos_sin, rotary = params.keys, params.cos_sin, params.rotary_dim
+    num_heads, nope_dim = _num_heads(keys), keys.inner
     plain = new("plain", keys.form, num_heads * nope_dim)
     sizes = num_heads, nope_dim, keys.rows
-    p.add(
-        "latent_queries", q, row, queries, plain, keys.form, layer, *sizes, norm.float(), eps, cos_sin, rotary, interleaved
-    )
+    how = params.norm.weight.float(), params.norm.eps, cos_sin, rotary, params.interleaved
+    p.add("latent_queries", q, row, queries, plain, keys.form, layer, *sizes, *how)
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 
 
-def add_latent_attention(
-    p: Program, queries: int, out: int, layer: int, values: NativeExperts, rotary: int, scale: float, new: NewBuffer
-) -> None:
+def add_latent_attention(p: Program, queries: int, out: int, layer: int, params: MLAParams, new: NewBuffer) -> None:
     """`OpSet.mla_paged_attention` of float32 rows [H · (R + C)] → [H · V], over `layer`'s cache."""
+    values = params.values
     num_heads, rank = _num_heads(values), values.inner
     seen = new("seen latents", native.FORM_F32, num_heads * rank)
-    sizes = num_heads, 1, rotary + rank, rank
-    p.add("attention", queries, seen, layer, 0, *sizes, scale, 0, 0.0, None, None, None, 0, True)
+    sizes = num_heads, 1, params.rotary_dim + rank, rank
+    p.add("attention", queries, seen, layer, 0, *sizes, params.scale, 0, 0.0, None, None, None, 0, True)
     if values.form != native.FORM_F32:
         wide, seen = seen, new("seen latents", values.form, num_heads * rank)
         p.add("convert", wide, seen, values.form, num_heads * rank, 1)

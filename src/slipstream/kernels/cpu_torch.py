@@ -32,7 +32,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.native import has_cpu_kernels
-from slipstream.kernels.ops import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.ops import AttentionParams, Experts, NormParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -52,7 +52,7 @@ from slipstream.kernels.reference import (
     uniform,
 )
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear
-from slipstream.spec.model import Activation
+from slipstream.spec.model import Activation, OwnNorm
 from slipstream.spec.scheme import InputFormat, Scheme
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
@@ -183,35 +183,16 @@ class CpuOps(ReferenceOps):
             return y
         return F.linear(x, w.weight, w.bias)
 
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        weight_offset: float = 0.0,
-        inputs: InputFormat | None = None,
+    def norm(
+        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
-        if weight_offset or inputs is not None:
-            return super().rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset, inputs=inputs)
+        if inputs is not None or norm.offset or isinstance(norm.kind, OwnNorm):
+            return super().norm(x, norm, residual=residual, inputs=inputs)
         total = x if residual is None else x + residual
-        return F.rms_norm(total, (total.shape[-1],), weight, eps), total
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Activations, Tensor]:
-        if inputs is not None:
-            return super().layer_norm(x, weight, bias, eps, residual=residual, inputs=inputs)
-        total = x if residual is None else x + residual
-        return F.layer_norm(total, (total.shape[-1],), weight, bias, eps), total
+        size = total.shape[-1:]
+        if norm.kind == "rms":
+            return F.rms_norm(total, size, norm.weight, norm.eps), total
+        return F.layer_norm(total, size, norm.weight, norm.bias, norm.eps), total
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None

@@ -4,14 +4,26 @@ token, the whole layer's shape. Nothing here imports torch, so that a model can 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from slipstream.spec.model import MoESpec, NamedActivation
+from slipstream.spec.model import MoESpec, NamedActivation, OwnNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.kernels.weights import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormParams:
+    """A norm over rows, in float32. `rms`: x / rms(x) · (weight + offset). `layer`: (x − mean) / std · weight + bias. Or a
+    function from outside."""
+
+    kind: Literal["rms", "layer"] | OwnNorm
+    weight: Tensor  # [E]
+    eps: float
+    bias: Tensor | None = None  # [E]
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +68,23 @@ class AttentionParams:
         """Scores are products times `scale` (of keys that a mask may hide), and nothing else joins them."""
         others = self.softcap, self.alibi_slopes, self.sinks, self.distance_bias
         return all(other is None for other in others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAParams:
+    """A layer's latent attention: H heads, P non-rotary and R rotary numbers of a query head, C of a latent, V of a value.
+    `norm` [C] is the RMS norm of latents."""
+
+    keys: Any  # [H, P, C], as the op set's `pack_heads` holds it
+    values: Any  # [H, C, V], the same
+    norm: NormParams
+    cos_sin: Tensor  # float32 [max_position, R]
+    interleaved: bool
+    scale: float
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.cos_sin.shape[1]
 
 
 @dataclass(frozen=True, slots=True)

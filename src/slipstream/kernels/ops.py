@@ -26,7 +26,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
-from slipstream.kernels.layouts import MLAShape as MLAShape
+from slipstream.kernels.layouts import MLAParams as MLAParams
+from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
@@ -167,49 +168,22 @@ class OpSet(ABC):
         """[T, E] → 8 bits with a scale a row (or for each 128 of it): its largest magnitude falls on the end of the range."""
 
     @abstractmethod
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        weight_offset: float = 0.0,
-        inputs: InputFormat | None = None,
+    def norm(
+        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
         """[T, E] → (normed [T, E], sum [T, E]). `inputs`: the normed rows come out quantised.
 
         With `residual`, x + residual is normed and returned as the second value (it may reuse residual's memory); without,
-        the second value is x. The norm is computed in float32; weight_offset is added to the weight in float32.
+        the second value is x.
         """
 
-    @abstractmethod
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        inputs: InputFormat | None = None,
+    def _own_norm(
+        self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """Like `rms_norm`, with the mean taken off and a bias added."""
-
-    def own_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        norm: OwnNorm,
-        *,
-        residual: Tensor | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Activations, Tensor]:
-        """Like `layer_norm`, by a function from outside."""
+        """`norm` by a function from outside."""
+        assert isinstance(norm.kind, OwnNorm)
         total = x if residual is None else x + residual
-        normed: Tensor = norm.function(total.float(), weight, bias, eps).to(x.dtype)
+        normed: Tensor = norm.kind.function(total.float(), norm.weight, norm.bias, norm.eps).to(x.dtype)
         return normed if inputs is None else self.quantize(normed, inputs), total
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
@@ -227,7 +201,7 @@ class OpSet(ABC):
             heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * torch.cat((q_norm, k_norm)).float()
             return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
         normed = [
-            self.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)[0]
+            self.norm(x, NormParams(kind="rms", weight=weight, eps=norm.eps, offset=norm.weight_offset))[0]
             for x, weight in ((q, q_norm), (k, k_norm))
         ]
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
@@ -282,64 +256,35 @@ class OpSet(ABC):
         sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
         return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
 
-    def mla_attention(
-        self,
-        q: Tensor,
-        row: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        keys: Any,
-        values: Any,
-        norm: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        interleaved: bool,
-        scale: float,
-    ) -> Tensor:
+    def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
         """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries` and `mla_paged_attention`, or what
         comes to the same: all rows are in the cache before any is looked at, also by a decode, whose blocks may be a prompt's
-        of this step. keys [H, P, C] and values [H, C, V] are as `pack_heads` made them."""
-        queries = self.mla_queries(
-            q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved
-        )
-        return self.mla_paged_attention(queries, kv, meta, values, scale=scale)
+        of this step."""
+        return self.mla_paged_attention(self.mla_queries(q, row, kv, meta, params), kv, meta, params)
 
-    def mla_queries(
-        self,
-        q: Tensor,
-        row: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        keys: Tensor,
-        norm: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        interleaved: bool,
-    ) -> Tensor:
-        """What latent attention asks and remembers: q [T, H, P + R], plain and rotary numbers of each head, and row
-        [T, C + R], the latent and the rotary key → queries [T, H, R + C], rotated and with the plain part multiplied into the
-        latents' space by keys [H, P, C]. The rotated key and the normed latent (RMS norm with weight `norm` [C]) go into the
-        cache."""
-        (num_heads, nope_dim, rank), rotary = keys.shape, cos_sin.shape[1]
+    def mla_queries(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+        """The queries of latent attention, and its rows of the cache.
+
+        q [T, H, P + R] has the non-rotary and rotary numbers of each head, row [T, C + R] the latent and the rotary key. The
+        queries [T, H, R + C] are rotated, and their non-rotary part is multiplied into the latents' space by `params.keys`. The
+        rotated key and the normed latent go into the cache.
+        """
+        (num_heads, nope_dim, rank), rotary = params.keys.shape, params.rotary_dim
         plain, turned = q.split((nope_dim, rotary), dim=2)
         latent, key = row.split((rank, rotary), dim=1)
-        normed = self.rms_norm(latent.contiguous(), norm, eps)[0]
+        normed = self.norm(latent.contiguous(), params.norm)[0]
         assert isinstance(normed, Tensor)
-        absorbed = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
+        absorbed = torch.bmm(plain.transpose(0, 1), params.keys).transpose(0, 1)
         queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
         rows = torch.cat((queries, cached[:, None]), dim=1).flatten(1)
-        heads = QKVLayout(
-            num_heads=num_heads, num_kv_heads=1, head_dim=rank + rotary, cos_sin=cos_sin, interleaved=interleaved
-        )
-        return self.rope_and_cache(rows, kv, meta, heads)
+        sizes = dict(num_heads=num_heads, num_kv_heads=1, head_dim=rank + rotary)
+        return self.rope_and_cache(rows, kv, meta, QKVLayout(**sizes, cos_sin=params.cos_sin, interleaved=params.interleaved))
 
-    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
-        """`attention` over a cache of latents by `mla_queries`' q, and its sums [T, H, C] made values by values [H, C, V]:
+    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+        """`attention` over a cache of latents by `mla_queries`' q, and its sums [T, H, C] made values by `params.values`:
         [T, H · V]."""
-        seen = self.attention(q, kv, meta, AttentionParams(scale=scale))
-        return torch.bmm(seen.transpose(0, 1), values).transpose(0, 1).flatten(1)
+        seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
+        return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
 
     @abstractmethod
     def gated_activation(

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.spec.model import (
     Activation,
     AlibiSpec,
     AttentionSpec,
     BucketSpec,
     LatentAttentionSpec,
-    OwnNorm,
     RopeSpec,
 )
 from slipstream.spec.reason import Reason
@@ -227,50 +226,12 @@ class RecordingOps:
     def linear(self, x: Value, w: Any) -> Value:
         return self.record("linear", (x,), (w.out_features,), w=w)
 
-    def rms_norm(
-        self,
-        x: Value,
-        weight: Any,
-        eps: float,
-        *,
-        residual: Value | None = None,
-        weight_offset: float = 0.0,
-        inputs: InputFormat | None = None,
+    def norm(
+        self, x: Value, norm: NormParams, *, residual: Value | None = None, inputs: InputFormat | None = None
     ) -> tuple[Value, Value]:
-        return self._norm("rms_norm", x, residual, inputs, weight=weight, bias=None, eps=eps, weight_offset=weight_offset)
-
-    def layer_norm(
-        self,
-        x: Value,
-        weight: Any,
-        bias: Any,
-        eps: float,
-        *,
-        residual: Value | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Value, Value]:
-        return self._norm("layer_norm", x, residual, inputs, weight=weight, bias=bias, eps=eps, weight_offset=0.0)
-
-    def own_norm(
-        self,
-        x: Value,
-        weight: Any,
-        bias: Any,
-        eps: float,
-        norm: OwnNorm,
-        *,
-        residual: Value | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Value, Value]:
-        return self._norm("own_norm", x, residual, inputs, weight=weight, bias=bias, eps=eps, norm=norm)
-
-    def _norm(
-        self, name: str, x: Value, residual: Value | None, form: InputFormat | None, **arguments: Any
-    ) -> tuple[Value, Value]:
-        """Without a residual the sum is `x` itself."""
         if residual is None:
-            return self.record(name, (x,), x.shape, form=form, **arguments), x
-        normed = self.record(name, (x, residual), x.shape, x.shape, form=form, **arguments)
+            return self.record("norm", (x,), x.shape, form=inputs, norm=norm), x
+        normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
     def clip(self, x: Value, limit: float) -> Value:
@@ -300,25 +261,11 @@ class RecordingOps:
         shape = heads.num_heads, heads.head_dim
         return self.record("bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params)
 
-    def mla_attention(
-        self,
-        q: Value,
-        row: Value,
-        kv: TracedKV,
-        meta: TracedMeta,
-        *,
-        keys: Any,
-        values: Any,
-        norm: Any,
-        eps: float,
-        cos_sin: Any,
-        interleaved: bool,
-        scale: float,
-    ) -> Value:
+    def mla_attention(self, q: Value, row: Value, kv: TracedKV, meta: TracedMeta, params: MLAParams) -> Value:
         # As the op set holds them: a tensor [H, C, V], or a weight of all heads' rows, one below the other.
+        values = params.values
         width = values.out_features if hasattr(values, "out_features") else values.shape[0] * values.shape[2]
-        options = dict(keys=keys, values=values, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved, scale=scale)
-        return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, **options)
+        return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
 
     def gated_activation(self, gate_up: Value, activation: Activation, *, inputs: InputFormat | None = None) -> Value:
         return self.record("gated_activation", (gate_up,), (gate_up.width // 2,), form=inputs, activation=activation)

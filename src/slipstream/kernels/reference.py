@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout
+from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
     Activations,
@@ -23,7 +23,7 @@ from slipstream.kernels.weights import (
     SplitLinear,
     TileScaledLinear,
 )
-from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation
+from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm
 from slipstream.spec.scheme import InputFormat, Scheme
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
@@ -124,34 +124,19 @@ class ReferenceOps(OpSet):
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
         return quantize_rows(x, inputs)
 
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        weight_offset: float = 0.0,
-        inputs: InputFormat | None = None,
+    def norm(
+        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
-        total = x if residual is None else x + residual
-        return self._as(rms(total, weight, eps, weight_offset), x.dtype, inputs), total
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Activations, Tensor]:
+        if isinstance(norm.kind, OwnNorm):
+            return self._own_norm(x, norm, residual, inputs)
         total = x if residual is None else x + residual
         h = total.float()
-        h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, unbiased=False, keepdim=True) + eps)
-        h = h * weight.float()
-        return self._as(h if bias is None else h + bias.float(), x.dtype, inputs), total
+        if norm.kind == "rms":
+            h = rms(h, norm.weight, norm.eps, norm.offset)
+        else:
+            h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, unbiased=False, keepdim=True) + norm.eps)
+            h = h * norm.weight.float() + (0.0 if norm.bias is None else norm.bias.float())
+        return self._as(h, x.dtype, inputs), total
 
     def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:
         return x.to(dtype) if inputs is None else self.quantize(x, inputs)

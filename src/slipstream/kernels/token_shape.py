@@ -19,13 +19,12 @@ from typing import Any
 
 from slipstream.kernels.layouts import Experts, MLAShape, TokenShape
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.spec.model import MoESpec
+from slipstream.spec.model import MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 
 LACKS = {
     "clip": "clip_qkv: the one-token kernel has no clamp",
     "norm_qk": "qk_norm: the one-token kernel norms q and k of each head by one weight only",
-    "own_norm": "the one-token kernel can't call a norm from outside (OwnNorm)",
     "scale": "residual_scale: the one-token kernel has no factor for a branch",
     "bidirectional_attention": "the one-token kernel writes text, and an encoder reads it whole",
     "add": "the one-token kernel has a norm before every branch and no other sums",
@@ -149,15 +148,15 @@ class Matcher:
     cos_sin: Any = None
 
     def layer(self) -> LayerMatch:
-        if self._next not in ("rms_norm", "layer_norm", "own_norm"):
+        if self._next != "norm":
             raise Refused(LACKS["add"])
         first, second = self._norm("norm"), None
-        if self._next in ("rms_norm", "layer_norm"):  # the MLP's own, in a parallel block
+        if self._next == "norm":  # the MLP's own, in a parallel block
             second = self._norm("mlp_norm")
             if second.inputs != first.outputs[1:] and second.inputs != (first.x,):
                 raise self._refused()
         attended, of_attention = self._attention(first.out)
-        parallel = second is not None or self._next not in ("rms_norm", "layer_norm")
+        parallel = second is not None or self._next != "norm"
         if not parallel:
             second = self._norm("mlp_norm")
             if len(second.inputs) != 2 or second.x != attended:
@@ -170,15 +169,15 @@ class Matcher:
             raise self._refused()
         for name in ("mlp_norm", "mlp_norm_bias"):
             self.tensors.setdefault(name, None)
-        norm = first.arguments
+        norm = first.arguments["norm"]
         shape = TokenShape(
             hidden_size=first.out.width,
             parallel=parallel,
-            norm="rms" if first.name == "rms_norm" else "layer",
-            norm_eps=norm["eps"],
-            norm_offset=norm["weight_offset"],
+            norm=norm.kind,
+            norm_eps=norm.eps,
+            norm_offset=norm.offset,
             mlp_norm=second is not None,
-            mlp_norm_eps=(second or first).arguments["eps"],
+            mlp_norm_eps=(second or first).arguments["norm"].eps,
             **of_attention,
             **of_mlp,
         )
@@ -187,15 +186,19 @@ class Matcher:
     # --- Parts ------------------------------------------------------------------------------------------------------
 
     def _norm(self, name: str) -> Op:
-        op = self._take("rms_norm", "layer_norm")
-        self.tensors |= {name: op.arguments["weight"], f"{name}_bias": op.arguments["bias"]}
+        op = self._take("norm")
+        norm = op.arguments["norm"]
+        if isinstance(norm.kind, OwnNorm):
+            raise Refused("the one-token kernel can't call a norm from outside (OwnNorm)")
+        self.tensors |= {name: norm.weight, f"{name}_bias": norm.bias}
         return op
 
     def _same(self, first: Op, second: Op | None) -> None:
         """The kernel has one kind of norm for both places."""
 
         def kind(op: Op) -> tuple[object, ...]:
-            return op.name, op.out.width, op.arguments["bias"] is None, op.arguments["weight_offset"]
+            norm = op.arguments["norm"]
+            return norm.kind, op.out.width, norm.bias is None, norm.offset
 
         if second is not None and kind(second) != kind(first):
             raise Refused("a layer's norms are of two kinds, and the one-token kernel has one")
@@ -203,7 +206,7 @@ class Matcher:
     def _attention(self, x: Value) -> tuple[Value, dict[str, Any]]:
         """(its result, what it adds to a `TokenShape`)."""
         qkv = self._linear("qkv", x)
-        if self._next in ("rms_norm", "layer_norm"):
+        if self._next == "norm":
             raise Refused("q_lora_rank: the one-token kernel has no latents of queries")
         if self._next == "linear":
             return self._latent_attention(x, qkv)
@@ -229,24 +232,24 @@ class Matcher:
     def _latent_attention(self, x: Value, q: Value) -> tuple[Value, dict[str, Any]]:
         row = self._linear("latent", x)
         op = self._take("mla_attention")
-        a, out = op.arguments, self._linear("out", op.out)
+        params, out = op.arguments["params"], self._linear("out", op.out)
         if any(self.products[name].bias is not None for name in ("latent", "out")):
             raise Refused("the one-token kernel has no biases of latents")
-        self.cos_sin, rotary = a["cos_sin"], a["cos_sin"].shape[1]
-        self.tensors |= {"k_norm": a["norm"], "keys": a["keys"], "values": a["values"]}
+        self.cos_sin, rotary = params.cos_sin, params.rotary_dim
+        self.tensors |= {"k_norm": params.norm.weight, "keys": params.keys, "values": params.values}
         num_heads = op.x.shape[0]
         latent = MLAShape(
-            nope_dim=op.x.shape[1] - rotary, rotary_dim=rotary, rank=row.width - rotary, eps=a["eps"]
+            nope_dim=op.x.shape[1] - rotary, rotary_dim=rotary, rank=row.width - rotary, eps=params.norm.eps
         )
         return out, dict(
             num_heads=num_heads,
             num_kv_heads=num_heads,
             head_dim=op.out.width // num_heads,
             latent=latent,
-            interleaved=a["interleaved"],
+            interleaved=params.interleaved,
             qk_eps=0.0,
             qk_offset=0.0,
-            scale=a["scale"],
+            scale=params.scale,
         )
 
     def _mlp(self, x: Value) -> tuple[Value, dict[str, Any]]:

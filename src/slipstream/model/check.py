@@ -22,7 +22,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, run_layers
+from slipstream.model.layers import Layer, finished, run_layers
 from slipstream.model.loader import LoadedModel, load_model
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import ModelSpec
@@ -127,7 +127,7 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
 
     if (encoder := decoder.encoder) is not None:
         states = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")
-        decoder.remember(encoder.final_norm(decoder.ops, *states)[0], kv, read)
+        decoder.remember(finished(decoder.ops, encoder.final_norm, *states), kv, read)
     hidden = decoder.finished(*through(decoder.layers, kv, meta, ""))
     return {**found, ENDS[decoder.spec.kind]: _end(decoder, decoder, hidden, meta)}
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.encoder import Classifier, Encoder
-from slipstream.model.layers import Layer, MoE, build_layer, build_linear, build_norm, finished, run_layers
+from slipstream.model.layers import Layer, MoE, build_layer, build_linear, build_norm, finished, normed, run_layers
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.scheme import Scheme
 
@@ -115,7 +115,7 @@ class Decoder:
             h = h + self.ops.embed_positions(meta, self.positions, self.spec.learned_positions.offset)
         if self.token_types is not None:
             h = h + self.ops.embed_token_types(meta, self.token_types)
-        return h if self.embed_norm is None else self.embed_norm(self.ops, h)[0]
+        return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
 
     def finished(self, h: Tensor, residual: Tensor | None) -> Tensor:
         """What the last layer gives → what `logits` reads."""

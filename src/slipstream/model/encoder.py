@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from slipstream.model.layers import Layer, Norm, finished, run_layers
+from slipstream.model.layers import Layer, finished, normed, run_layers
 from slipstream.spec.model import ClassifierSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights import Linear
@@ -33,7 +34,7 @@ class Encoder:
     """An encoder-decoder's encoder. Its inputs are the decoder's embeddings."""
 
     layers: Sequence[Layer]
-    final_norm: Norm
+    final_norm: NormParams
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """Embedded whole texts [T, E] → their states [T, E]. `kv` is where keys and values stand for the time of a layer."""
@@ -44,7 +45,7 @@ class Encoder:
 class Classifier:
     spec: ClassifierSpec
     dense: Linear | None
-    norm: Norm | None
+    norm: NormParams | None
     out: Linear
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class Classifier:
         if self.dense is not None and self.spec.activation is not None:
             h = ops.linear(h, self.dense)
             h = h.tanh() if self.spec.activation == "tanh" else ops.activation(h, self.spec.activation)  # type: ignore[assignment]
-        return ops.linear(h if self.norm is None else self.norm(ops, h)[0], self.out)
+        return ops.linear(h if self.norm is None else normed(ops, self.norm, h), self.out)
 
 
 def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:

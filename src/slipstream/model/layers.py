@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -22,7 +22,6 @@ from slipstream.spec.model import (
     LayerSpec,
     MoESpec,
     NormSpec,
-    OwnNorm,
     ParallelBlock,
     PostNormBlock,
     RopeSpec,
@@ -36,28 +35,6 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.positions import PositionTables
     from slipstream.kernels.weights import Activations, Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    spec: NormSpec
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, ops: OpSet, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        return self.quantizing(ops, x, residual, None)  # type: ignore[return-value]
-
-    def quantizing(
-        self, ops: OpSet, x: Tensor, residual: Tensor | None, inputs: InputFormat | None
-    ) -> tuple[Activations, Tensor]:
-        """The same, with the normed rows in the form that the next product reads."""
-        s = self.spec
-        if isinstance(s.kind, OwnNorm):
-            return ops.own_norm(x, self.weight, self.bias, s.eps, s.kind, residual=residual, inputs=inputs)
-        if s.kind == "rms":
-            return ops.rms_norm(x, self.weight, s.eps, residual=residual, weight_offset=s.weight_offset, inputs=inputs)
-        return ops.layer_norm(x, self.weight, self.bias, s.eps, residual=residual, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +79,17 @@ class LatentAttention:
     q: Linear
     latent: Linear
     out: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor
-    keys: Any  # [H, nope_dim, kv_rank], as this op set's `pack_heads` holds it
-    values: Any  # [H, kv_rank, value_dim], the same
-    cos_sin: Tensor
+    q_norm: NormParams | None
+    params: MLAParams
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]"""
-        s, rows = self.spec, x
+        rows = x
         if self.q_latent is not None:
             assert self.q_norm is not None
-            rows = ops.rms_norm(ops.linear(x, self.q_latent), self.q_norm, s.eps, inputs=self.q.inputs)[0]
-        q = ops.linear(rows, self.q).unflatten(1, (s.num_heads, -1))
-        seen = ops.mla_attention(
-            q,
-            ops.linear(x, self.latent),
-            kv,
-            meta,
-            keys=self.keys,
-            values=self.values,
-            norm=self.k_norm,
-            eps=s.eps,
-            cos_sin=self.cos_sin,
-            interleaved=s.position.style == "interleaved",
-            scale=s.scale,
-        )
-        return ops.linear(seen, self.out)
+            rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=self.q.inputs)[0]
+        q = ops.linear(rows, self.q).unflatten(1, (self.spec.num_heads, -1))
+        return ops.linear(ops.mla_attention(q, ops.linear(x, self.latent), kv, meta, self.params), self.out)
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -210,7 +171,7 @@ class Layer:
     spec: LayerSpec
     attention: Attention | LatentAttention
     mlp: MLP | MoE
-    norms: Mapping[str, Norm]
+    norms: Mapping[str, NormParams]
     cross: CrossAttention | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
     group: int = 0  # `ModelSpec.group_of_layer`
@@ -224,21 +185,21 @@ class Layer:
         n, scale = self.norms, self.spec.residual_scale
         if isinstance(self.spec.block, PostNormBlock):
             x = _sum(pending, residual)
-            x = n["attention_norm"](ops, _scaled(self.attention(ops, x, kv, meta), scale), x)[0]
-            return n["mlp_norm"](ops, _scaled(self._feed(ops, x, kv, meta), scale), x)[0], None
+            x = normed(ops, n["attention_norm"], _scaled(self.attention(ops, x, kv, meta), scale), x)
+            return normed(ops, n["mlp_norm"], _scaled(self._feed(ops, x, kv, meta), scale), x), None
         if isinstance(self.spec.block, ParallelBlock):
             # Both branches read one norm, or each its own. All products of a layer have one scheme, but a router has none.
             inputs = self.attention.inputs if "mlp_norm" in n else self.mlp.inputs
-            normed, residual = self._before("norm", ops, pending, residual, inputs)
-            for_mlp = n["mlp_norm"].quantizing(ops, residual, None, self.mlp.inputs)[0] if "mlp_norm" in n else normed
-            return _scaled(self.attention(ops, normed, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
-        normed, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
-        h = self._after("post_attention", ops, self.attention(ops, normed, kv, meta))
+            rows, residual = self._before("norm", ops, pending, residual, inputs)
+            for_mlp = ops.norm(residual, n["mlp_norm"], inputs=self.mlp.inputs)[0] if "mlp_norm" in n else rows
+            return _scaled(self.attention(ops, rows, kv, meta) + self._feed(ops, for_mlp, kv, meta), scale), residual
+        rows, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
+        h = self._after("post_attention", ops, self.attention(ops, rows, kv, meta))
         if self.cross is not None:
-            normed, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = self.cross(ops, normed, kv, step.of_group(self.cross_group))
-        normed, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
-        return _scaled(self._after("post_mlp", ops, self._feed(ops, normed, kv, meta)), scale), residual
+            rows, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
+            h = self.cross(ops, rows, kv, step.of_group(self.cross_group))
+        rows, residual = self._before("pre_mlp", ops, _scaled(h, scale), residual, self.mlp.inputs)
+        return _scaled(self._after("post_mlp", ops, self._feed(ops, rows, kv, meta)), scale), residual
 
     def _feed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         if self.expert_counts is None or not isinstance(self.mlp, MoE):
@@ -250,12 +211,12 @@ class Layer:
     ) -> tuple[Activations, Tensor]:
         """(the input of attention or MLP, the residual): through the norm if there is one."""
         if name in self.norms:
-            return self.norms[name].quantizing(ops, pending, residual, inputs)
+            return ops.norm(pending, self.norms[name], residual=residual, inputs=inputs)
         total = _sum(pending, residual)
         return total, total
 
     def _after(self, name: str, ops: OpSet, h: Tensor) -> Tensor:
-        return self.norms[name](ops, h)[0] if name in self.norms else h
+        return normed(ops, self.norms[name], h) if name in self.norms else h
 
 
 def run_layers(
@@ -276,9 +237,14 @@ def run_layers(
     return h, residual
 
 
-def finished(ops: OpSet, norm: Norm | None, h: Tensor, residual: Tensor | None) -> Tensor:
+def normed(ops: OpSet, norm: NormParams, h: Tensor, residual: Tensor | None = None) -> Tensor:
+    """norm(h + residual), in the model's type."""
+    return ops.norm(h, norm, residual=residual)[0]  # type: ignore[return-value]
+
+
+def finished(ops: OpSet, norm: NormParams | None, h: Tensor, residual: Tensor | None) -> Tensor:
     """What the last layer gives → the hidden states [T, E]."""
-    return _sum(h, residual) if norm is None else norm(ops, h, residual)[0]
+    return _sum(h, residual) if norm is None else normed(ops, norm, h, residual)
 
 
 def _sum(pending: Tensor, residual: Tensor | None) -> Tensor:
@@ -347,18 +313,22 @@ def build_layer(
 
     def latent(s: LatentAttentionSpec) -> LatentAttention:
         keys, values = ops.pack_latent(parameters.pop(f"{name}attention.expand.weight"), s)
-        return LatentAttention(
-            s,
-            linear("attention.q_latent") if s.q_rank is not None else None,
-            linear("attention.q"),
-            linear("attention.latent"),
-            linear("attention.out"),
-            parameters.pop(f"{name}attention.q_norm.weight", None),
-            parameters.pop(f"{name}attention.k_norm.weight"),
-            keys,
-            values,
-            tables.rope(s.position),
+        q_norm, k_norm = (
+            None if weight is None else NormParams(kind="rms", weight=weight, eps=s.eps)
+            for weight in (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
         )
+        assert k_norm is not None
+        params = MLAParams(
+            keys=keys,
+            values=values,
+            norm=k_norm,
+            cos_sin=tables.rope(s.position),
+            interleaved=s.position.style == "interleaved",
+            scale=s.scale,
+        )
+        q_latent = linear("attention.q_latent") if s.q_rank is not None else None
+        q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
+        return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
 
     norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
     mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
@@ -367,8 +337,9 @@ def build_layer(
     return Layer(spec, attended, mlp, norms, cross(spec.cross) if spec.cross is not None else None)
 
 
-def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm:
-    return Norm(spec, parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None))
+def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> NormParams:
+    weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
+    return NormParams(kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset)
 
 
 def build_linear(

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import native
-from slipstream.kernels.cpu import LinearArgmax, LinearProgram, NativeOps, add_attention, add_linear, add_rope_and_cache
+from slipstream.kernels.cpu import (
+    LinearArgmax,
+    LinearProgram,
+    NativeOps,
+    add_attention,
+    add_linear,
+    add_norm,
+    add_rope_and_cache,
+)
 from slipstream.kernels.cpu_lowering import Emitter, Lowered, Scratch, lower, refusal
 from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
-from slipstream.kernels.layouts import AttentionParams, Experts, QKVLayout
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import FORM_F32, NativeLinear, Program, Running, activation_of
 from slipstream.kernels.recording import Op, Refused, Value
@@ -207,11 +215,8 @@ class ProgramEmitter(Emitter):
             scale = float(torch.tensor(scale, dtype=table.weight.dtype if isinstance(table, NativeLinear) else table.dtype))
         self.program.add("embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate)
 
-    def norm(self, x: int, residual: int, out: int, form: int, op: Op) -> None:
-        a = op.arguments
-        bias = None if a["bias"] is None else a["bias"].float()
-        how = a["weight"].float(), bias, a["eps"], a["weight_offset"]
-        self.program.add("norm", x, residual, out, form, op.name == "layer_norm", op.out.width, *how)
+    def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
+        add_norm(self.program, x, residual, out, form, size, norm)
 
     def convert(self, x: int, out: int, form: int, size: int) -> None:
         self.program.add("convert", x, out, form, size, 1)
@@ -236,13 +241,12 @@ class ProgramEmitter(Emitter):
     ) -> None:
         add_attention(self.program, q, out, layer, sizes, params, group=group)
 
-    def mla_attention(self, q: int, row: int, out: int, layer: int, op: Op, scratch: Scratch) -> None:
-        a, cos_sin = op.arguments, op.arguments["cos_sin"]
-        heads, rank = op.x.shape[0], op.inputs[1].width - cos_sin.shape[1]
-        queries = scratch("queries", FORM_F32, heads * (rank + cos_sin.shape[1]))
-        norm = a["norm"], a["eps"]
-        add_latent_queries(self.program, q, row, queries, layer, a["keys"], *norm, cos_sin, a["interleaved"], scratch)
-        add_latent_attention(self.program, queries, out, layer, a["values"], cos_sin.shape[1], a["scale"], scratch)
+    def mla_attention(
+        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
+    ) -> None:
+        queries = scratch("queries", FORM_F32, size)
+        add_latent_queries(self.program, q, row, queries, layer, params, scratch)
+        add_latent_attention(self.program, queries, out, layer, params, scratch)
 
     def experts(self, x: int, logits: int, counts: int, experts: Experts, scratch: Scratch) -> int:
         p, up, down, spec = self.program, experts.up, experts.down, experts.spec

@@ -14,7 +14,7 @@ from slipstream.kernels.cpu_lowering import Emitter, lower, refusal
 from slipstream.kernels.recording import TOKENS, NamedWeight, Op, RecordingOps, TracedKV, TracedMeta, Value
 from slipstream.kernels.token_shape import match_layers, size_refusal
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import Layer, run_layers
+from slipstream.model.layers import Layer, finished, run_layers
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.reason import Reason
@@ -60,7 +60,7 @@ def trace_encoder(decoder: Decoder) -> Trace:
     caches = _caches(decoder)
     layers = decoder.encoder.layers
     pending, residual = _layers(recorder, view, layers, embedded, caches[:1] * len(layers))
-    states = decoder.encoder.final_norm(view.ops, pending, residual)[0]
+    states = finished(view.ops, decoder.encoder.final_norm, pending, residual)
     view.remember(states, cast("Any", caches), cast("Any", TracedMeta()))
     return Trace(embedding, embedded, _taken(recorder), _value(states))
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.config import EngineConfig
 from slipstream.errors import OutOfMemoryError
-from slipstream.spec.model import CacheGroup, ModelSpec, MoESpec, blocks_of_sequence
+from slipstream.spec.cache import CacheGroup, blocks_of_sequence
+from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import held_group
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
+
+
+def part_of(name: str) -> str:
+    """The part of a model that the parameter belongs to, as the ledger and `info` count it."""
+    of_layer = name.removeprefix("encoder.").removeprefix("layers.")
+    first, _, rest = of_layer.partition(".")
+    first = rest.partition(".")[0] if first.isdigit() else first
+    if first in ("embed", "embed_in", "embed_out", "positions", "token_types", "distances"):
+        return "embeddings"
+    if first in ("attention", "cross"):
+        return "attention"
+    if first in ("mlp", "router", "correction", "experts", "shared", "shared_weight"):
+        return "mlp"
+    return "output head" if first in ("head", "classifier") else "norms"
 
 
 def weights_bytes(
@@ -18,17 +34,9 @@ def weights_bytes(
 ) -> dict[str, int]:
     """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`. `on_cpu`: as
     the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded."""
-    hidden = spec.hidden_size
-    counts = {
-        "embeddings": spec.embedding_parameters,
-        "attention": sum(layer.attention_parameters(hidden) for layer in spec.all_layers),
-        "mlp": sum(layer.mlp.num_parameters(hidden) for layer in spec.all_layers),
-        "output head": spec.head_parameters,
-    }
-    counts["norms"] = spec.num_parameters - sum(counts.values())
-    found = {name: count * dtype_bytes for name, count in counts.items()}
-    corrected = (m.num_experts for m in (layer.mlp for layer in spec.layers) if isinstance(m, MoESpec) and m.correction)
-    found["mlp"] += (4 - dtype_bytes) * sum(corrected)  # in float32
+    found = dict.fromkeys(("embeddings", "attention", "mlp", "output head", "norms"), 0)
+    for name, shape in parameters(spec).items():
+        found[part_of(name)] += math.prod(shape) * (4 if name.endswith(".correction.weight") else dtype_bytes)
     if scheme is None:
         return found
 
@@ -36,7 +44,7 @@ def weights_bytes(
         found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
 
     for layer in spec.all_layers:
-        for product in layer.weight_shapes(hidden):
+        for product in layer.weight_shapes(spec.hidden_size):
             if scheme.experts_only and product.copies == 1:
                 continue
             round_product(product.part, product.copies * product.rows, product.inner)
@@ -53,8 +61,7 @@ def held_bytes(
     found, shapes = weights_bytes(spec, dtype_bytes), parameters(spec)
     for name, fmt in formats.items():
         rows, inner = shapes[name]
-        part = "mlp" if name.endswith((".up.weight", ".down.weight")) else "attention"
-        part = "output head" if name == "head.weight" else part
+        part = part_of(name)
         if fmt.inputs is not None:
             held = rows * inner + 4 * fmt.num_scales(rows, inner)  # scales in float32
         else:

@@ -7,99 +7,29 @@ layer, so that layers may differ. Nothing here imports torch.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.spec.positions import (
-    AlibiSpec as AlibiSpec,
-)
-from slipstream.spec.positions import (
-    BucketSpec as BucketSpec,
-)
-from slipstream.spec.positions import (
-    LearnedPositionSpec as LearnedPositionSpec,
-)
-from slipstream.spec.positions import (
-    LinearScaling as LinearScaling,
-)
-from slipstream.spec.positions import (
-    Llama3Scaling as Llama3Scaling,
-)
-from slipstream.spec.positions import (
-    LongRopeScaling as LongRopeScaling,
-)
-from slipstream.spec.positions import (
-    RopeSpec as RopeSpec,
-)
-from slipstream.spec.positions import (
-    YarnScaling as YarnScaling,
-)
-
-NamedActivation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-"""`gelu` is exact (erf), `gelu_tanh` the tanh approximation (`gelu_new`, `gelu_pytorch_tanh`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClampedSwiglu:
-    """g · σ(alpha · g) · (u + 1), with g the gate cut to at most `limit` and u the other half cut to ± it (gpt-oss). Only where
-    there is a gate."""
-
-    alpha: float
-    limit: float
-
-    def __str__(self) -> str:
-        return f"clamped swiglu (±{self.limit:g})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnActivation:
-    """One that the kernels don't know (docs/adding-a-model.md): `function(gate, up)` of two float32 tensors, or `function(x)`
-    where nothing is gated. `triton`: a `triton.jit` function of the same, elementwise in float32, which a GPU needs."""
-
-    name: str
-    function: Callable[..., Any]
-    triton: Any = None
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Activation: TypeAlias = NamedActivation | ClampedSwiglu | OwnActivation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnNorm:
-    """A norm that the kernels don't know: `function(x, weight, bias, eps)` of x [T, E] in float32 → the same; weight [E] and
-    bias [E] or None as they are stored. It runs in torch on every device."""
-
-    name: str
-    function: Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSpec:
-    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function.
-
-    Gemma stores its weights less one: weight_offset is 1 there.
-    """
-
-    kind: Literal["rms", "layer"] | OwnNorm
-    size: int
-    eps: float
-    bias: bool = False
-    weight_offset: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.eps <= 1:  # NaN is neither
-            raise UnsupportedModelError(f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps")
-
-    @property
-    def num_parameters(self) -> int:
-        return self.size * (2 if self.bias else 1)
-
+from slipstream.spec.cache import CacheGroup as CacheGroup
+from slipstream.spec.cache import group_layers
+from slipstream.spec.cache import longest_sequence as longest_sequence
+from slipstream.spec.functions import Activation as Activation
+from slipstream.spec.functions import ClampedSwiglu as ClampedSwiglu
+from slipstream.spec.functions import NamedActivation as NamedActivation
+from slipstream.spec.functions import NormSpec as NormSpec
+from slipstream.spec.functions import OwnActivation as OwnActivation
+from slipstream.spec.functions import OwnNorm as OwnNorm
+from slipstream.spec.functions import Shape as Shape
+from slipstream.spec.positions import AlibiSpec as AlibiSpec
+from slipstream.spec.positions import BucketSpec as BucketSpec
+from slipstream.spec.positions import LearnedPositionSpec as LearnedPositionSpec
+from slipstream.spec.positions import LinearScaling as LinearScaling
+from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
+from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
+from slipstream.spec.positions import RopeSpec as RopeSpec
+from slipstream.spec.positions import YarnScaling as YarnScaling
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
@@ -111,6 +41,15 @@ class WeightShape(NamedTuple):
     rows: int
     inner: int
     copies: int = 1
+
+
+ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "out", "up", "down"))
+"""The products of a layer that schemes quantise. Routers stay, and `expand`, which is taken apart by heads."""
+
+
+def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (rows, inner)}
+    return {**weight, f"{name}.bias": (rows,)} if bias else weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +106,23 @@ class AttentionSpec:
         """Numbers that a token puts into the cache."""
         return 2 * self.kv_size
 
-    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
-        qkv = WeightShape("attention", self.q_size + 2 * self.kv_size, hidden_size)
-        return qkv, WeightShape("attention", hidden_size, self.q_size)
-
-    def num_parameters(self, hidden_size: int) -> int:
-        qkv = self.q_size + 2 * self.kv_size
-        biases = qkv * self.qkv_bias + hidden_size * self.out_bias
-        own = sum(self.qk_norm_sizes) + self.num_heads * self.sinks
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found = linear_shapes("attention.qkv", self.q_size + 2 * self.kv_size, hidden_size, self.qkv_bias)
+        for x, size in zip("qk", self.qk_norm_sizes, strict=True):
+            if size:
+                each = self.qk_norm is not None and self.qk_norm.over == "each"
+                found[f"attention.{x}_norm.weight"] = (size // self.head_dim, self.head_dim) if each else (size,)
         if isinstance(self.position, BucketSpec) and self.position.own:
-            own += self.num_heads * self.position.num_buckets
-        return hidden_size * (qkv + self.q_size) + biases + own
+            found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
+        if self.sinks:
+            found["attention.sinks.weight"] = (self.num_heads,)
+        return found | linear_shapes("attention.out", hidden_size, self.q_size, self.out_bias)
+
+    def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
+        """Of an attention to an encoder's states."""
+        q = linear_shapes("cross.q", self.q_size, hidden_size, self.qkv_bias)
+        kv = linear_shapes("cross.kv", 2 * self.kv_size, hidden_size, self.qkv_bias)
+        return q | kv | linear_shapes("cross.out", hidden_size, self.q_size, self.out_bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,21 +164,17 @@ class LatentAttentionSpec:
     def cached_size(self) -> int:
         return self.head_dim
 
-    @property
-    def out_inner(self) -> int:
-        return self.num_heads * self.value_dim
-
-    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
-        """Those that schemes round: `expand`, of the latent, stays, since it is taken apart by heads."""
-        sizes = [(self.head_dim, hidden_size), (hidden_size, self.out_inner)]
-        sizes += [(self.q_size, self.q_rank or hidden_size)] + ([(self.q_rank, hidden_size)] if self.q_rank else [])
-        return tuple(WeightShape("attention", *size) for size in sizes)
-
-    def num_parameters(self, hidden_size: int) -> int:
-        products = sum(p.rows * p.inner for p in self.weight_shapes(hidden_size))
-        expand = self.num_heads * (self.nope_dim + self.value_dim) * self.kv_rank
-        biases = (self.head_dim + hidden_size + (self.q_rank or 0)) * self.bias
-        return products + expand + biases + self.kv_rank + (self.q_rank or 0)
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        """`expand` makes of a latent, head by head, the plain part of the key and then the value."""
+        found: dict[str, Shape] = {}
+        if self.q_rank is not None:
+            found |= linear_shapes("attention.q_latent", self.q_rank, hidden_size, self.bias)
+            found["attention.q_norm.weight"] = (self.q_rank,)
+        found |= linear_shapes("attention.q", self.q_size, self.q_rank or hidden_size)
+        found |= linear_shapes("attention.latent", self.head_dim, hidden_size, self.bias)
+        found["attention.k_norm.weight"] = (self.kv_rank,)
+        found |= linear_shapes("attention.expand", self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
+        return found | linear_shapes("attention.out", hidden_size, self.num_heads * self.value_dim, self.bias)
 
 
 AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
@@ -249,14 +190,6 @@ class DenseSpec:
     bias: bool | Literal["down"] = False
 
     @property
-    def up_bias(self) -> bool:
-        return self.bias is True
-
-    @property
-    def down_bias(self) -> bool:
-        return bool(self.bias)
-
-    @property
     def up_rows(self) -> int:
         return self.intermediate_size * (2 if self.gated else 1)
 
@@ -265,15 +198,10 @@ class DenseSpec:
         """Numbers of a token between the products: those to be activated, and the others."""
         return 2 * self.intermediate_size
 
-    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
-        return (
-            WeightShape("mlp", self.up_rows, hidden_size),
-            WeightShape("mlp", hidden_size, self.intermediate_size),
-        )
-
-    def num_parameters(self, hidden_size: int) -> int:
-        weights = sum(p.rows * p.inner for p in self.weight_shapes(hidden_size))
-        return weights + self.up_rows * self.up_bias + hidden_size * self.down_bias
+    def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
+        """Experts have `copies`, one below the other."""
+        up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
+        return up | linear_shapes(f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,22 +248,34 @@ class MoESpec:
     def width(self) -> int:
         return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
 
-    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
-        experts = tuple(p._replace(copies=self.num_experts) for p in self.expert.weight_shapes(hidden_size))
-        return experts + (self.shared.mlp.weight_shapes(hidden_size) if self.shared else ())
-
-    def num_parameters(self, hidden_size: int) -> int:
-        routed = self.num_experts * (self.expert.num_parameters(hidden_size) + hidden_size + self.router_bias + self.correction)
-        if self.shared is None:
-            return routed
-        return routed + self.shared.mlp.num_parameters(hidden_size) + hidden_size * self.shared.weighed
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
+        if self.correction:
+            found["correction.weight"] = (self.num_experts,)
+        found |= self.expert.shapes(hidden_size, "experts", self.num_experts)
+        if self.shared is not None:
+            found |= self.shared.mlp.shapes(hidden_size, "shared")
+            if self.shared.weighed:
+                found |= linear_shapes("shared_weight", 1, hidden_size)
+        return found
 
 
 MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 
+class Block:
+    """How attention and MLP of a layer stand to the residual."""
+
+    __slots__ = ()
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """By name, in the order of computation."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequentialBlock:
+class SequentialBlock(Block):
     """h += [post_attention](attention([pre_attention](h))); h += [post_mlp](mlp([pre_mlp](h))), with the norms that are there.
 
     The usual block has the two before, OLMo 2 the two after, Gemma's "sandwich" all four. `pre_cross` stands before the
@@ -343,44 +283,26 @@ class SequentialBlock:
     """
 
     pre_attention: NormSpec | None = None
-    pre_mlp: NormSpec | None = None
     post_attention: NormSpec | None = None
-    post_mlp: NormSpec | None = None
     pre_cross: NormSpec | None = None
-
-    @property
-    def norms(self) -> dict[str, NormSpec | None]:
-        return {
-            "pre_attention": self.pre_attention,
-            "post_attention": self.post_attention,
-            "pre_cross": self.pre_cross,
-            "pre_mlp": self.pre_mlp,
-            "post_mlp": self.post_mlp,
-        }
+    pre_mlp: NormSpec | None = None
+    post_mlp: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PostNormBlock:
+class PostNormBlock(Block):
     """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)): the first Transformer's (OPT 350M)."""
 
     attention_norm: NormSpec
     mlp_norm: NormSpec
 
-    @property
-    def norms(self) -> dict[str, NormSpec | None]:
-        return {"attention_norm": self.attention_norm, "mlp_norm": self.mlp_norm}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelBlock:
+class ParallelBlock(Block):
     """h += attention(norm(h)) + mlp(mlp_norm(h)); without `mlp_norm` both read the same normed input (GPT-J)."""
 
     norm: NormSpec
     mlp_norm: NormSpec | None = None
-
-    @property
-    def norms(self) -> dict[str, NormSpec | None]:
-        return {"norm": self.norm, "mlp_norm": self.mlp_norm}
 
 
 BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
@@ -402,20 +324,29 @@ class LayerSpec:
         """The norms of the block that are there, by name."""
         return {name: norm for name, norm in self.block.norms.items() if norm is not None}
 
-    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
-        cross: tuple[WeightShape, ...] = ()
-        if (c := self.cross) is not None:
-            sizes = (c.q_size, hidden_size), (2 * c.kv_size, hidden_size), (hidden_size, c.q_size)
-            cross = tuple(WeightShape("attention", *size) for size in sizes)
-        return self.attention.weight_shapes(hidden_size) + cross + self.mlp.weight_shapes(hidden_size)
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        """Every parameter's, in the order of computation."""
+        found: dict[str, Shape] = {}
+        for name, norm in self.norms.items():
+            found |= norm.shapes(name)
+        found |= self.attention.shapes(hidden_size)
+        if self.cross is not None:
+            found |= self.cross.cross_shapes(hidden_size)
+        return found | self.mlp.shapes(hidden_size)
 
-    def attention_parameters(self, hidden_size: int) -> int:
-        cross = 0 if self.cross is None else self.cross.num_parameters(hidden_size)
-        return self.attention.num_parameters(hidden_size) + cross
+    def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
+        """Of the weights that schemes quantise."""
+        found = []
+        for name, shape in self.shapes(hidden_size).items():
+            *stem, product, kind = name.split(".")
+            if stem and kind == "weight" and product in ROUNDED:
+                copies = self.mlp.num_experts if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
+                part: Literal["attention", "mlp"] = "attention" if stem[0] in ("attention", "cross") else "mlp"
+                found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
+        return tuple(found)
 
     def num_parameters(self, hidden_size: int) -> int:
-        norms = sum(n.num_parameters for n in self.norms.values())
-        return self.attention_parameters(hidden_size) + self.mlp.num_parameters(hidden_size) + norms
+        return sum(map(math.prod, self.shapes(hidden_size).values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,57 +371,18 @@ class ClassifierSpec:
     bias: bool = True
     pooling: Literal["cls", "mean", "last"] = "cls"
 
-    def num_parameters(self, hidden_size: int) -> int:
-        if self.activation is None:
-            return hidden_size * self.num_labels
-        norm = 0 if self.norm is None else self.norm.num_parameters
-        return hidden_size * (hidden_size + self.bias) + (hidden_size + 1) * self.num_labels + norm
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found: dict[str, Shape] = {}
+        if self.activation is not None:
+            found |= linear_shapes("classifier.dense", hidden_size, hidden_size, self.bias)
+            found |= {} if self.norm is None else self.norm.shapes("classifier.norm")
+        return found | linear_shapes("classifier.out", self.num_labels, hidden_size, self.activation is not None)
 
 
 MAX_EXPERTS = 2**18
 """Of all layers together; each has a line in the table of names."""
 
 MAX_PARAMETERS = 2**45
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGroup:
-    """Layers that share a block table. A block of the group holds `block_size` tokens of each of these `layers`.
-
-    A sequence keeps all its blocks in a `full` group. In a `window` group it releases those that no later token looks at. A
-    `cross` group holds what an encoder read. Block ids are unique over the groups, so that one pool serves them all: the layer
-    at place p of a group uses cache tensor p, whichever the group.
-    """
-
-    kind: Literal["full", "window", "cross"]
-    layers: tuple[int, ...] = ()
-    window: int | None = None
-
-    def first_block(self, num_computed_tokens: int, block_size: int) -> int:
-        """The first block that a token at position `num_computed_tokens`, or a later one, looks at."""
-        return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
-
-    def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-        """The most blocks that a sequence of `num_tokens` tokens holds at once, computed in steps of up to
-        `max_step_tokens`."""
-        whole = -(-num_tokens // block_size)
-        return whole if self.window is None else min(whole, -(-(self.window + max_step_tokens) // block_size) + 1)
-
-
-def blocks_of_sequence(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-    """The most blocks that a sequence of `num_tokens` tokens (and as many of an encoder's) holds at once, in all groups."""
-    return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
-
-
-def longest_sequence(
-    groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_step_tokens: int, limit: int
-) -> int:
-    """How many tokens, in whole blocks and up to `limit` and the rest of its block, a sequence can have in `num_blocks`."""
-
-    def needed(count: int) -> int:
-        return blocks_of_sequence(groups, count * block_size, block_size, max_step_tokens)
-
-    return (bisect_right(range(-(-limit // block_size) + 1), num_blocks, key=needed) - 1) * block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -564,11 +456,6 @@ class ModelSpec:
                     )
 
     @property
-    def norms(self) -> tuple[NormSpec | None, ...]:
-        """Those beside the layers'."""
-        return self.embed_norm, self.final_norm, None if self.encoder is None else self.encoder.final_norm
-
-    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -585,7 +472,7 @@ class ModelSpec:
 
     @property
     def kind(self) -> Literal["a decoder", "an encoder", "a classifier", "an encoder-decoder"]:
-        """Only a decoder can be scored on text, compressed, and sing as a canary."""
+        """Only a decoder can be scored on text, compressed, and have a canary."""
         if self.encoder is not None:
             return "an encoder-decoder"
         if self.classifier is not None:
@@ -613,53 +500,16 @@ class ModelSpec:
         return self.hidden_size if self.embed_size is None else self.embed_size
 
     @property
-    def embedding_parameters(self) -> int:
-        """The embedding table, positions, token types, and projections in and out."""
-        positions = self.num_token_types + (self.learned_positions.num_positions if self.learned_positions else 0)
-        projections = 0 if self.embed_size is None else 2 * self.embed_size
-        return self.vocab_size * self.embed_width + (positions + projections) * self.hidden_size + self.bucket_parameters
-
-    @property
-    def head_parameters(self) -> int:
-        """The output head's own: a tied one has at most a bias. Or the classifier's."""
-        classifier = 0 if self.classifier is None else self.classifier.num_parameters(self.hidden_size)
-        return self.vocab_size * (self.embed_width * self.has_head + self.head_bias) + classifier
-
-    @property
-    def bucket_parameters(self) -> int:
-        """The biases by distance, where one table is for all layers of a stack."""
-        stacks = [s[0].attention for s in (self.layers, self.encoder.layers if self.encoder else ()) if s]
-        shared = ((a.position, a.num_heads) for a in stacks if isinstance(a.position, BucketSpec) and not a.position.own)
-        return sum(position.num_buckets * num_heads for position, num_heads in shared)
-
-    @property
     def num_parameters(self) -> int:
         """Distinct parameters: a tied output head counts once."""
-        norms = sum(n.num_parameters for n in self.norms if n is not None)
-        body = sum(layer.num_parameters(self.hidden_size) for layer in self.all_layers)
-        return self.embedding_parameters + self.head_parameters + norms + body
+        return sum(map(math.prod, parameters(self).values()))
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """One group where all layers look equally far back. Otherwise the layers of each window, and those without one, are
-        cut into groups as large as the rarest kind (the last of a kind may be smaller), if all cache the same number of
-        heads and dimensions; if not, one group keeps everything. An encoder-decoder has a `cross` group besides."""
-        layers = tuple(range(self.num_layers))
-        kinds: dict[int | None, list[int]] = {}
-        for i, layer in enumerate(self.layers):
-            window = layer.attention.window if isinstance(layer.attention, AttentionSpec) else None
-            kinds.setdefault(None if window is None or window >= self.max_position else window, []).append(i)
-        shapes = {(type(x.attention), x.attention.num_kv_heads, x.attention.head_dim) for x in self.layers}
-        groups = [CacheGroup(kind="full", layers=layers)]
-        if not self.is_encoder and (len(kinds) == 1 or len(shapes) == 1):
-            size = min(map(len, kinds.values()))
-            groups = [
-                CacheGroup(kind="full" if window is None else "window", layers=tuple(own[i : i + size]), window=window)
-                for window, own in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
-                for i in range(0, len(own), size)
-            ]
+        """An encoder's one group keeps nothing. An encoder-decoder has a `cross` group besides its layers' own."""
+        groups = group_layers([x.attention for x in self.layers], self.max_position, divide=not self.is_encoder)
         if self.encoder is not None:
-            groups.append(CacheGroup(kind="cross", layers=layers))
+            groups.append(CacheGroup(kind="cross", layers=tuple(range(self.num_layers))))
         return tuple(groups)
 
     @property
@@ -693,3 +543,45 @@ class ModelSpec:
         encoder keeps nothing: its layers use one cache in turn."""
         sizes = [layer.attention.cached_size * element_bytes for layer in self.layers]
         return max(sizes) if self.is_encoder else sum(sizes)
+
+
+def parameters(spec: ModelSpec) -> dict[str, Shape]:
+    """Every parameter and its shape, in the order of computation. A tied output head is not listed.
+
+    Query, key and value weights are one parameter (rows q, then k, then v), and so are gate and up (gate first), so that each
+    is one matrix product. The experts of a layer stand one below the other.
+    """
+    hidden, width = spec.hidden_size, spec.embed_width
+    found: dict[str, Shape] = {"embed.weight": (spec.vocab_size, width)}
+    if spec.embed_size is not None:
+        found["embed_in.weight"] = (hidden, width)
+    if spec.learned_positions is not None:
+        found["positions.weight"] = (spec.learned_positions.num_positions, hidden)
+    if spec.num_token_types:
+        found["token_types.weight"] = (spec.num_token_types, hidden)
+    if spec.embed_norm is not None:
+        found |= spec.embed_norm.shapes("embed_norm")
+    if spec.encoder is not None:
+        found |= _stack_shapes("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden)
+    found |= _stack_shapes("", spec.layers, spec.final_norm, hidden)
+    if spec.classifier is not None:
+        found |= spec.classifier.shapes(hidden)
+    if spec.embed_size is not None:
+        found["embed_out.weight"] = (width, hidden)
+    if spec.has_head:
+        found["head.weight"] = (spec.vocab_size, width)
+    if spec.head_bias:
+        found["head.bias"] = (spec.vocab_size,)
+    return found
+
+
+def _stack_shapes(
+    prefix: str, layers: tuple[LayerSpec, ...], final_norm: NormSpec | None, hidden: int
+) -> dict[str, Shape]:
+    found: dict[str, Shape] = {}
+    position = layers[0].attention.position
+    if isinstance(position, BucketSpec) and not position.own:
+        found[f"{prefix}distances.weight"] = (position.num_buckets, layers[0].attention.num_heads)
+    for i, layer in enumerate(layers):
+        found |= {f"{prefix}layers.{i}.{name}": shape for name, shape in layer.shapes(hidden).items()}
+    return found if final_norm is None else found | final_norm.shapes(f"{prefix}final_norm")

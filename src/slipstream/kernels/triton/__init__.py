@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
-from slipstream.kernels.ops import AttentionParams, Experts, OpSet, QKVLayout, TokenShape
+from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, OpSet, QKVLayout, TokenShape
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.triton import (
@@ -22,16 +21,16 @@ from slipstream.kernels.triton import (
     moe,
     one_token,
     pointwise,
+    rows,
     sampling,
     sparse24,
     split_k,
 )
-from slipstream.kernels.triton import rows as step_rows
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
-from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, SplitLinear
+from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
 from slipstream.spec.autotune_table import NO_TILES, TileTable
-from slipstream.spec.model import Activation
+from slipstream.spec.model import Activation, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
 
@@ -47,6 +46,15 @@ class TritonOps(OpSet):
     name = "triton"
     rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
     rounded = rounded_experts | {"int8-split"}
+
+    # Ops that are one function of a kernel's file.
+    quantize = staticmethod(pointwise.quantize)
+    rope_and_cache = staticmethod(pointwise.rope_and_cache)
+    copy_blocks = staticmethod(pointwise.copy_blocks)
+    mean_of_texts = staticmethod(bidirectional.mean_of_texts)
+    mla_queries = staticmethod(mla_queries)
+    gather_inputs = staticmethod(rows.gather_inputs)
+    write_tokens = staticmethod(rows.write_tokens)
 
     def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
         self.tiles = NO_TILES if deterministic else tiles
@@ -89,9 +97,9 @@ class TritonOps(OpSet):
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        rows = F.embedding(token_ids, table)
+        found = F.embedding(token_ids, table)
         # The scale is rounded to the table's type first, as in training.
-        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
+        return found if scale == 1.0 else found * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         if isinstance(w, SplitLinear):
@@ -101,35 +109,12 @@ class TritonOps(OpSet):
             return sparse24.sparse24_linear(x, w)
         return self._linear(x, w)
 
-    def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
-        return pointwise.quantize(x, inputs)
-
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        weight_offset: float = 0.0,
-        inputs: InputFormat | None = None,
+    def norm(
+        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
     ) -> tuple[Activations, Tensor]:
-        return pointwise.norm(x, weight, None, eps, residual, weight_offset, False, inputs)
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        residual: Tensor | None = None,
-        inputs: InputFormat | None = None,
-    ) -> tuple[Activations, Tensor]:
-        return pointwise.norm(x, weight, bias, eps, residual, 0.0, True, inputs)
-
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
-        return pointwise.rope_and_cache(qkv, kv, meta, heads)
+        if isinstance(norm.kind, OwnNorm):
+            return self._own_norm(x, norm, residual, inputs)
+        return pointwise.norm(x, norm, residual, inputs)
 
     def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
         if kv.latent:
@@ -152,30 +137,12 @@ class TritonOps(OpSet):
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
 
-    def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        return bidirectional.mean_of_texts(hidden, starts)
-
-    def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, **options: Any) -> Tensor:
+    def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
         attend = mla_prefill.mla_attention if mla_prefill.covers(meta) else super().mla_attention
-        return attend(q, row, kv, meta, **options)
+        return attend(q, row, kv, meta, params)
 
-    def mla_queries(
-        self,
-        q: Tensor,
-        row: Tensor,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        *,
-        keys: Tensor,
-        norm: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        interleaved: bool,
-    ) -> Tensor:
-        return mla_queries(q, row, kv, meta, keys=keys, norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
-
-    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, values: Tensor, *, scale: float) -> Tensor:
-        return mla_paged_attention(q, kv, meta, scale=scale, values=values)
+    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+        return mla_paged_attention(q, kv, meta, scale=params.scale, values=params.values)
 
     def gated_activation(
         self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
@@ -211,20 +178,9 @@ class TritonOps(OpSet):
             return moe.moe(x, router_logits, experts, load, shared)
         return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
 
-    def gather_inputs(
-        self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return step_rows.gather_inputs(tokens, block_table, rows, positions, block_size)
-
-    def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
-        step_rows.write_tokens(tokens, rows, positions, new)
-
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.bias_rows is not None or params.history is not None:
             logits = apply_bias_and_penalties(logits.float(), params)
         if params.all_greedy:
             return sampling.argmax(logits)
         return sampling.sample(logits, uniform(params.seeds, params.history_lens), params)
-
-    def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        pointwise.copy_blocks(kv, source, target)

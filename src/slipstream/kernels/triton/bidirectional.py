@@ -143,12 +143,12 @@ def _mean_kernel(
     tl.store(out_ptr + text * E + at, tl.sum(sums, 0) / tl.maximum(end - begin, 1), mask=at < E)
 
 
-def mean_of_texts(x: Tensor, starts: Tensor) -> Tensor:
+def mean_of_texts(hidden: Tensor, starts: Tensor) -> Tensor:
     """`OpSet.mean_of_texts`."""
-    num_texts, size = len(starts) - 1, x.shape[1]
-    out = torch.empty(num_texts, size, dtype=torch.float32, device=x.device)
+    num_texts, size = len(starts) - 1, hidden.shape[1]
+    out = torch.empty(num_texts, size, dtype=torch.float32, device=hidden.device)
     if num_texts:
         _mean_kernel[(num_texts, triton.cdiv(size, 128))](
-            x.contiguous(), starts, out, size, BLOCK_T=16, BLOCK_E=128, num_warps=4, **pdl_options(x)
+            hidden.contiguous(), starts, out, size, BLOCK_T=16, BLOCK_E=128, num_warps=4, **pdl_options(hidden)
         )
     return out

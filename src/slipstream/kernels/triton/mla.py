@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import (
     LOG2E,
@@ -182,25 +183,15 @@ def _rows_kernel(
         _rotate_queries(q_ptr, out_ptr, positions_ptr, table_ptr, rows, rows < T * H, H, NOPE, R, C, HALF, INTERLEAVED)
 
 
-def mla_queries(
-    q: Tensor,
-    row: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    *,
-    keys: Tensor,
-    norm: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    interleaved: bool,
-) -> Tensor:
+def mla_queries(q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
     """`OpSet.mla_queries`."""
+    keys, cos_sin, norm, eps = params.keys, params.cos_sin, params.norm.weight, params.norm.eps
     (num_tokens, (num_heads, nope_dim, rank)), rope_dim = (len(q), keys.shape), cos_sin.shape[1]
     out = torch.empty(num_tokens, num_heads, rope_dim + rank, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
     q, row = q.contiguous(), row.contiguous()
-    shape = _row_shape(cos_sin, rank, interleaved)
+    shape = _row_shape(params, rank)
     if num_tokens <= SMALL_BATCH:
         columns = 64
         _small_batch_kernel[(num_tokens, 1 + num_heads * triton.cdiv(rank, columns))](
@@ -220,34 +211,26 @@ def mla_queries(
 
 
 def cache_latents(
-    row: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    *,
-    first: int,
-    norm: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    interleaved: bool,
+    row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams, *, first: int
 ) -> tuple[Tensor, Tensor]:
     """For row [T, C + R], tokens from `first` on: cache them as `mla_queries` does, and return latents [T − first, C]
     and rotated keys [T − first, R], pair by pair."""
-    num_tokens, rope_dim = len(row), cos_sin.shape[1]
+    num_tokens, cos_sin, rope_dim = len(row), params.cos_sin, params.rotary_dim
     rank, count = row.shape[1] - rope_dim, num_tokens - first
     latents, rotary_keys = row.new_empty(count, rank), row.new_empty(count, rope_dim)
     row, programs = row.contiguous(), triton.cdiv(count, TOKENS_PER_PROGRAM)
     _rows_kernel[(programs,)](
-        row, row, row, kv.k, latents, rotary_keys, norm, meta.positions, meta.slot_mapping, cos_sin, eps, first, num_tokens,
-        programs, H=1, NOPE=0, RETURN_ROWS=True, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_Q=1, num_warps=4,
-        **_row_shape(cos_sin, rank, interleaved), **pdl_options(row),
+        row, row, row, kv.k, latents, rotary_keys, params.norm.weight, meta.positions, meta.slot_mapping, cos_sin,
+        params.norm.eps, first, num_tokens, programs, H=1, NOPE=0, RETURN_ROWS=True, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_Q=1,
+        num_warps=4, **_row_shape(params, rank), **pdl_options(row),
     )  # fmt: skip
     return latents, rotary_keys
 
 
-def _row_shape(cos_sin: Tensor, rank: int, interleaved: bool) -> dict[str, int | bool]:
-    rope_dim = cos_sin.shape[1]
+def _row_shape(params: MLAParams, rank: int) -> dict[str, int | bool]:
+    rope_dim = params.rotary_dim
     half, block_c = triton.next_power_of_2(rope_dim // 2), triton.next_power_of_2(rank)
-    return dict(R=rope_dim, C=rank, INTERLEAVED=interleaved, HALF=half, BLOCK_C=block_c)
+    return dict(R=rope_dim, C=rank, INTERLEAVED=params.interleaved, HALF=half, BLOCK_C=block_c)
 
 
 @triton.jit(do_not_specialize=["splits"])

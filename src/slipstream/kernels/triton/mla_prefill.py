@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 import triton
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.layouts import MLAParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.triton.attention import LOG2E, _load_tile, _online_softmax
 from slipstream.kernels.triton.mla import (
@@ -163,11 +163,9 @@ def prefill_attention(
     rotary_keys: Tensor,
     v: Tensor,
     meta: AttentionMetadata,
-    *,
-    cos_sin: Tensor,
-    interleaved: bool,
-    scale: float,
+    params: MLAParams,
     out: Tensor,
+    *,
     tile: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Causal attention of the sequences behind the decodes, into their rows of `out` [T, H · V].
@@ -190,9 +188,9 @@ def prefill_attention(
         tiles_per_seq = 0
     heads = math.gcd(num_heads, HEADS_PER_WAVE)
     _mla_prefill_kernel[(heads, max_tiles, num_heads // heads)](
-        q, k, rotary_keys, v, out, meta.query_start_loc, cos_sin, scale,
+        q, k, rotary_keys, v, out, meta.query_start_loc, params.cos_sin, params.scale,
         first_seq, last_seq, len(q) - num_keys, num_keys, tiles_per_seq,
-        H=num_heads, NOPE=nope, R=rotary, V=width, INTERLEAVED=interleaved, BLOCK_M=block_m, BLOCK_N=block_n,
+        H=num_heads, NOPE=nope, R=rotary, V=width, INTERLEAVED=params.interleaved, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_NOPE=block_p, HALF=half, BLOCK_V=block_v, num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
 
@@ -202,36 +200,23 @@ def covers(meta: AttentionMetadata) -> bool:
     return meta.from_start and len(meta.positions) - meta.num_decodes >= MIN_TOKENS
 
 
-def mla_attention(
-    q: Tensor,
-    row: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    *,
-    keys: Tensor,
-    values: Tensor,
-    norm: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    interleaved: bool,
-    scale: float,
-) -> Tensor:
+def mla_attention(q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
     """`OpSet.mla_attention` for `meta.from_start`: decodes over latents, prompts with expanded keys and values. All rows
     are cached before anything attends: a one-token sequence may share blocks that a prompt of this step fills."""
     reject_8bit_cache(kv)
+    keys, values = params.keys, params.values
     num_heads, nope, rank = keys.shape
     num_decodes, num_keys, width = meta.num_decodes, len(q) - meta.num_decodes, values.shape[2]
-    options: dict[str, Any] = dict(norm=norm, eps=eps, cos_sin=cos_sin, interleaved=interleaved)
     q = q.contiguous()
     out = torch.empty(len(q), num_heads * width, dtype=q.dtype, device=q.device)
-    latents, rotary_keys = cache_latents(row, kv, meta, first=num_decodes, **options)
+    latents, rotary_keys = cache_latents(row, kv, meta, params, first=num_decodes)
     if num_decodes:
         decodes = _only_decodes(meta)
-        queries = mla_queries(q[:num_decodes], row[:num_decodes], kv, decodes, keys=keys, **options)
-        out[:num_decodes] = mla_paged_attention(queries, kv, decodes, scale=scale, values=values)
+        queries = mla_queries(q[:num_decodes], row[:num_decodes], kv, decodes, params)
+        out[:num_decodes] = mla_paged_attention(queries, kv, decodes, scale=params.scale, values=values)
     k = F.linear(latents, keys.view(-1, rank)).view(num_keys, num_heads, nope)
     v = torch.bmm(latents.expand(num_heads, -1, -1), values)
-    prefill_attention(q, k, rotary_keys, v, meta, cos_sin=cos_sin, interleaved=interleaved, scale=scale, out=out)
+    prefill_attention(q, k, rotary_keys, v, meta, params, out)
     return out
 
 

@@ -38,16 +38,16 @@ GROUPED = 2
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
 """Consumer warps: they multiply."""
-ASKERS = 2
-"""Producer warps: they copy weights (`PRODUCER_WARPS` in CUDA)."""
+PRODUCER_WARPS = 2
+"""Producer warps: they copy weights."""
 PIECES = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3)}
 """Per format of weights: bytes of a row in a stage of the ring (`STEP_BYTES`), and the most stages of 16 rows in flight.
 Measured on an H200."""
 MOST_SPLITS = 16
-APART = 4096
-"""Longest sequence for which a thread block attends over latents for one head (`ONE_HEAD_KEYS` in CUDA)."""
-TOGETHER = 4
-"""Heads per thread block for longer sequences, if the heads are a multiple of it (`HEADS_PER_BLOCK` in CUDA)."""
+ONE_HEAD_KEYS = 4096
+"""Longest sequence for which a thread block attends over latents for one head."""
+HEADS_PER_BLOCK = 4
+"""Heads per thread block for longer sequences, if the heads are a multiple of it."""
 MOST_LATENT_SPLITS = 32
 LATENT_DEPTH = 6
 """Stages in flight during latent attention: several thread blocks read the same rows from L2."""
@@ -103,9 +103,9 @@ def takes_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
     )
 
 
-def together(shape: TokenShape) -> int:
+def heads_per_block(shape: TokenShape) -> int:
     """Heads for which a program reads a latent of a long sequence."""
-    return TOGETHER if shape.num_heads % TOGETHER == 0 else 1
+    return HEADS_PER_BLOCK if shape.num_heads % HEADS_PER_BLOCK == 0 else 1
 
 
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
@@ -125,7 +125,7 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
         attention = max(attention, 4 * ((2 * heads + 4 + alike * heads) * s.head_dim + heads * (keys + 1)))
     if (own := s.latent) is not None:
         row_of_cache = own.rank + own.rotary_dim
-        attention = 4 * ((together(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2))
+        attention = 4 * ((heads_per_block(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2))
     other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, sums of tiles, of threads; rounding up
     other += 0 if s.experts is None else s.experts.num_experts_per_token * 64
     return (shared_bytes - other - sums - max(row, attention)) // stage
@@ -192,7 +192,7 @@ class OneTokenStep:
         self.programs, self.shared_bytes = programs, shared_bytes
         self.splits = max(1, min(MOST_SPLITS, self.programs // s.num_kv_heads))
         if s.latent is not None:
-            self.splits = max(1, min(MOST_LATENT_SPLITS, self.programs // (s.num_heads // together(s))))
+            self.splits = max(1, min(MOST_LATENT_SPLITS, self.programs // (s.num_heads // heads_per_block(s))))
             self.layers = [by_rows(layer) for layer in layers]
         if isinstance(product, GroupedLinear):
             self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
@@ -225,7 +225,7 @@ class OneTokenStep:
         cos_sin = self._parts if self.cos_sin is None else self.cos_sin
         tensors = (x, self._tables[-1], self._qkv, self._mid, self._parts, self._tops, self._counters, cos_sin)
         steps = (meta.positions, meta.block_table, meta.seq_lens)
-        self._kernels[key](self.programs, (WARPS + ASKERS) * 32, (*tensors, *steps, len(self.layers)))
+        self._kernels[key](self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers)))
         return x
 
     def compiled(self, definitions: Mapping[str, int | float]) -> Callable[[int, int, Sequence[Tensor | int]], None]:
@@ -279,15 +279,15 @@ class OneTokenStep:
             "NOPE": own.nope_dim,
             "RANK": own.rank,
             "LATENT_EPS": float(own.eps),
-            "ONE_HEAD_KEYS": APART,
+            "ONE_HEAD_KEYS": ONE_HEAD_KEYS,
             "LATENT_DEPTH": LATENT_DEPTH,
-            "HEADS_PER_BLOCK": together(s),
+            "HEADS_PER_BLOCK": heads_per_block(s),
             "SMALLEST": SMALLEST,
             "SPLITS": self.splits,
             "CTAS": self.programs,
             "SHARED": self.shared_bytes,
             "WARPS": WARPS,
-            "PRODUCER_WARPS": ASKERS,
+            "PRODUCER_WARPS": PRODUCER_WARPS,
         }
 
     def _mixture(self) -> dict[str, int | float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.ops import QKVLayout
+from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.weights import Activations, Quantized
@@ -106,24 +106,18 @@ def _norm_kernel(
 
 
 def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    offset: float,
-    is_layer: bool,
-    inputs: InputFormat | None = None,
+    x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None = None
 ) -> tuple[Activations, Tensor]:
-    num_rows, size = x.shape
+    """`OpSet.norm`, but for functions from outside."""
+    (num_rows, size), weight, bias = x.shape, norm.weight, norm.bias
     out, scales = _empty_rows(num_rows, size, x, inputs)
     block = triton.next_power_of_2(size)
     if num_rows:
         rows = rows_per_program(num_rows, size)
         _norm_kernel[(num_rows // rows,)](
-            x, x if residual is None else residual, weight, weight if bias is None else bias, out, scales, size, eps,
-            offset, x.stride(0),
-            ROWS=rows, BLOCK=block, IS_LAYER=is_layer, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+            x, x if residual is None else residual, weight, weight if bias is None else bias, out, scales, size, norm.eps,
+            norm.offset, x.stride(0),
+            ROWS=rows, BLOCK=block, IS_LAYER=norm.kind == "layer", HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
             FORMAT=FORMATS[inputs], num_warps=min(16, max(1, block // 512)), **pdl_options(x),
         )  # fmt: skip
     return _activations(out, scales, inputs), x if residual is None else residual
@@ -269,8 +263,10 @@ TOKENS_PER_PROGRAM = 16
 """Tokens whose values a thread block caches."""
 
 
-def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, h: QKVLayout) -> Tensor:
-    num_tokens, num_heads, num_kv_heads, head_dim = qkv.shape[0], h.num_heads, h.num_kv_heads, h.head_dim
+def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    """`OpSet.rope_and_cache`."""
+    h, num_tokens = heads, len(qkv)
+    num_heads, num_kv_heads, head_dim = h.num_heads, h.num_kv_heads, h.head_dim
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary = h.rotary_dim
     if num_tokens:
