@@ -136,7 +136,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 "route": partial(moe.route, logits, spec),
                 "group": partial(sort_pairs, chosen, spec.num_experts),
                 "sort rows": partial(permute_rows, given, groups, spec.num_experts_per_token),
-                "activation alone": partial(activation, both, spec.expert.activation, spec.expert.gated, down.inputs),
+                "activation alone": partial(
+                    activation, both, spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs
+                ),
                 "quantize between": partial(rounded, inner, down),
                 "combine": partial(moe.combine, y, weights, groups.inverse),
                 "all": partial(ops.moe, x, logits, Experts(up, down, spec)),

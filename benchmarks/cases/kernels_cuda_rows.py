@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         }
         for name, form in OUTPUTS.items():
             written = 2 if form is None else 1
-            calls[f"gated activation, {name}"] = partial(activation, both, "silu", True, form), (4 + written) * inner.numel()
+            call = partial(activation, both, "silu", gated=True, inputs=form)
+            calls[f"gated activation, {name}"] = call, (4 + written) * inner.numel()
             if form is not None:
                 calls[f"rounding, {name}"] = partial(quantize, inner, form), 3 * inner.numel()
         for what, (call, num_bytes) in calls.items():

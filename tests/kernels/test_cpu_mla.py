@@ -219,5 +219,5 @@ def test_what_latents_hold_is_counted_once(tmp_path):
     tiny_models.build(tmp_path, "deepseek_v2")
     model = load(tmp_path, kernels="cpu")
     a = model.decoder.layers[0].attention
-    assert [t.weight.device.type for t in (a.keys, a.values)] == ["meta"] * 2
-    assert [len(w.parts) for w in (a.keys, a.values)] == [1, 1]
+    assert [t.weight.device.type for t in (a.params.keys, a.params.values)] == ["meta"] * 2
+    assert [len(w.parts) for w in (a.params.keys, a.params.values)] == [1, 1]

@@ -61,7 +61,7 @@ def test_activations() -> None:
     for name, formula in formulas.items():
         acted = torch.tensor([[formula(v) for v in row] for row in x.tolist()])
         torch.testing.assert_close(ops.activation(x, name), acted)  # type: ignore[arg-type]
-        torch.testing.assert_close(ops.gated_activation(x, name), acted[:, :3] * x[:, 3:])  # type: ignore[arg-type]
+        torch.testing.assert_close(ops.activation(x, name, gated=True), acted[:, :3] * x[:, 3:])  # type: ignore[arg-type]
 
 
 def rotary(head_dim: int, rotary_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -328,14 +328,14 @@ def test_norms(size, with_residual):
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_activations(kind):
     x = torch.randn(5, 2 * 37) * 3
-    close(OURS.gated_activation(x, kind), REFERENCE.gated_activation(x, kind))
+    close(OURS.activation(x, kind, gated=True), REFERENCE.activation(x, kind, gated=True))
     close(OURS.activation(x, kind), REFERENCE.activation(x, kind))
 
 
 @pytest.mark.parametrize("inputs", [None, "int8"])
 def test_a_clamped_swiglu(inputs):
     x, kind = torch.randn(5, 2 * 37) * 3, ClampedSwiglu(alpha=1.702, limit=2.0)
-    ours, theirs = (o.gated_activation(x, kind, inputs=inputs) for o in (OURS, REFERENCE))
+    ours, theirs = (o.activation(x, kind, gated=True, inputs=inputs) for o in (OURS, REFERENCE))
     close(ours, theirs) if inputs is None else same_rows(ours, theirs)
 
 
@@ -348,7 +348,7 @@ def test_norms_and_activations_write_8_bit_rows(inputs, size):
     for run in (
         lambda o: o.norm(x, cases.rms_norm(weight), residual=x.clone(), inputs=inputs)[0],
         lambda o: o.norm(x, cases.layer_norm(weight, bias), inputs=inputs)[0],
-        lambda o: o.gated_activation(x, "silu", inputs=inputs),
+        lambda o: o.activation(x, "silu", gated=True, inputs=inputs),
         lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
     ):
         same_rows(run(OURS), run(REFERENCE))
@@ -360,7 +360,7 @@ def test_several_rows_of_a_program_are_the_same_bit_for_bit(monkeypatch, num_row
     runs = (
         lambda: OURS.norm(x, cases.layer_norm(weight, bias), residual=x.clone()),
         lambda: OURS.norm(x[:, :64], cases.rms_norm(weight[:64])),
-        lambda: (OURS.gated_activation(x, "silu"), OURS.activation(x, "gelu")),
+        lambda: (OURS.activation(x, "silu", gated=True), OURS.activation(x, "gelu")),
     )
     one = [run() for run in runs]
     asked = []

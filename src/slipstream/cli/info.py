@@ -161,7 +161,7 @@ def describe_vectors(description: ModelDescription) -> str:
 def bytes_by_part(config: EngineConfig, description: ModelDescription) -> dict[str, int]:
     """The weights' as an engine with these settings holds them."""
     spec, size, by_cpu = description.spec, DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
-    formats = description.held_formats(*held_products(config.device.kernels, config.device.info))
+    formats = description.held_formats(held_products(config.device.kernels, config.device.info))
     if formats:
         return held_bytes(spec, size, formats, on_cpu=by_cpu)
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
@@ -229,7 +229,7 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     spec, element, block_size = description.spec, DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, block_size, element)
     weights = sum(bytes_by_part(config, description).values())
-    held = description.held_formats(*held_products(config.device.kernels, info))
+    held = description.held_formats(held_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
     if own_types is not None and not held:

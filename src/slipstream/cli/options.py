@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import re
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slipstream.config import EngineArgs, setting_help
 from slipstream.types import SamplingParams
@@ -80,6 +80,7 @@ def parse_bytes(text: str) -> int:
 def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) -> None:
     hint = get_type_hints(owner)[name]
     kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
+    kind = str if get_origin(kind) is Literal else kind
     how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
     if name.endswith("_bytes"):
         how["type"] = parse_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from slipstream.config.settings import (
     BATCH_WINDOW_S,
@@ -21,16 +21,14 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 Origins: TypeAlias = dict[str, Origin]
 
-CPU_PRODUCTS = frozenset(("int8", "int4"))
-"""The products that the C++ kernels have of rounded weights."""
-CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in CPU_PRODUCTS)
+CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in HELD_PRODUCTS["cpu"])
 DENSE_SHARE = 0.25
 """The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
 
@@ -119,8 +117,8 @@ def _model_section(
         dtype=dtype,
         quantization=quantization,
         max_model_len=max_model_len,
-        load_format=args.load_format,  # type: ignore[arg-type]
-        weights_cache=args.weights_cache,  # type: ignore[arg-type]
+        load_format=args.load_format,
+        weights_cache=args.weights_cache,
         seed=args.seed,
         skip_tokenizer_init=args.skip_tokenizer_init,
     )
@@ -197,7 +195,7 @@ def _scheduling_section(
     if args.max_queue is not None:
         _positive("max_queue", args.max_queue)
     config = SchedulingConfig(
-        policy=args.scheduling_policy,  # type: ignore[arg-type]
+        policy=args.scheduling_policy,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_num_mixed_tokens=mixed,
@@ -267,7 +265,7 @@ def _device_section(
         raise ConfigError("dense_copies has an effect only with 4-bit weights on a GPU; leave it out", field="dense_copies")
     config = DeviceConfig(
         info=device,
-        kernels=args.kernels,  # type: ignore[arg-type]
+        kernels=args.kernels,
         tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
         enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(args, model.spec),
         deterministic=args.deterministic,
@@ -309,7 +307,7 @@ def _parameters_of_4_bits(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
     """Parameters in 4 bits, without the experts'. Kept a second time, dense, they make steps of many tokens faster."""
-    held = model.held_formats(*held_products(args.kernels, device))
+    held = model.held_formats(held_products(args.kernels, device))
     if held:
         sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
         return sum(sizes[name] for name, fmt in held.items() if fmt.product == "int4" and ".experts." not in name)
@@ -320,13 +318,9 @@ def _parameters_of_4_bits(
     return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
 
 
-def held_products(kernels: str, device: DeviceInfo) -> tuple[frozenset[str], frozenset[str]]:
-    """The rounded products that the ops on a device have: `OpSet.rounded`, and `rounded_experts` for experts."""
-    if device.is_cuda or kernels == "reference":
-        every = frozenset(("fp8", "fp8-block", "int8", "int4"))
-        return every | {"int8-split"}, every
-    held = frozenset[str]() if kernels == "torch" else CPU_PRODUCTS
-    return held, held
+def held_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
+    """`OpSet.rounded` of the ops on a device."""
+    return HELD_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]
 
 
 def _has_formats(model: ModelDescription) -> bool:
@@ -357,7 +351,7 @@ def _check_values(args: EngineArgs) -> None:
     hints = get_type_hints(EngineArgs)
     for declared in dataclasses.fields(args):
         name, value, hint = declared.name, getattr(args, declared.name), hints[declared.name]
-        kinds = get_args(hint) or (hint,)
+        kinds = (str,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
         fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
         if not fits or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -417,7 +411,7 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
             f"quantization={quantization!r} needs a GPU of compute capability 8.9 or more; {has}: use 'int8' or 'int4'",
             field="quantization",
         )
-    held = model.held_formats(*held_products(args.kernels, device))
+    held = model.held_formats(held_products(args.kernels, device))
     if eight := [name for name, fmt in held.items() if fmt.kind == "float"]:
         raise ConfigError(
             f"{len(eight)} of the checkpoint's weights ({eight[0]} first) are FP8, whose products need a GPU of compute "

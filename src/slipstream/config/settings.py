@@ -7,13 +7,18 @@ import difflib
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
+from slipstream.spec.scheme import SCHEMES
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 KVDType: TypeAlias = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
+LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
+WeightsCache: TypeAlias = Literal["auto", "off"]
+Policy: TypeAlias = Literal["inflight", "dynamic", "static"]
+Kernels: TypeAlias = Literal["auto", "reference", "cpu", "torch", "triton"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
@@ -89,9 +94,7 @@ class EngineArgs:
     tokenizer: str | None = setting(None, "another model's tokenizer, by name or path")
     dtype: str = setting("auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    quantization: str | None = setting(
-        None, "round weights at load: fp8, fp8-head, fp8-block (GPU), int8, int8-head, int4, int4-g32, mxfp4 (experts)"
-    )
+    quantization: str | None = setting(None, f"round weights at load: {', '.join(SCHEMES)}; CPUs have int8 and int4 of these")
     kv_cache_dtype: str = setting("auto", "auto (the checkpoint's), fp8 (GPU) or int8")
     block_size: int | None = setting(None, "tokens in a block of KV cache", unset=AUTO)
     max_model_len: int | None = setting(None, "longest prompt with answer, in tokens", unset=AUTO)
@@ -119,22 +122,20 @@ class EngineArgs:
     num_speculative_tokens: int | None = setting(None, "not supported yet")
     download_dir: str | None = setting(None, "where models are kept, instead of the user's cache")
     seed: int = setting(0, "seed of requests without their own, and of dummy weights")
-    load_format: str = setting(
-        "auto", "dummy makes random weights from a config.json", choices=("auto", "safetensors", "gguf", "dummy")
-    )
-    weights_cache: str = setting(
-        "auto", "keep what a start rounds for the next one, where that is faster (CPU)", choices=("auto", "off")
+    load_format: LoadFormat = setting("auto", "dummy makes random weights from a config.json", choices=get_args(LoadFormat))
+    weights_cache: WeightsCache = setting(
+        "auto", "keep what a start rounds for the next one, where that is faster (CPU)", choices=get_args(WeightsCache)
     )
     skip_tokenizer_init: bool = setting(False, "token ids only, no text")
-    scheduling_policy: str = setting(
-        "inflight", "dynamic and static are baselines to compare with", choices=("inflight", "dynamic", "static")
+    scheduling_policy: Policy = setting(
+        "inflight", "dynamic and static are baselines to compare with", choices=get_args(Policy)
     )
     batch_window_s: float | None = setting(None, "dynamic: seconds to wait for a batch to fill", unset=str(BATCH_WINDOW_S))
     max_queue: int | None = setting(None, "most requests that wait; beyond it they are refused")
     canary: str = setting(
         "warn", "what to do if the checkpoint's canary finds that it changed here", choices=("off", "warn", "refuse")
     )
-    kernels: str = setting("auto", "implementation of the ops", choices=("auto", "reference", "cpu", "torch", "triton"))
+    kernels: Kernels = setting("auto", "implementation of the ops", choices=get_args(Kernels))
     tile_table: str = setting("auto", "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file")
     num_threads: int | None = setting(None, "CPU threads", unset="the cores that this process may use")
 
@@ -156,8 +157,8 @@ class ModelConfig:
     dtype: DType
     quantization: str | None  # a name in spec.scheme.SCHEMES
     max_model_len: int
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"]
-    weights_cache: Literal["auto", "off"]
+    load_format: LoadFormat
+    weights_cache: WeightsCache
     seed: int
     skip_tokenizer_init: bool
 
@@ -174,7 +175,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    policy: Literal["inflight", "dynamic", "static"]
+    policy: Policy
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int  # where some sequences decode
@@ -186,7 +187,7 @@ class SchedulingConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     info: DeviceInfo
-    kernels: Literal["auto", "reference", "cpu", "torch", "triton"]
+    kernels: Kernels
     tile_table: str  # auto, shipped, none, or a path; "none" where there are no tiles
     enforce_eager: bool
     deterministic: bool

@@ -41,27 +41,28 @@ from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormPara
 from slipstream.kernels.packed_file import read_packed, write_packed
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Activations, BlockLinear, GroupedLinear, Linear, ScaledLinear
+from slipstream.platform.arch import CPU_ISAS
 from slipstream.spec.model import Activation, OwnActivation, OwnNorm
-from slipstream.spec.scheme import CPU_BLOCK_BYTES, InputFormat, Scheme
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, HELD_PRODUCTS, InputFormat, Scheme
 
-SPARSE_FROM = {"avx512-vbmi2": 0.4, "avx512-bf16": 0.4}
-SPARSE_FROM_ELSEWHERE = 0.8
-"""The share of zeros from which an int8 weight is held sparse, by instruction set. A sparse weight takes (1 − zeros) + 1/8 of
-the dense one's bytes. With `vpexpandb` a product of one token spends some 8 instructions on 64 numbers, as few as keep ahead of
-the memory; without, some 60, so that the bytes must be few, or the cores many, before it pays (`benchmarks/kernels.py`)."""
+SPARSE_FROM, SPARSE_FROM_ELSEWHERE = 0.4, 0.8
+"""The share of zeros from which an int8 weight is held sparse: where an instruction expands bytes (`vpexpandb`), and elsewhere.
+A sparse weight takes (1 − zeros) + 1/8 of the dense one's bytes. With it a product of one token spends some 8 instructions on
+64 numbers, as few as keep ahead of the memory. Without it, some 60, so the bytes must be few, or the cores many, before it pays
+(`benchmarks/kernels.py`)."""
 
 
 class NativeOps(CpuOps):
     """`isa` forces an instruction set (tests); by default the machine's best. `sparse_from`: instead of `SPARSE_FROM`."""
 
     name = "cpu"
+    rounded = HELD_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
-    rounded = rounded_experts = frozenset(("int8", "int4"))
 
     def __init__(self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None) -> None:
         super().__init__()
         self.pool = ThreadPool(num_threads, isa)
-        chosen = SPARSE_FROM.get(self.pool.isa, SPARSE_FROM_ELSEWHERE)
+        chosen = SPARSE_FROM if CPU_ISAS[self.pool.isa].expands_bytes else SPARSE_FROM_ELSEWHERE
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self._arena = Arena(self.pool)
         self._argmax: dict[int, tuple[Program, int, int]] = {}  # by vocabulary
@@ -176,21 +177,13 @@ class NativeOps(CpuOps):
         self._run(p, len(x))
         return out.to(x.dtype), x if total is None else total.to(x.dtype)
 
-    def gated_activation(
-        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    def activation(
+        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
     ) -> Activations:
-        assert inputs is None
         if isinstance(activation, OwnActivation):
-            return super().gated_activation(gate_up, activation)
-        return self._activate(gate_up, activation, gate_up.shape[1] // 2, True)
-
-    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
+            return super().activation(x, activation, gated=gated, inputs=inputs)
         assert inputs is None
-        if isinstance(activation, OwnActivation):
-            return super().activation(x, activation)
-        return self._activate(x, activation, x.shape[1], False)
-
-    def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
+        size = x.shape[1] // 2 if gated else x.shape[1]
         out = torch.empty(len(x), size)
         p = Program(self.pool)
         kind = activation_of(activation)
@@ -223,8 +216,7 @@ class NativeOps(CpuOps):
             wide = torch.empty(len(x) * k, up.rows)
             add_expert_linear(p, gathered, p.bound(wide), up)
             p.run(step)
-            act = self.gated_activation if spec.expert.gated else self.activation
-            inner = act(wide, spec.expert.activation)
+            inner = self.activation(wide, spec.expert.activation, gated=spec.expert.gated)
             assert isinstance(inner, Tensor)
             p, _ = begun(None, native.FORM_F32)
             own = p.buffer(down.form, down.inner, k)

@@ -359,19 +359,16 @@ class Lowering:
         x = self.stored(op.x, self.emit.form(w))
         uses = self.uses.get(op.out.index, [])
         reader = self.ops[uses[0]] if len(uses) == 1 else None
-        if reader is not None and reader.name == "gated_activation" and self.emit.gates(w):
+        if reader is not None and reader.arguments.get("gated") and self.emit.gates(w):
             self.done.add(uses[0])
             self._activated(reader, lambda out, form, act: self.emit.gated_linear(x.number, out, form, w, act))
         else:
             out, accumulate = self.target(op.out)
             self.emit.linear(x.number, out, w, accumulate)
 
-    def _gated_activation(self, op: Op) -> None:
-        x = self.stored(op.x).number
-        gated = op.name == "gated_activation"
+    def _activation(self, op: Op) -> None:
+        x, gated = self.stored(op.x).number, op.arguments["gated"]
         self._activated(op, lambda out, form, act: self.emit.activation(x, out, form, act, gated, op.out.width))
-
-    _activation = _gated_activation
 
     def _activated(self, op: Op, write: Any) -> None:
         activation, form = _known(op.arguments["activation"]), self.form_for(op.out)

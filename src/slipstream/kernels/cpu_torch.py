@@ -1,19 +1,16 @@
-"""The torch ops that are fast on a CPU, in bfloat16 and float32: what runs where the C++ kernels (`cpu.py`) are not built,
-and the rest of the op set where they are. What is not here gains nothing over the reference.
+"""The torch ops that are fast on a CPU, in bfloat16 and float32. They run where the C++ kernels (`cpu.py`) are not built, and
+are the rest of the op set where they are. An op that is not here gains nothing over the reference.
 
-Measured by `benchmarks/kernels.py --op torch`: oneDNN with a weight reordered once is 1.3 to 4 × `F.linear`, in both types.
-`scaled_dot_product_attention` over gathered blocks, with the query heads of a kv head packed as rows, keeps scores in
-float32 and is as fast as products of our own that do so (`enable_gqa` expands the cache: never). Products with bfloat16
-scores were up to 1.6 × as fast at 32 long sequences, for a fifth more error on SmolLM2's own queries and keys.
-Argmax, top-k and the draw over a vocabulary go chunk by chunk, and nothing is sorted that need not be.
+Choices, measured by `benchmarks/kernels.py --op torch`:
 
-A packed weight replaces the dense one. Of a tied embedding the table stays for the look-up and a packed copy serves as
-the head: V · E elements more, for a head 2 × as fast.
+1. Products go through oneDNN, with the weight reordered once: 1.3 to 4 × as fast as `F.linear`, in both types. The packed
+   weight replaces the dense one. A tied embedding keeps its table for look-ups, and a packed copy serves as the head.
+2. Attention is `scaled_dot_product_attention` over gathered blocks. The query heads of a kv head are packed as rows, since
+   `enable_gqa` expands the cache. Scores stay in float32: in bfloat16 they are up to 1.6 × as fast and a fifth less exact.
+3. Argmax, top-k and the draw go through a vocabulary chunk by chunk. Nothing is sorted that need not be.
+4. Freed temporaries are kept (`keep_freed_memory`): giving their pages back costs more than filling them.
 
-Temporaries of some megabytes are the rule here, and giving their pages back to the system each time costs more than
-filling them (5 × in sampling and attention): see `keep_freed_memory`.
-
-Everything gathered is masked, but a masked value still meets a weight of 0: the cache must be finite (made with zeros).
+Limits: what is gathered beyond a sequence's end is masked, but still multiplied by 0, so the cache must be finite.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
     ReferenceOps,
     activate,
-    activate_gated,
     apply_bias_and_penalties,
     attend,
     biases,
@@ -53,7 +49,7 @@ from slipstream.kernels.reference import (
 )
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear
 from slipstream.spec.model import Activation, OwnNorm
-from slipstream.spec.scheme import InputFormat, Scheme
+from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
 """Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
@@ -105,11 +101,11 @@ def keep_freed_memory() -> bool:
 
 
 class CpuOps(ReferenceOps):
-    """Holds one thing: what was derived from the last step's metadata, which every layer needs again. It is told by the
-    identity of the metadata object, whose tensors must therefore never be written to."""
+    """It keeps what it derived from the last step's metadata, since every layer needs that again. Metadata is known by its
+    identity, so its tensors must never be written to."""
 
     name = "torch"
-    rounded = rounded_experts = frozenset[str]()
+    rounded = HELD_PRODUCTS["torch"]
 
     def __init__(self) -> None:
         self._meta: AttentionMetadata | None = None
@@ -167,8 +163,7 @@ class CpuOps(ReferenceOps):
         h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
         if up.bias is not None:
             h += up.bias.view(spec.num_experts, -1)[by_expert]
-        act = self.gated_activation if spec.expert.gated else self.activation
-        rows = act(h, spec.expert.activation)
+        rows = self.activation(h, spec.expert.activation, gated=spec.expert.gated)
         assert isinstance(rows, Tensor)
         y = F.grouped_mm(rows, down.weight.view(spec.num_experts, x.shape[1], -1).transpose(1, 2), offs=ends)
         if down.bias is not None:
@@ -194,17 +189,11 @@ class CpuOps(ReferenceOps):
             return F.rms_norm(total, size, norm.weight, norm.eps), total
         return F.layer_norm(total, size, norm.weight, norm.bias, norm.eps), total
 
-    def gated_activation(
-        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    def activation(
+        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
     ) -> Activations:
-        if inputs is not None:
-            return super().gated_activation(gate_up, activation, inputs=inputs)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activate_gated(gate.float(), up.float(), activation).to(gate_up.dtype)
-
-    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        if inputs is not None or not isinstance(activation, str):
-            return super().activation(x, activation, inputs=inputs)
+        if gated or inputs is not None or not isinstance(activation, str):
+            return super().activation(x, activation, gated=gated, inputs=inputs)
         return activate(x, activation)
 
     def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:

@@ -32,6 +32,7 @@ from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.positions import PositionTables
+from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Activations, Linear, Quantized, SplitLinear
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, OwnNorm
 from slipstream.spec.reason import Reason
@@ -45,10 +46,8 @@ class OpSet(ABC):
     block_types: frozenset[str] = frozenset()
     """GGUF's types that `pack_weight` takes as they are."""
     rounded: frozenset[str] = frozenset()
-    """The schemes, of fp8, fp8-block, int8, int8-split and int4, whose weights `pack_weight` takes; others are expanded
-    before."""
-    rounded_experts: frozenset[str] = frozenset()
-    """The same of `pack_experts`."""
+    """The products whose rounded weights `pack_weight` and `pack_experts` take, of `spec.scheme.HELD_PRODUCTS`. Others are
+    expanded before."""
 
     @property
     def layout(self) -> str | None:
@@ -114,11 +113,11 @@ class OpSet(ABC):
         """`pack_weight` for the weights of all experts."""
         return w
 
-    @abstractmethod
     def quantize_experts(
         self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
     ) -> Linear:
         """`quantize_weight` for the weights (and biases) of all experts, one below the other, as `moe` reads them."""
+        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
 
     def one_token(
         self,
@@ -141,9 +140,10 @@ class OpSet(ABC):
             name += f", without zeros from {w.sparse.from_tokens} tokens on"
         return [(name, sum(t.numel() * t.element_size() for t in tensors))]
 
-    @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def embed_positions(self, meta: AttentionMetadata, table: Tensor, offset: int) -> Tensor:
         """Learned positions of the step's tokens: rows of `table` at position + offset, [T, E]."""
@@ -287,14 +287,11 @@ class OpSet(ABC):
         return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
 
     @abstractmethod
-    def gated_activation(
-        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    def activation(
+        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
     ) -> Activations:
-        """[T, 2F] → [T, F]: act(first half) · second half (or as the activation has it), quantised if `inputs` says so."""
-
-    @abstractmethod
-    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        """[T, F] → [T, F]."""
+        """[T, F] → [T, F], quantised if `inputs` says so. `gated`: [T, 2F] → [T, F], act(first half) · second half (or as the
+        activation has it)."""
 
     def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertLoad:
         """What `moe` counts by in a step."""
@@ -322,9 +319,9 @@ class OpSet(ABC):
 
     def _always(self, x: Tensor, experts: Experts, shared: tuple[Linear, Linear]) -> Tensor:
         """The expert that every token has."""
-        expert = experts.spec.expert
-        act = self.gated_activation if expert.gated else self.activation
-        return self.linear(act(self.linear(x, shared[0]), expert.activation, inputs=shared[1].inputs), shared[1])
+        (up, down), expert = shared, experts.spec.expert
+        inner = self.activation(self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs)
+        return self.linear(inner, down)
 
     def gather_inputs(
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int

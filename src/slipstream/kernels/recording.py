@@ -8,7 +8,7 @@ without weights: `NamedWeight` and `NamedLinear` stand for them by name and shap
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +214,16 @@ class RecordingOps:
 
     # --- Ops --------------------------------------------------------------------------------------------------------
 
+    def __getattr__(self, op: str) -> Callable[..., Value]:
+        """An op that has no method here gives a value like its first, and takes everything else by keyword."""
+        if op.startswith("_"):
+            raise AttributeError(op)
+
+        def record(x: Value, **arguments: Any) -> Value:
+            return self.record(op, (x,), x.shape, **arguments)
+
+        return record
+
     def embed(self, token_ids: object, table: Any, scale: float = 1.0) -> Value:
         return self.record("embed", (), (_inner(table),), table=table, scale=scale)
 
@@ -234,17 +244,8 @@ class RecordingOps:
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
-    def clip(self, x: Value, limit: float) -> Value:
-        return self.record("clip", (x,), x.shape, limit=limit)
-
     def norm_qk(self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Value:
         return self.record("norm_qk", (qkv,), qkv.shape, spec=spec, q_norm=q_norm, k_norm=k_norm)
-
-    def sigmoid(self, x: Value) -> Value:
-        return self.record("sigmoid", (x,), x.shape)
-
-    def softcap(self, x: Value, cap: float) -> Value:
-        return self.record("softcap", (x,), x.shape, cap=cap)
 
     def rope_and_cache(self, qkv: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout) -> Value:
         return self.record("rope_and_cache", (qkv,), (heads.num_heads, heads.head_dim), kv=kv, meta=meta, heads=heads)
@@ -267,11 +268,11 @@ class RecordingOps:
         width = values.out_features if hasattr(values, "out_features") else values.shape[0] * values.shape[2]
         return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
 
-    def gated_activation(self, gate_up: Value, activation: Activation, *, inputs: InputFormat | None = None) -> Value:
-        return self.record("gated_activation", (gate_up,), (gate_up.width // 2,), form=inputs, activation=activation)
-
-    def activation(self, x: Value, activation: Activation, *, inputs: InputFormat | None = None) -> Value:
-        return self.record("activation", (x,), x.shape, form=inputs, activation=activation)
+    def activation(
+        self, x: Value, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+    ) -> Value:
+        shape = (x.width // 2,) if gated else x.shape
+        return self.record("activation", (x,), shape, form=inputs, activation=activation, gated=gated)
 
     def expert_load(self, counts: Any, kv: TracedKV, meta: TracedMeta) -> Any:
         """The counts themselves."""

@@ -1,11 +1,12 @@
-"""The oracle: every op in plain torch, written to be read and checked, not to be fast. Runs on any device.
+"""The oracle: every op in plain torch, on any device. It is written to be read and checked, not to be fast.
 
-All arithmetic is in float32 whatever the dtype of the inputs, and results are rounded once, at the end.
+All arithmetic is in float32, whatever the type of the inputs. Results are rounded once, at the end.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
 )
 from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm
-from slipstream.spec.scheme import InputFormat, Scheme
+from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
 
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """What goes into the second product; float32."""
+    """The inputs of the second product, float32."""
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
@@ -78,14 +79,14 @@ def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
 
 
 def count_experts(chosen: Tensor, load: ExpertLoad | None) -> None:
-    """Add the choices [T, k] of tokens that are there to `load.counts`."""
+    """Add the choices [T, k] to `load.counts`. Padded tokens do not count."""
     if load is not None:
         there = (load.slots >= load.block_size).long()[:, None].expand(chosen.shape)
         load.counts.index_add_(0, chosen.flatten(), there.flatten())
 
 
 LEAST_WEIGHT = 1e-20
-"""Added to the sum of weights that they are divided by: logistic functions may all be 0."""
+"""Added to the sum that weights are divided by, since logistic functions may all be 0."""
 
 
 ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)
@@ -93,20 +94,10 @@ ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)
 
 class ReferenceOps(OpSet):
     name = "reference"
-    rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
-    rounded = rounded_experts | {"int8-split"}
+    rounded = HELD_PRODUCTS["reference"]
 
     def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
         return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
-
-    def quantize_experts(
-        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
-    ) -> Linear:
-        return self.quantize_weight(weight, bias, scheme)
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        rows = F.embedding(token_ids, table)
-        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         if isinstance(w, SplitLinear):
@@ -168,27 +159,26 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
-    def gated_activation(
-        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
+    def activation(
+        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
     ) -> Activations:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return self._as(activate_gated(gate, up, activation), gate_up.dtype, inputs)
-
-    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        return self._as(activate(x.float(), activation), x.dtype, inputs)
+        if not gated:
+            return self._as(activate(x.float(), activation), x.dtype, inputs)
+        gate, up = x.float().chunk(2, dim=-1)
+        return self._as(activate_gated(gate, up, activation), x.dtype, inputs)
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
         up, down, spec = experts.up, experts.down, experts.spec
         weights, chosen = route(router_logits, spec, experts.correction)
         count_experts(chosen, load)
-        act = self.gated_activation if spec.expert.gated else self.activation
+        how: dict[str, Any] = dict(activation=spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in chosen.unique().tolist():
             tokens, slots = torch.where(chosen == expert)
             up_rows, down_rows = (
                 slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_experts)
             )
-            h = act(self.linear(x[tokens], up.part(up_rows)), spec.expert.activation, inputs=down.inputs)
+            h = self.activation(self.linear(x[tokens], up.part(up_rows)), **how)
             out[tokens] += self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]
         return out.to(x.dtype)
 
@@ -221,7 +211,7 @@ def gather_sequence(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, T
 
 
 def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[T, K, D] as the cache holds it: divided by each head's scale, cut to the range and rounded, if it has 8 bits."""
+    """[T, K, D] in the cache's type. For 8 bits it is divided by each head's scale, cut to the range and rounded."""
     if scale is None:
         return x.to(dtype)
     x = x.float() / scale[None, :, None]
@@ -229,8 +219,8 @@ def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams, *, first: int | None = None) -> Tensor:
-    """q [n, H, D] at positions first …, or the last n, of keys, values [K, L, D] → [n, H, D]; in float32. Values may be of
-    another width than keys."""
+    """Attention in float32: q [n, H, D] over keys, values [K, L, D] → [n, H, D]. The queries stand at positions `first` …, or
+    at the last n. Values may have another width than keys."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = keys.shape
     group = num_heads // num_kv_heads

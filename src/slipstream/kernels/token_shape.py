@@ -257,8 +257,7 @@ class Matcher:
         if self._next not in ("moe", "moe_and_shared"):
             self.products["up"] = found.arguments["w"]
             down, act = self._activated(found, x, "down")
-            gated, activation = act.name == "gated_activation", act.arguments["activation"]
-            return down, dict(intermediate_size=act.out.width, gated=gated, activation=activation, experts=None)
+            return down, dict(intermediate_size=act.out.width, **act.arguments, experts=None)
         if found.x != x:
             raise self._refused()
         routed = self._take("moe", "moe_and_shared")
@@ -297,7 +296,7 @@ class Matcher:
     def _activated(self, up: Op, x: Value, name: str) -> tuple[Value, Op]:
         if up.x != x:
             raise Refused("the one-token kernel's branches read a norm's result")
-        act = self._take("gated_activation", "activation")
+        act = self._take("activation")
         self._plain_activation(act.arguments["activation"])
         return self._linear(name, act.out), act
 

@@ -130,7 +130,7 @@ class Decoder:
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
-        return logits if cap is None else self.ops.softcap(logits, cap)
+        return logits if cap is None else self.ops.softcap(logits, cap=cap)
 
     def count_experts(self) -> dict[int, Tensor]:
         """From now on each step counts its tokens by expert: int64 [X] on the device for each layer that has experts."""

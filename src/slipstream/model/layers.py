@@ -55,7 +55,7 @@ class Attention:
         s = self.spec
         qkv = ops.linear(x, self.qkv)
         if s.clip_qkv is not None:
-            qkv = ops.clip(qkv, s.clip_qkv)
+            qkv = ops.clip(qkv, limit=s.clip_qkv)
         if self.q_norm is not None and self.k_norm is not None:
             qkv = ops.norm_qk(qkv, s, self.q_norm, self.k_norm)
         if not s.causal:
@@ -125,8 +125,8 @@ class MLP:
 
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
         """[T, E] → [T, E]"""
-        act = ops.gated_activation if self.spec.gated else ops.activation
-        return ops.linear(act(ops.linear(x, self.up), self.spec.activation, inputs=self.down.inputs), self.down)
+        s, up = self.spec, ops.linear(x, self.up)
+        return ops.linear(ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down)
 
     @property
     def inputs(self) -> InputFormat | None:

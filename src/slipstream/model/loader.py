@@ -138,7 +138,7 @@ def _held_weights(
     if stored is None or not _is_rounded(stored):
         return None
     if stored.formats is not None:
-        formats = description.held_formats(ops.rounded, ops.rounded_experts)
+        formats = description.held_formats(ops.rounded)
     else:
         formats = scheme_formats(shapes, stored.scheme or "")
     return RoundedWeights(shapes, formats, stored.method, dtype=dtype, device=device, columns=description.split_columns())
@@ -147,7 +147,7 @@ def _held_weights(
 def _dummy_scheme(stored: StoredQuantization, ops: OpSet) -> Scheme | None:
     """What random weights are rounded by, in place of a checkpoint's that `ops` holds rounded; None if it expands all of them.
     CheckpointError if they are not all held alike."""
-    if stored.formats is None or not stored.formats.products & (ops.rounded | ops.rounded_experts):
+    if stored.formats is None or not stored.formats.products & ops.rounded:
         return None
     if stored.scheme is None:
         raise CheckpointError(

@@ -1,8 +1,9 @@
-"""Whole sequences through a model, without a KV cache to keep: what training, calibration and importances run.
+"""Runs whole sequences through a model and keeps no KV cache, for training, calibration and importances.
 
-A `SequenceBatch` holds sequences of any lengths one after another; a layer's cache is *flat*, one block a sequence, made
-new for each layer and dropped with it. `WholeModel` is the decoder as a torch module: its parameters go by the names of
-`spec.parameters`, its blocks can be sharded one by one, and recomputed in the backward pass instead of kept.
+1. A `SequenceBatch` holds sequences of any lengths, one after another.
+2. A layer's cache is *flat*: one block a sequence. It is made for the layer and dropped after it.
+3. `WholeModel` is the decoder as a torch module. Its parameters have the names of `spec.parameters`. Its blocks can be sharded
+   one by one, and computed again in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ class SequenceBatch:
         return self.meta.positions == 0
 
     def flat_cache(self, spec: AttentionSpec, dtype: torch.dtype) -> LayerKV:
-        """For one layer and one pass. Block 0 is a sequence's here: there is no padding to send to a null block."""
+        """A cache for one layer and one pass. Block 0 is a sequence's too: without padding there is no null block."""
         shape = (len(self.lengths), spec.num_kv_heads, self.meta.max_seq_len, spec.head_dim)
         return LayerKV(*(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2)))
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec:
-    """The layer's attention, of the kind that this and what changes checkpoints are written for."""
+    """The layer's attention. UnsupportedModelError if it is latent: neither training nor compression covers that."""
     if not isinstance(layer.attention, AttentionSpec):
         raise UnsupportedModelError("latent attention can't be trained or compressed yet", field="kv_lora_rank")
     return layer.attention
@@ -129,7 +130,7 @@ class WholeModel(nn.Module):
         register(self, {name: value for name, value in parameters.items() if not name.startswith("layers.")})
 
     def ends(self) -> Decoder:
-        """What comes before and after the layers, of this module's parameters as they are now."""
+        """The decoder without layers, made of this module's parameters as they are now."""
         own: dict[str, Tensor] = {}
         for part, module in self.named_children():
             if part != "layers":
@@ -169,8 +170,7 @@ class WholeModel(nn.Module):
 
 
 def register(module: nn.Module, parameters: dict[str, Tensor]) -> None:
-    """Make `parameters` the module's, in modules below it for each dot of a name. Those that are no `nn.Parameter` are wrapped
-    without copying."""
+    """Make `parameters` the module's. Each dot of a name is a module below it. A plain tensor is wrapped without a copy."""
     for name, value in parameters.items():
         *path, last = name.split(".")
         at = module

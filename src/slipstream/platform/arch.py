@@ -50,18 +50,11 @@ def gpu_arch(capability: tuple[int, int]) -> GpuArch:
 class CpuIsa:
     """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
 
-    register_bits: int
-    int8_dot: bool = False  # 8-bit products summed in one instruction
-    bfloat16_dot: bool = False
+    expands_bytes: bool = False  # bytes go where a mask has bits, in one instruction (vpexpandb)
 
 
 CPU_ISAS: Mapping[str, CpuIsa] = {
-    "portable": CpuIsa(register_bits=128),
-    "avx2": CpuIsa(register_bits=256),
-    "avxvnni": CpuIsa(register_bits=256, int8_dot=True),
-    "avx512": CpuIsa(register_bits=512),
-    "avx512-vnni": CpuIsa(register_bits=512, int8_dot=True),
-    "avx512-vbmi2": CpuIsa(register_bits=512, int8_dot=True),
-    "avx512-bf16": CpuIsa(register_bits=512, int8_dot=True, bfloat16_dot=True),
+    **dict.fromkeys(("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni"), CpuIsa()),
+    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16"), CpuIsa(expands_bytes=True)),
 }
 """By the name that `kernels.native.instruction_sets()` gives."""

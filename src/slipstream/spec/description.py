@@ -65,12 +65,12 @@ class ModelDescription:
         """Every parameter's, by our names."""
         return parameters(self.spec)
 
-    def held_formats(self, rounded: frozenset[str], rounded_experts: frozenset[str]) -> dict[str, WeightFormat]:
+    def held_formats(self, rounded: frozenset[str]) -> dict[str, WeightFormat]:
         """Of compressed-tensors' checkpoints: the format of each of our weights that is held as it is stored, by ops with
         products of these names (`OpSet.rounded`). The others are expanded; of other checkpoints none are told apart."""
         if self.quantization is None or self.quantization.formats is None:
             return {}
-        return held_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded, rounded_experts)
+        return held_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded)
 
     def split_columns(self) -> dict[str, tuple[int, ...]]:
         """Of our weights with int8 inputs, which columns of them keep the model's type. CheckpointError if what we hold as one

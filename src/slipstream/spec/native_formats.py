@@ -34,7 +34,6 @@ def held_formats(
     shapes: Mapping[str, Shape],
     formats: StoredFormats,
     rounded: frozenset[str],
-    rounded_experts: frozenset[str],
 ) -> dict[str, WeightFormat]:
     """The format of each of our weights that can be held as the checkpoint has it, of those `names` that an op set with such
     products has: the parts that we hold as one must agree."""
@@ -42,7 +41,7 @@ def held_formats(
     for name, place in names.items():
         if is_product(place.target):
             fmt = formats.of(name.removesuffix(".weight"))
-            able = rounded_experts if ".experts." in place.target else rounded
+            able = rounded - {"int8-split"} if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
             plain = plain and (fmt is None or place.start % fmt.block_rows == 0)  # no block has rows of two parts
             ours = plain and fmt is not None and fmt.product in able and held_group(fmt, *shapes[place.target]) is not None

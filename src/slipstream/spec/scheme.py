@@ -81,6 +81,14 @@ SCHEMES: dict[str, Scheme] = {
 }
 """What `quantization=` takes."""
 
+HELD_PRODUCTS: dict[str, frozenset[str]] = {
+    "cpu": frozenset(("int8", "int4")),
+    "torch": frozenset(),
+    **dict.fromkeys(("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))),
+}
+"""By an op set's name the products that it has of weights which a checkpoint holds rounded. (Experts have no int8-split.)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
     """How a checkpoint holds a product's weight: a number is (code − zero) · scale, and zero is 0 where it is `symmetric`.

@@ -28,7 +28,8 @@ from slipstream.kernels.ops import OpSet
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
-from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.families import find_family
+from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.forward import Forwards
@@ -167,30 +168,18 @@ def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[]
     return step(PROMPT, 1), step(0, PROMPT)
 
 
-def _spec() -> ModelSpec:
-    """Two layers of 8M parameters: 34 MB in bfloat16, which no core's own cache holds."""
-    hidden, inner = 1024, 2048
-    norm = NormSpec(kind="rms", size=hidden, eps=1e-5)
-    attention = AttentionSpec(
-        num_heads=16, num_kv_heads=4, head_dim=64, scale=0.125, position=RopeSpec(rotary_dim=64, theta=10_000.0)
-    )
-    layer = LayerSpec(
-        attention=attention,
-        mlp=DenseSpec(intermediate_size=inner, activation="silu", gated=True),
-        block=SequentialBlock(pre_attention=norm, pre_mlp=norm),
-    )
-    return ModelSpec(
-        family="llama",
-        vocab_size=32,
-        hidden_size=hidden,
-        max_position=2 * PROMPT,
-        layers=(layer, layer),
-        final_norm=norm,
-        tied_embeddings=True,
-    )
-
-
-_SPEC = _spec()
+_CONFIG = {
+    "vocab_size": 32,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2 * PROMPT,
+    "tie_word_embeddings": True,
+}
+_SPEC = find_family("llama", None).read(ConfigReader(_CONFIG))
+"""Two layers of 8M parameters: 34 MB in bfloat16, which no core's own cache holds."""
 
 
 def _identity() -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, OpSet, QKVLayout, TokenShape
@@ -30,9 +29,9 @@ from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, ScaledLinear, SplitLinear
 from slipstream.spec.autotune_table import NO_TILES, TileTable
-from slipstream.spec.model import Activation, OwnNorm
+from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
-from slipstream.spec.scheme import InputFormat, Scheme
+from slipstream.spec.scheme import HELD_PRODUCTS, InputFormat, Scheme
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -44,12 +43,12 @@ def attention_kind(kv: LayerKV) -> str:
 
 class TritonOps(OpSet):
     name = "triton"
-    rounded_experts = frozenset(("fp8", "fp8-block", "int8", "int4"))
-    rounded = rounded_experts | {"int8-split"}
+    rounded = HELD_PRODUCTS["triton"]
 
     # Ops that are one function of a kernel's file.
     quantize = staticmethod(pointwise.quantize)
     rope_and_cache = staticmethod(pointwise.rope_and_cache)
+    activation = staticmethod(pointwise.activation)
     copy_blocks = staticmethod(pointwise.copy_blocks)
     mean_of_texts = staticmethod(bidirectional.mean_of_texts)
     mla_queries = staticmethod(mla_queries)
@@ -90,16 +89,6 @@ class TritonOps(OpSet):
 
     def _linear(self, x: Activations, w: Linear) -> Tensor:
         return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
-
-    def quantize_experts(
-        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
-    ) -> Linear:
-        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        found = F.embedding(token_ids, table)
-        # The scale is rounded to the table's type first, as in training.
-        return found if scale == 1.0 else found * torch.tensor(scale, dtype=table.dtype).item()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         if isinstance(w, SplitLinear):
@@ -143,14 +132,6 @@ class TritonOps(OpSet):
 
     def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
         return mla_paged_attention(q, kv, meta, scale=params.scale, values=params.values)
-
-    def gated_activation(
-        self, gate_up: Tensor, activation: Activation, *, inputs: InputFormat | None = None
-    ) -> Activations:
-        return pointwise.activation(gate_up, activation, True, inputs)
-
-    def activation(self, x: Tensor, activation: Activation, *, inputs: InputFormat | None = None) -> Activations:
-        return pointwise.activation(x, activation, False, inputs)
 
     def one_token(
         self,

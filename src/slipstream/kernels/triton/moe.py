@@ -55,7 +55,7 @@ def moe(
         y = grouped_gemm.grouped_mlp(inputs, up, down, tiles, spec, x.dtype)
     else:
         h = expert_gemm(inputs, up, tiles, spec, spec.expert.up_rows, x.dtype, gather=True)
-        inner = activation(h, spec.expert.activation, spec.expert.gated, down.inputs)
+        inner = activation(h, spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs)
         y = expert_gemm(inner, down, tiles, spec, x.shape[1], x.dtype, gather=False)
     return combine(y, weights, tiles.inverse, added)
 

@@ -369,7 +369,9 @@ def activation_arguments(kind: Activation) -> dict[str, object]:
     return {"alpha": alpha, "limit": limit, "KIND": number, "FUNCTION": function}
 
 
-def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | None = None) -> Activations:
+def activation(
+    x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+) -> Activations:
     num_rows, row_size = x.shape
     size = row_size // 2 if gated else row_size
     out, scales = _empty_rows(num_rows, size, x, inputs)
@@ -379,7 +381,7 @@ def activation(x: Tensor, kind: Activation, gated: bool, inputs: InputFormat | N
         grid = (num_rows // rows, triton.cdiv(size, block))
         _activation_kernel[grid](
             x.contiguous(), out, scales, size, row_size,
-            ROWS=rows, **activation_arguments(kind), GATED=gated, FORMAT=FORMATS[inputs], BLOCK=block,
+            ROWS=rows, **activation_arguments(activation), GATED=gated, FORMAT=FORMATS[inputs], BLOCK=block,
             num_warps=min(16, max(4, block // 1024)), **pdl_options(x),
         )  # fmt: skip
     return _activations(out, scales, inputs)
