@@ -226,7 +226,7 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only])
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 500])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 128, 500])
 def test_quantised_products(ops, name, num_tokens):
     for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (960, 576), (576, 1536)):
         if k % SCHEMES[name].multiple:

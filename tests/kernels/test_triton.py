@@ -375,7 +375,8 @@ def test_several_rows_of_a_program_are_the_same_bit_for_bit(monkeypatch, num_row
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 @pytest.mark.parametrize(
     ("num_tokens", "outer", "inner", "tile"),
-    [(1, 70, 96, (64, 32, 2, 1)), (5, 64, 64, (64, 32, 1, 1)), (17, 33, 160, (16, 64, 3, 1)), (2, 64, 128, (32, 32, 2, 1))],
+    [(1, 70, 96, (64, 32, 2, 1)), (5, 64, 64, (64, 32, 1, 1)), (17, 33, 160, (16, 64, 3, 1)), (2, 64, 128, (32, 32, 2, 1)),
+     (100, 40, 64, (32, 32, 2, 1))],
 )
 def test_8_bit_products(name, num_tokens, outer, inner, tile):
     for bias in (None, torch.randn(outer)):

@@ -135,7 +135,8 @@ class EngineCore:
             time.sleep(max(0.0, wakeup - time.monotonic()))
 
     def warm(self, seconds: float) -> None:
-        """Prepare the commonest sizes of steps for so long, before there are requests."""
+        """Before there are requests: compile, then prepare the commonest sizes of steps for so long."""
+        self.executor.warm_up()
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass

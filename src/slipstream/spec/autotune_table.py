@@ -52,7 +52,7 @@ _PRODUCT = ("outer", "inner", "tokens")
 _ATTENTION = ("heads", "kv_heads", "head_dim", "block_size")
 OPS: Mapping[str, TiledOp] = {
     "gemv": TiledOp(("outer", "inner"), ("block_n", "block_k", "warps")),
-    "skinny_gemm": TiledOp(_PRODUCT, ("block_n", "block_k", "splits", "stages"), (16, 32, 64)),
+    "skinny_gemm": TiledOp(_PRODUCT, ("block_n", "block_k", "splits", "stages"), (16, 32, 64, 128)),
     "gemm": TiledOp(_PRODUCT, ("block_m", "block_n", "block_k", "warps", "stages"), (256, 1024, 8192)),
     "int4_groupwise": TiledOp(_PRODUCT, ("block_n", "splits", "stages"), (16, 32, 64)),
     "fp8_block": TiledOp(_PRODUCT, ("block_n", "splits", "warps", "stages"), (16, 32, 64)),

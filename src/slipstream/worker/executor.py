@@ -20,6 +20,7 @@ from slipstream.types import CanaryResult, ExpertTokens, Plan, StepResult
 from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.warm_up import warm_up
 
 
 class Launched(Protocol):
@@ -61,6 +62,10 @@ class Executor(ABC):
         """Drop every sequence, after a step failed."""
 
     @abstractmethod
+    def warm_up(self) -> None:
+        """Compile what requests will need, before there are any."""
+
+    @abstractmethod
     def capture_next(self) -> bool:
         """Prepare one more size of step, some tens of milliseconds; only while no step is in flight. False: none is left."""
 
@@ -96,6 +101,9 @@ class LocalExecutor(Executor):
 
     def forget(self) -> None:
         self.runner.forget_rows()
+
+    def warm_up(self) -> None:
+        warm_up(self.runner)
 
     def capture_next(self) -> bool:
         return self.runner.capture_next()

@@ -3,7 +3,7 @@
 | scheme | 1 token | 2 … 64 | more |
 | --- | --- | --- | --- |
 | dense | `gemv` | cuBLAS | cuBLAS |
-| fp8 | `skinny_gemm` | `skinny_gemm` | torch's scaled GEMM (row-wise scales, fast accumulation) |
+| fp8 | `skinny_gemm` | `skinny_gemm`, narrow weights to 128 | torch's scaled GEMM (row-wise scales, fast accumulation) |
 | int8 | `skinny_gemm` | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` | torch's scaled GEMM on Hopper, else `fp8_tile_linear` |
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
@@ -31,10 +31,16 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.split_k import Scratch, reduce_splits
 from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
+from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 
 SKINNY_TOKENS = 64
 """Up to so many tokens a product is bound by the weight's bytes, and our own kernels read them."""
+
+NARROW = 12_288
+NARROW_TOKENS = 128
+"""On Hopper the limit for fp8 weights with fewer than NARROW rows. There the scaled GEMM gives a thread block 128 rows and all
+of K, so that most of the chip idles."""
 
 INT4_DENSE_TOKENS = 16
 """Up to so many tokens a 4-bit weight is faster than its dense copy, if there is one."""
@@ -59,7 +65,7 @@ def linear(
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         num_tokens, inner = q.values.shape
-        if num_tokens <= SKINNY_TOKENS:
+        if num_tokens <= SKINNY_TOKENS or (num_tokens <= NARROW_TOKENS and _is_narrow(w)):
             assert scratch is not None
             return skinny_gemm(q, w, scratch, tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens))
         if w.inputs == "fp8":
@@ -78,6 +84,10 @@ def linear(
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
         return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
     return F.linear(x, w.weight, w.bias)
+
+
+def _is_narrow(w: ScaledLinear) -> bool:
+    return w.inputs == "fp8" and w.out_features < NARROW and platform_of(w.weight.device).arch.wgmma
 
 
 def _linear_invariant(x: Activations, w: Linear) -> Tensor:
@@ -213,7 +223,7 @@ def _skinny_gemm_kernel(
 
 
 def skinny_gemm(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
-    """Up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
+    """Up to NARROW_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
     block_n, block_k, splits, stages = tile or _default_skinny_tile(outer, inner, block_m)
@@ -235,6 +245,8 @@ def skinny_gemm(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[
 def _default_skinny_tile(outer: int, inner: int, block_m: int) -> tuple[int, int, int, int]:
     """Measured on an H200 at an 8B Llama's shapes: 200 thread blocks or more, long reads, 48 to 96 KB in flight."""
     programs = triton.cdiv(outer, 64)
+    if block_m > SKINNY_TOKENS:
+        return 64, 256, 2 if programs <= 64 < inner // 128 else 1, 4
     if block_m > 16:
         return 64, 256, 1 if programs > 150 else 2, 3 if programs > 90 else 4
     if programs > 150:

@@ -1,0 +1,42 @@
+"""Steps of made-up requests before the first real one, so that no request waits for a compiler.
+
+Captured graphs hold a step's layers. Its head and its sampler run after them, with kernels that depend on what is asked for and
+on the number of rows. Triton compiles a kernel anew for one row, for multiples of 16 and for other numbers.
+"""
+
+from __future__ import annotations
+
+from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.worker.model_runner import ModelRunner
+
+NUM_ROWS = (1, 3, 16)
+PROMPT = (0,) * 8
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05, presence_penalty=0.5, logprobs=1),
+)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run prompts and decodes of a few rows with each of SAMPLINGS. All of them write into the null block. Nothing is done
+    where nothing is compiled at run time (CPU), nor for models that generate nothing or have an encoder."""
+    spec, scheduling = runner.model.spec, runner.config.scheduling
+    if not runner.platform.is_asynchronous or not spec.generates or spec.encoder is not None:
+        return
+    if runner.config.model.max_model_len <= len(PROMPT):
+        return
+    null = tuple(TableUpdate(group, 0, (0,)) for group in range(len(runner.config.cache.groups)))
+    for num_rows in NUM_ROWS:
+        if num_rows > scheduling.max_num_seqs or num_rows * len(PROMPT) > scheduling.max_num_batched_tokens:
+            break
+        names = [f"warm-up {i}" for i in range(num_rows)]
+        for sampling in SAMPLINGS:
+            new = tuple(NewRequest(name, PROMPT, len(PROMPT), sampling) for name in names)
+            prompts = tuple(ScheduledRequest(name, 0, len(PROMPT), 1, null) for name in names)
+            decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
+            for plan in (StepPlan(0, prompts, new), StepPlan(1, decodes)):
+                runner.launch(plan).result()
+            runner.forget_rows()
+    runner.reset_expert_load()
