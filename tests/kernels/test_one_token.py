@@ -22,7 +22,7 @@ from slipstream.kernels.triton import TritonOps, one_token
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.loader import load_model
 from slipstream.model.one_token import compile_one_token
-from slipstream.model.trace import trace_spec
+from slipstream.model.trace import named_decoder, trace
 from slipstream.spec.model import GroupLimit
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
@@ -45,7 +45,7 @@ def spec_of(path, family, **overrides):
 def shape_of(spec, layers=None):
     """What the kernel is told of the model, or of one with other layers; a Reason where it lacks something."""
     spec = spec if layers is None else dataclasses.replace(spec, layers=tuple(layers))
-    found = match_layers(trace_spec(spec).body)
+    found = match_layers(trace(named_decoder(spec)).body)
     return found if isinstance(found, Reason) else found[0]
 
 

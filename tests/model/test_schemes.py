@@ -103,7 +103,7 @@ def test_every_scheme_loads_on_every_family(folder, scheme):
     kept: list[torch.Tensor | None] = []
     for a in (x.attention for x in layers):
         latent = isinstance(a, LatentAttention)
-        kept += [a.cos_sin] if latent else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
+        kept += [a.params.cos_sin] if latent else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name)  # into such tables
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())

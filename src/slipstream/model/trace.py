@@ -1,6 +1,6 @@
 """What a model computes in a step, as a record of ops: the decoder's own lines, run over symbolic values.
 
-`trace` takes a built decoder, `trace_spec` a `ModelSpec` alone, without weights; both give the same ops. `covered` says from a
+`trace` takes a built decoder, or one without weights (`named_decoder`); both give the same ops. `covered` says from a
 spec which fast ways to run a step cover it. Nothing here imports torch.
 """
 
@@ -63,10 +63,6 @@ def trace_encoder(decoder: Decoder) -> Trace:
     states = finished(view.ops, decoder.encoder.final_norm, pending, residual)
     view.remember(states, cast("Any", caches), cast("Any", TracedMeta()))
     return Trace(embedding, embedded, _taken(recorder), _value(states))
-
-
-def trace_spec(spec: ModelSpec) -> Trace:
-    return trace(named_decoder(spec))
 
 
 def named_decoder(spec: ModelSpec) -> Decoder:

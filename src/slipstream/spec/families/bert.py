@@ -185,35 +185,18 @@ FAMILIES = (
         Family(
             model_type=kind,
             architectures=_architectures(name),
-            read=read_roberta,
-            names=table(ROBERTA, layer="encoder.layer.{i}."),
-            prefixes=("", "roberta."),
-            ignored=UNREAD,
+            read=read,
+            names=table(theirs, layer=layer),
+            prefixes=("", prefix),
+            ignored=(*UNREAD, r"(generator|discriminator)_\w+\..*") if kind == "electra" else UNREAD,
         )
-        for kind, name in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert"))
-    ),
-    Family(
-        model_type="electra",
-        architectures=_architectures("Electra"),
-        read=read_electra,
-        names=table(ROBERTA, layer="encoder.layer.{i}."),
-        prefixes=("", "electra."),
-        ignored=(*UNREAD, r"(generator|discriminator)_\w+\..*"),
-    ),
-    Family(
-        model_type="mpnet",
-        architectures=_architectures("MPNet"),
-        read=read_mpnet,
-        names=table(MPNET, layer="encoder.layer.{i}."),
-        prefixes=("", "mpnet."),
-        ignored=UNREAD,
-    ),
-    Family(
-        model_type="distilbert",
-        architectures=_architectures("DistilBert"),
-        read=read_distilbert,
-        names=table(DISTILBERT, layer="transformer.layer.{i}."),
-        prefixes=("", "distilbert."),
-        ignored=UNREAD,
+        for kind, name, read, theirs, layer, prefix in (
+            ("roberta", "Roberta", read_roberta, ROBERTA, "encoder.layer.{i}.", "roberta."),
+            ("xlm-roberta", "XLMRoberta", read_roberta, ROBERTA, "encoder.layer.{i}.", "roberta."),
+            ("camembert", "Camembert", read_roberta, ROBERTA, "encoder.layer.{i}.", "roberta."),
+            ("electra", "Electra", read_electra, ROBERTA, "encoder.layer.{i}.", "electra."),
+            ("mpnet", "MPNet", read_mpnet, MPNET, "encoder.layer.{i}.", "mpnet."),
+            ("distilbert", "DistilBert", read_distilbert, DISTILBERT, "transformer.layer.{i}.", "distilbert."),
+        )
     ),
 )
