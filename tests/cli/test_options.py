@@ -39,7 +39,7 @@ def test_every_field_can_be_set(field):
     flag = "--" + field.name.replace("_", "-")
     if "bool" in str(field.type):
         words, value = [flag if not field.default else flag.replace("--", "--no-", 1)], not field.default
-    elif "str" in str(field.type):
+    elif "str" in str(field.type) or field.metadata["choices"]:
         words, value = [flag, "word"], "word"
     elif field.type == "float":
         words, value = [flag, "0.25"], 0.25

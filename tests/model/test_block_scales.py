@@ -147,7 +147,7 @@ def test_bytes_are_what_is_planned(tmp_path, family):
     write(tmp_path, family)
     model = load(tmp_path, dtype=torch.bfloat16, max_model_len=1)
     attentions = [layer.attention for layer in model.decoder.layers]
-    turning = [a.cos_sin if family == "deepseek_v3" else a.heads.cos_sin for a in attentions]
+    turning = [a.params.cos_sin if family == "deepseek_v3" else a.heads.cos_sin for a in attentions]
     tables = {id(t): t.nbytes for t in turning}
     loaded = model.weights_bytes - sum(tables.values())
     assert loaded == sum(weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], SCHEMES["fp8-block"]).values())
