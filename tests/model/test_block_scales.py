@@ -151,7 +151,7 @@ def test_bytes_are_what_is_planned(tmp_path, family):
     tables = {id(t): t.nbytes for t in turning}
     loaded = model.weights_bytes - sum(tables.values())
     assert loaded == sum(weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], SCHEMES["fp8-block"]).values())
-    formats = model.description.held_formats(frozenset(["fp8-block"]), frozenset(["fp8-block"]))
+    formats = model.description.held_formats(frozenset(["fp8-block"]))
     assert loaded == sum(held_bytes(model.spec, DTYPE_BYTES["bfloat16"], formats).values())
     dummy = load(tmp_path, dtype=torch.bfloat16, max_model_len=1, load_format="dummy")
     assert (dummy.forms, dummy.weights_bytes) == (model.forms, model.weights_bytes)
