@@ -16,8 +16,9 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.model import CacheGroup
 from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker import graphs as module
 from slipstream.worker.forward import NO_PLAN, InputBatch
-from slipstream.worker.graphs import MIXED_PROMPTS, MixedInputs, StepGraphs, mixed_inputs, mixed_prompts
+from slipstream.worker.graphs import MIXED_PROMPTS, PATIENCE, MixedInputs, StepGraphs, mixed_inputs, mixed_prompts
 from slipstream.worker.input_batch import (
     RowTable,
     _gather_inputs_after_upload,
@@ -37,6 +38,11 @@ SETTINGS = dict(
     max_num_seqs=8,
     max_num_batched_tokens=64,
 )
+
+
+@pytest.fixture(autouse=True)
+def captured_at_once(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 1)
 
 
 class Replayed(StepGraphs):
@@ -218,6 +224,25 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path):
             (d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes
         }
         assert not graphs.capture_next()
+
+
+def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch):
+    """Until then its steps run op by op, and an idle moment captures it before all others."""
+    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    tiny_models.build(tmp_path, "llama")
+    with LLM(str(tmp_path), **SETTINGS, enable_prefix_caching=False) as llm:
+        runner = llm.core.executor.runner
+        graphs = runner.graphs = replay(runner)
+        graphs.capture()
+        one, other = ({"prompt_token_ids": list(range(5, 5 + n))} for n in (20, 40))
+        sampling, used = SamplingParams(temperature=0, max_tokens=1), graphs.__dict__.setdefault("used", [])
+        before = [llm.generate([one], sampling)[0].outputs[0].token_ids for _ in range(PATIENCE - 1)]
+        assert not used
+        assert llm.generate([one], sampling)[0].outputs[0].token_ids == before[0] == before[1]
+        assert used == [(0, 32)]
+        llm.generate([other], sampling)
+        assert graphs.capture_next()
+        assert list(graphs._captured)[-1] == (0, 64)
 
 
 def test_prompt_logprobs_of_a_mixed_step(tmp_path):

@@ -35,8 +35,9 @@ from slipstream.types import (
     vectors_of,
 )
 
-WARM_S = 6.0
-"""Seconds of a start in which sizes of steps are prepared; the rest follow whenever there is nothing to do."""
+WARM_S = 12.0
+"""At most so many seconds of a start are spent on preparing sizes of steps. It is enough for all sizes of an 8B model on an
+H200; what is left follows whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
 """The child reports this often, between steps and without work. If it is silent, it hangs."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.model_runner import ModelRunner
 
-NUM_ROWS = (1, 3, 16)
+NUM_ROWS = (1, 3, 16, 80)
+"""More than 64 rows are sampled in another way (`sampling.SPLIT_ROWS`)."""
 PROMPT = (0,) * 8
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
