@@ -158,7 +158,7 @@ def test_values_at_the_edge_of_what_a_field_takes(tiny_server, client):
 def test_engine_death_and_return(tiny_server, client):
     stream = client.completions.create(**PROMPT, max_tokens=900, stream=True)
     next(stream)
-    os.kill(tiny_server.engine._child.process.pid, signal.SIGKILL)
+    os.kill(tiny_server.engine._core.link.process.pid, signal.SIGKILL)
     with pytest.raises(openai.APIError):
         list(stream)
     with tiny_server.http() as http:
