@@ -9,19 +9,20 @@ cancels the request.
 
 If the engine process dies, requests in flight raise EngineDeadError at once, and the engine starts again (`core_client`).
 
-Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer leaves
-nothing behind.
+Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer
+leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.config import EngineArgs, EngineConfig, resolve
-from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, as_error
+from slipstream.config import EngineArgs, EngineConfig
+from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, as_error, resolved_config
 from slipstream.engine.core_process import (
     Abort,
     Add,
@@ -130,7 +131,7 @@ class AsyncLLM:
         self.phases: dict[str, float] = {}
         self.tiles = ""  # the tile table, by identity and size
         self.canary: CanaryResult | None = None
-        self._source = source
+        self._ids = map(f"{source.id_prefix}{{}}".format, itertools.count())  # never used twice by one core
         self._core = CoreClient(self, source)
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
@@ -148,8 +149,8 @@ class AsyncLLM:
         progress: Callable[[str], None] = lambda phase: None,
         source: CoreSource | None = None,
     ) -> AsyncLLM:
-        """Start the engine process, or take the engine core of `source`; return when it can take requests. Its errors are raised
-        here as they are."""
+        """Start the engine process, or take the engine core of `source`; return when it can take requests. Its errors are
+        raised here as they are."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
         source = source or CoreSource(lambda: ChildLink.start(args))
@@ -303,12 +304,10 @@ class AsyncLLM:
 
     def core_ready(self, ready: Ready) -> None:
         """Take over what the core found."""
-        config, ledger = resolve(self.args, self.description, ready.device), ready.ledger
-        self.config = config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
-        self.ledger, self.phases, self.tiles, self.canary = ledger, ready.phases, ready.tiles, ready.canary
+        self.config = resolved_config(self.args, self.description, ready)
+        self.ledger, self.phases, self.tiles, self.canary = ready.ledger, ready.phases, ready.tiles, ready.canary
         log_canary(self.canary)
-        prefix = self._source.id_prefix
-        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, id_prefix=prefix)
+        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids)
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
 

@@ -4,7 +4,8 @@ A `Link` is our end of a socket to a core. A `ChildLink` is one to a core that w
 
     1. `adopt` waits until the core is ready.
     2. Its messages go to the owner as they come.
-    3. When the core dies, the owner is told, and another link is opened. A start that fails is tried again after a growing pause.
+    3. When the core dies, the owner is told, and another link is opened. A start that fails is tried again after a growing
+       pause.
     4. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model
        is at fault.
 """
@@ -27,9 +28,10 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from slipstream import errors
-from slipstream.config import EngineArgs
+from slipstream.config import EngineArgs, EngineConfig, resolve
 from slipstream.engine.core_process import Failed, Phase, Ready, Start, Stop, ToChild, ToParent
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
+from slipstream.spec.description import ModelDescription
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
@@ -128,19 +130,12 @@ class ChildLink(Link):
         try:
             if self.process.poll() is None:
                 self.send(Stop())
-            await asyncio.to_thread(self._wait, 5.0)
+            await asyncio.to_thread(wait_or_kill, self.process, 5.0)
         finally:
             self.process.kill()  # nothing, if it has ended
             self.process.stdin.close()
             await super().end()
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _wait(self, seconds: float) -> None:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 def restart_pause(deaths: int, error: Exception) -> float | None:
@@ -157,6 +152,12 @@ class CoreSource:
     connect: Callable[[], Awaitable[Link]]
     pause: Callable[[int, Exception], float | None] = restart_pause
     id_prefix: str = ""
+
+
+def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:
+    """What a core runs with."""
+    config, ledger = resolve(args, description, ready.device), ready.ledger
+    return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
 
 
 class Owner(Protocol):
@@ -191,11 +192,12 @@ class CoreClient:
                     progress(message.name)
                 elif isinstance(message, Failed):
                     raise as_error(message.error, message.message, message.field)
+            self.link, self.down_reason = link, ""
             self._owner.core_ready(message)
         except BaseException:
+            self.link = None
             await link.end()
             raise
-        self.link, self.down_reason = link, ""
 
     def watch(self) -> None:
         self.reader = asyncio.create_task(self._read())
@@ -265,6 +267,15 @@ def socket_folder() -> str:
             f"({_SOCKET_PATH_BYTES} bytes with the socket's name); set TMPDIR to a shorter one"
         )
     return folder
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """The process's return code."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def describe_exit(code: int) -> str:

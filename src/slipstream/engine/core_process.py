@@ -7,9 +7,8 @@ standard input closes, so it never outlives its parent.
 Parent to child: Start, Add, AddTexts, Abort, GetStats, Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected,
 Stats, Failed.
 
-Other processes may have a pair of their own, each by a number that is never used twice: the parent attaches them. They send Add,
-AddTexts, Abort and GetStats, and are sent Ready, and then what belongs to their own requests, one message a step. Ids of requests
-are unique over all of them.
+Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, Abort and GetStats. They
+are sent Ready, and then what belongs to their own requests, one message a step. Ids of requests are unique over all of them.
 """
 
 from __future__ import annotations
@@ -298,12 +297,11 @@ def _reported() -> type[Exception]:
     return SlipstreamError
 
 
-def _end_with_parent(address: str) -> None:
-    """Exit when the parent's end of our standard input closes. A parent that was killed left the socket's folder, if it had
-    not yet heard of us."""
+def end_with_parent(folder: str) -> None:
+    """Exit when the parent's end of our standard input closes. A parent that was killed left the folder of its sockets."""
     while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
         pass
-    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -312,7 +310,8 @@ def main() -> int:
     # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(sys.argv[1],), daemon=True).start()
+    folder = os.path.dirname(sys.argv[1].removeprefix("ipc://"))
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     return CoreProcess(sys.argv[1]).run()
 
 

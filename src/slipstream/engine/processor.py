@@ -94,19 +94,24 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         description: ModelDescription | None = None,
-        id_prefix: str = "",
+        ids: Iterator[str] | None = None,
     ) -> None:
-        """Without a description the model is a decoder that is not asked for vectors. `id_prefix` begins the ids of requests."""
+        """Without a description the model is a decoder that is not asked for vectors. `ids` are those of engine requests."""
         self.tokenizer = tokenizer
         self.description = description
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
-        self._ids = map(f"{id_prefix}{{}}".format, itertools.count())
+        self._ids = ids or map(str, itertools.count())
 
     @classmethod
     def for_model(
-        cls, description: ModelDescription, config: EngineConfig, tokenizer: Tokenizer | None, *, id_prefix: str = ""
+        cls,
+        description: ModelDescription,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        ids: Iterator[str] | None = None,
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
@@ -118,7 +123,7 @@ class InputProcessor:
             max_model_len=config.model.max_model_len,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             description=description,
-            id_prefix=id_prefix,
+            ids=ids,
         )
 
     def prepare(
