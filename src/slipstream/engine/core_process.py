@@ -13,6 +13,7 @@ are sent Ready, and then what belongs to their own requests, one message a step.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -288,7 +289,9 @@ class CoreProcess:
         return message
 
     def _send(self, message: ToParent, number: int = PARENT) -> None:
-        self._sockets[number].send(self._encoder.encode(message))
+        """A queue has no bound. What is sent to one who has died is lost: a Detach is on its way."""
+        with contextlib.suppress(self._zmq.Again):
+            self._sockets[number].send(self._encoder.encode(message), self._zmq.NOBLOCK)
 
 
 def _reported() -> type[Exception]:
