@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -271,8 +272,19 @@ def test_sigterm_drains_all_front_ends(another):
     served.until_nothing_is_left()
 
 
-def test_a_second_signal_does_not_wait(another):
-    served = another("--drain-timeout=1000")
+def test_a_second_signal_does_not_wait_and_a_second_model_shortens(another, tiny_path, tmp_path):
+    (tmp_path / "small").symlink_to(tiny_path)
+    served = another("--drain-timeout=1000", f"--context-model={tmp_path / 'small'}")
+    for _ in range(2):  # at each front end
+        with served.client() as client:
+            answer = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "Say hello. " * 30}, {"role": "user", "content": "Now."}],
+                max_tokens=3,
+                extra_body={"compress_prompt": {"keep": 0.5}},
+            )
+        told = answer.usage.model_dump()["prompt_compression"]
+        assert told["tokens_after"] < told["tokens_before"]
     with Streams(served, 4) as streams:
         served.process.send_signal(signal.SIGINT)
         time.sleep(0.05)
@@ -282,8 +294,17 @@ def test_a_second_signal_does_not_wait(another):
     served.until_nothing_is_left()
 
 
-def test_a_supervisor_that_is_killed_leaves_nothing(another):
-    served = another()
+def test_a_supervisor_that_is_killed_leaves_nothing_and_tls(another, tmp_path, monkeypatch):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    served = another(f"--ssl-certfile={cert}", f"--ssl-keyfile={key}")
+    assert served.base.startswith("https://")
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    with socket.create_connection(("127.0.0.1", int(served.base.rsplit(":", 1)[1]))) as plain:
+        plain.sendall(b"GET /live HTTP/1.1\r\n\r\n")  # no TLS: it is hung up on, and nobody else notices
+        assert not plain.recv(100).startswith(b"HTTP")
     with Streams(served, 2):
         served.process.kill()
         served.until_nothing_is_left()
