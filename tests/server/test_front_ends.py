@@ -131,7 +131,7 @@ def served(tiny_path):
 @pytest.fixture
 def another(tiny_path):
     with contextlib.ExitStack() as stack:
-        yield lambda *options: stack.enter_context(contextlib.closing(Served(tiny_path, *options)))
+        yield lambda *options, model=tiny_path: stack.enter_context(contextlib.closing(Served(model, *options)))
 
 
 class Streams:
@@ -161,6 +161,12 @@ class Streams:
     def __exit__(self, *error) -> None:
         for client in self.clients:
             client.close()
+
+
+def copy_of(model: Path, folder: Path) -> None:
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
 
 
 # --- Serving --------------------------------------------------------------------------------------------------------
@@ -242,8 +248,7 @@ def test_an_engine_that_is_killed_is_started_again(served):
         os.kill(engine, signal.SIGKILL)
         assert streams.finish() == [False] * 4
     with pytest.raises(openai.InternalServerError) as caught:
-        for _ in range(100):
-            served.ask()
+        [served.ask() for _ in range(100)]
     assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
     served.until(lambda: served.get("/ready").status_code == 200, "the engine did not come back", 60)
     served.until_all_serve()
@@ -310,10 +315,26 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_tls(another, tmp_path, m
         served.until_nothing_is_left()
 
 
+def test_an_engine_that_stays_down_is_told_to_all(another, tiny_path, tmp_path):
+    copy_of(tiny_path, tmp_path / "model")
+    served = another(model=tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "no such"}')
+    os.kill(served.engine(), signal.SIGKILL)
+    served.until(lambda: "stays down" in served.get("/health").text, "the engine is tried again")
+    for _ in range(4):
+        assert served.get("/live").status_code == 200
+        assert "stays down" in served.get("/health").json()["error"]["message"]
+    victim = next(iter(served.front_ends()))
+    os.kill(victim, signal.SIGKILL)  # its place can't be taken: the model is another
+    served.until(lambda: sum("will be replaced" in line["message"] for line in served.log()) >= 2, "it is not tried again")
+    assert "stays down" in served.get("/health").text
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(20) == 0
+
+
 def test_what_a_front_end_finds_wrong_at_the_start_is_said(tiny_path, tmp_path):
-    (tmp_path / "model").mkdir()
-    for file in tiny_path.iterdir():
-        (tmp_path / "model" / file.name).symlink_to(file)
+    copy_of(tiny_path, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     command = [sys.executable, "-m", "slipstream", "serve", str(tmp_path / "model"), "--api-servers=2", "--port=0"]

@@ -225,23 +225,30 @@ class Supervisor:
         """Keep a front end in its slot. An error of the first start is raised; later ones are tried again after a pause."""
         deaths = 0
         while not self._stopping.is_set():
-            front_end = await self._spawn(slot)
-            try:
-                while (message := await front_end.channel.receive()) is not None:
-                    self._take(front_end, message)
-                code = await asyncio.to_thread(wait_or_kill, front_end.process, 5.0)
-            finally:
-                self._bury(front_end)
+            served, error = await self._live(slot)
             if self._stopping.is_set():
                 return
-            failed = front_end.failed or EngineError(f"front end {slot + 1} {describe_exit(code)}")
             if not self._all_serve.is_set():
-                raise failed
-            _logger.error("front end %d ended and will be replaced: %s", slot + 1, failed)
-            deaths = 0 if front_end.is_serving else deaths + 1
+                raise error
+            _logger.error("front end %d ended and will be replaced: %s", slot + 1, error)
+            deaths = 0 if served else deaths + 1
             if deaths:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), min(2.0**deaths, MAX_RESTART_PAUSE_S))
+
+    async def _live(self, slot: int) -> tuple[bool, SlipstreamError]:
+        """A front end's life. Whether it served, and how it ended."""
+        try:
+            front_end = await self._spawn(slot)
+        except OSError as error:
+            return False, EngineError(f"front end {slot + 1} cannot be started: {error}")
+        try:
+            while (message := await front_end.channel.receive()) is not None:
+                self._take(front_end, message)
+            code = await asyncio.to_thread(wait_or_kill, front_end.process, 5.0)
+        finally:
+            self._bury(front_end)
+        return front_end.is_serving, front_end.failed or EngineError(f"front end {slot + 1} {describe_exit(code)}")
 
     async def _spawn(self, slot: int) -> FrontEnd:
         ours, theirs = socket.socketpair()
