@@ -195,6 +195,6 @@ def test_the_command(tiny_path, tmp_path):
         assert list(stream)[-1].usage.completion_tokens == 300
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
-    lines = [json.loads(line) for line in errors.splitlines()]
+    lines = [json.loads(line) for line in errors.splitlines() if not line.startswith("slipstream: starting")]
     assert [line["status"] for line in lines if line["message"] == "request"] == [200]
     assert "the-key" not in errors
