@@ -37,10 +37,11 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "worker": (*PLATFORM, "kernels", "model"),
     "engine": (*BASE, "core", "worker.executor"),
     "server": (*BASE, "engine"),
+    "frontend": (*BASE, "engine", "server", "compress.context"),
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
     "evals": (*PLATFORM, "kernels", "model", "worker", "engine"),
     "compress": (*PLATFORM, "kernels", "model", "evals"),
-    "cli": (*PLATFORM, "kernels", "model", "worker", "engine", "server", "bench", "evals", "compress"),
+    "cli": (*PLATFORM, "kernels", "model", "worker", "engine", "server", "frontend", "bench", "evals", "compress"),
     "__main__": ("cli",),
 }
 EXCEPTIONS = {  # (module or part, what it imports all the same): why

@@ -153,7 +153,7 @@ async def test_death_is_told_at_once_and_the_engine_comes_back(engine):
     before = await collect(engine.generate(PROMPT, GREEDY))
     stream = engine.generate(PROMPT, LONG)
     await anext(stream)
-    os.kill(engine._child.process.pid, signal.SIGKILL)
+    os.kill(engine._core.link.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="signal 9"):
         async for _ in stream:
             pass

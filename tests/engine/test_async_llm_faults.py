@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -13,8 +14,9 @@ import pytest
 
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
-from slipstream.engine import async_llm
-from slipstream.engine.async_llm import MAX_FAST_DEATHS, collect
+from slipstream.engine import async_llm, core_client
+from slipstream.engine.async_llm import collect
+from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
 from slipstream.engine.core_process import (
     Abort,
     Add,
@@ -24,7 +26,6 @@ from slipstream.engine.core_process import (
     Outputs,
     Ready,
     Rejected,
-    Start,
     Stats,
 )
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
@@ -54,14 +55,13 @@ class ScriptedChild:
         self.say(*script)
         self.sent: list = []
         self.ended = False
-        self.process = SimpleNamespace(poll=lambda: 0 if self.ended else None)
 
     def say(self, *messages):
         for message in messages:
             self.script.put_nowait(message)
 
-    async def begin(self, args):
-        self.sent.append(Start(args))
+    def death(self):
+        return DEAD if self.ended else None
 
     def send(self, message):
         self.sent.append(message)
@@ -88,11 +88,11 @@ class World:
         self.num_spawns = 0
         self.now = 1000.0
         self.pauses: list[float] = []
-        monkeypatch.setattr(async_llm, "_Child", SimpleNamespace(spawn=self._spawn))
+        monkeypatch.setattr(async_llm, "ChildLink", SimpleNamespace(start=self._start_child))
         monkeypatch.setattr(async_llm, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(async_llm.asyncio, "sleep", self._sleep)
 
-    def _spawn(self):
+    async def _start_child(self, args):
         self.num_spawns += 1
         if not self.scripts:
             raise OSError("no more processes")
@@ -100,6 +100,9 @@ class World:
         return self.children[-1]
 
     async def _sleep(self, seconds):
+        if threading.current_thread() is not threading.main_thread():  # a server that other tests left running
+            await real_sleep(seconds)
+            return
         self.pauses.append(seconds)
         await real_sleep(0)
 
@@ -166,9 +169,9 @@ async def test_failed_starts_are_tried_again_after_growing_pauses(world):
 
 
 async def test_after_too_many_failed_starts_it_stays_down(world, monkeypatch):
-    monkeypatch.setattr(async_llm, "MAX_RESTART_PAUSE_S", 5.0)
+    monkeypatch.setattr(core_client, "MAX_RESTART_PAUSE_S", 5.0)
     engine = await world.start([world.ready, DEAD], *[[OUT_OF_MEMORY]] * 20)
-    await world.until(engine._reader.done)
+    await world.until(engine._core.reader.done)
     assert (world.num_spawns, world.pauses) == (1 + MAX_FAST_DEATHS, [4.0, 5.0])
     assert engine.health().reason == "no memory is left (it stays down)"
     with pytest.raises(EngineDeadError, match="no memory is left"):
@@ -180,7 +183,7 @@ async def test_after_too_many_failed_starts_it_stays_down(world, monkeypatch):
 @pytest.mark.parametrize("kind", ["ConfigError", "UnsupportedModelError"])
 async def test_a_wrong_setting_or_model_is_final_at_once(world, kind):
     engine = await world.start([world.ready, DEAD], [Failed(kind, "it cannot work", "model")], [world.ready])
-    await world.until(engine._reader.done)
+    await world.until(engine._core.reader.done)
     assert (world.num_spawns, engine.health().reason) == (2, "it cannot work (it stays down)")
 
 
@@ -199,7 +202,7 @@ async def test_shutdown_during_a_restart_ends_the_new_child(world):
     await world.until(lambda: len(world.children) == 2)
     await engine.shutdown()
     assert world.children[1].ended
-    assert engine._reader.done()
+    assert engine._core.reader.done()
 
 
 async def test_shutdown_during_a_pause_starts_nothing(world):
@@ -207,7 +210,7 @@ async def test_shutdown_during_a_pause_starts_nothing(world):
     await world.until(lambda: world.pauses)
     await engine.shutdown()
     assert world.num_spawns == 2
-    assert engine._reader.done()
+    assert engine._core.reader.done()
 
 
 async def test_shutdown_at_once_and_shutdown_cancelled_end_the_child(world):
@@ -227,8 +230,8 @@ async def test_shutdown_at_once_and_shutdown_cancelled_end_the_child(world):
 
 
 async def test_no_process_outlives_a_shutdown_during_its_start(path, monkeypatch):
-    children, spawn = [], async_llm._Child.spawn
-    monkeypatch.setattr(async_llm._Child, "spawn", lambda: children.append(spawn()) or children[-1])
+    children, init = [], ChildLink.__init__
+    monkeypatch.setattr(ChildLink, "__init__", lambda child: children.append(child) or init(child))
     engine = await AsyncLLM.start(EngineArgs(model=str(path), skip_tokenizer_init=True, **SETTINGS))
     os.kill(children[0].process.pid, signal.SIGKILL)
     while len(children) < 2:
@@ -238,7 +241,7 @@ async def test_no_process_outlives_a_shutdown_during_its_start(path, monkeypatch
 
 
 async def test_cancelling_the_end_of_a_hung_child_kills_it():
-    child = async_llm._Child.spawn()
+    child = ChildLink()
     os.kill(child.process.pid, signal.SIGSTOP)
     assert not child.send(Abort(["x"]))  # it has not connected: told at once, not waited for
     task = asyncio.create_task(child.end())
@@ -281,8 +284,8 @@ async def test_a_fault_of_the_detokeniser_fails_the_requests(world, monkeypatch)
 
 async def test_when_no_process_can_be_started_it_stays_down(world):
     engine = await world.start([world.ready, DEAD])
-    await world.until(engine._reader.done)
-    assert engine._reader.exception() is None
+    await world.until(engine._core.reader.done)
+    assert engine._core.reader.exception() is None
     assert engine.health().reason == "unexpected OSError: no more processes (it stays down)"
 
 
@@ -467,7 +470,7 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
 
 
 def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(async_llm.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
-    monkeypatch.setattr(async_llm.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    monkeypatch.setattr(core_client.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
+    monkeypatch.setattr(core_client.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match="TMPDIR"):
-        async_llm._Child.spawn()
+        ChildLink()

@@ -37,10 +37,10 @@ def until(condition, what, seconds=30):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("after_s", [0.0, 0.3, 60])
-def test_killed_while_it_starts(model, temporary, number, after_s):
+@pytest.mark.parametrize(("after_s", "front_ends"), [(0.0, 1), (0.3, 1), (60, 1), (0.3, 2)])
+def test_killed_while_it_starts(model, temporary, number, after_s, front_ends):
     """`after_s` after the folder is there; 60: when the server is ready."""
-    options = ["--port", "0", "--device", "cpu", "--max-model-len", "64"]
+    options = ["--port", "0", "--device", "cpu", "--max-model-len", "64", "--api-servers", str(front_ends)]
     command = [sys.executable, "-m", "slipstream", "serve", str(model), *options]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

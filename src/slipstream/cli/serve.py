@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,11 @@ from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_op
 
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
+    from slipstream.frontend.supervisor import Supervisor
     from slipstream.plan.memory import MemoryLedger
     from slipstream.server.state import ServerSettings
+
+MOST_API_SERVERS = 8  # that are chosen by themselves
 
 _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     # The destination is a field of ServerSettings, which has the default.
@@ -57,7 +61,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too",
     )
+    server.add_argument(
+        "--api-servers",
+        type=_number_or_auto,
+        metavar="N",
+        help="processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
+        f"{MOST_API_SERVERS} at most (default: auto)",
+    )
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"))
+
+
+def _number_or_auto(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 128:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from 1 to 128")
+    return int(text)
+
+
+def choose_api_servers(device: str) -> int:
+    """With a GPU, whose engine one process that speaks HTTP can't keep up with, a quarter of the cores; else one."""
+    from slipstream.plan.hardware import available_cores, gpus
+
+    if device == "cpu" or (device == "auto" and not gpus()):
+        return 1
+    return max(1, min(available_cores() // 4, MOST_API_SERVERS))
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
@@ -98,44 +126,61 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from slipstream.cli.console import phases, print_json
-    from slipstream.compress.context import Shortener
     from slipstream.config import EngineArgs
-    from slipstream.engine.async_llm import AsyncLLM
-    from slipstream.server.run import bind, configure_logging, serve, url
+    from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)
     configure_logging(settings)
     logger = logging.getLogger("slipstream.server")
     if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("anyone who reaches %s can use this server; --api-key-file asks for a key", settings.host)
+    engines = [engine_args(args)]
+    if args.context_model not in (None, args.model):
+        shared = kept(args, ("device", "num_threads", "download_dir"))
+        engines.append(EngineArgs(model=args.context_model, **shared))
+    number = args.api_servers or choose_api_servers(engines[0].device)
     listener = bind(settings)
     start = time.monotonic()
 
-    async def main() -> None:
+    def announce(engine: AsyncLLM | Supervisor) -> None:
+        info = Banner.of(engine, settings, number, url(settings, listener), time.monotonic() - start)
+        print_json(info) if args.json else print(info, flush=True)
+
+    async def one() -> None:
+        from slipstream.compress.context import Shortener
+        from slipstream.engine.async_llm import AsyncLLM
+        from slipstream.server.run import serve
+
         with phases("starting") as progress:
-            engine = await AsyncLLM.start(engine_args(args), progress=progress)
-            small = None if args.context_model is None else engine
-            if args.context_model not in (None, args.model):
+            engine = small = await AsyncLLM.start(engines[0], progress=progress)
+            if len(engines) > 1:
                 try:
-                    own = EngineArgs(model=args.context_model, **kept(args, ("device", "num_threads", "download_dir")))
-                    small = await AsyncLLM.start(own, progress=progress)
+                    small = await AsyncLLM.start(engines[1], progress=progress)
                 except BaseException:
                     await engine.shutdown()
                     raise
-
-        def announce() -> None:
-            info = Banner.of(engine, settings, url(settings, listener), time.monotonic() - start)
-            print_json(info) if args.json else print(info, flush=True)
-
+        shortener = None if args.context_model is None else Shortener(small)
         try:
-            shortener = None if small is None else Shortener(small)
-            await serve(engine, settings, listener, on_ready=announce, shortener=shortener)
+            await serve(engine, settings, listener, on_ready=lambda: announce(engine), shortener=shortener)
         finally:
-            if small is not None and small is not engine:
+            if small is not engine:
                 await small.shutdown()
 
+    async def several() -> None:
+        from slipstream.frontend.supervisor import Supervisor
+
+        supervisor = Supervisor(engines, settings, listener, number, shortens=args.context_model is not None)
+        with contextlib.ExitStack() as shown:
+            progress = shown.enter_context(phases("starting"))
+
+            def on_ready() -> None:
+                shown.close()
+                announce(supervisor)
+
+            await supervisor.run(progress=progress, on_ready=on_ready)
+
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+        runner.run(one() if number == 1 else several())
     return 0
 
 
@@ -145,6 +190,7 @@ class Banner:
 
     url: str
     models: tuple[str, ...]
+    api_servers: int
     start_s: float
     device: str
     dtype: str
@@ -152,10 +198,13 @@ class Banner:
     ledger: MemoryLedger
 
     @classmethod
-    def of(cls, engine: AsyncLLM, settings: ServerSettings, url: str, seconds: float) -> Banner:
+    def of(
+        cls, engine: AsyncLLM | Supervisor, settings: ServerSettings, api_servers: int, url: str, seconds: float
+    ) -> Banner:
         return cls(
             url=f"{url}/v1",
             models=settings.served_model_names or (engine.model_name,),
+            api_servers=api_servers,
             start_s=round(seconds, 3),
             device=engine.config.device.info.name,
             dtype=engine.config.model.dtype,
@@ -165,8 +214,9 @@ class Banner:
 
     def __str__(self) -> str:
         ledger, tiles = self.ledger, f", tile table {self.tiles}" if self.tiles else ""
+        front_ends = f", {self.api_servers} front ends" if self.api_servers > 1 else ""
         return (
-            f"Slipstream serves {', '.join(self.models)} at {self.url} (started in {self.start_s:.1f} s)\n"
+            f"Slipstream serves {', '.join(self.models)} at {self.url} (started in {self.start_s:.1f} s{front_ends})\n"
             f"{self.device}, {self.dtype}{tiles}: weights {_size(ledger.weights_bytes)}, KV cache {_size(ledger.kv_bytes)} for "
             + ledger.describe_capacity()
             + (f"\nproducts: {ledger.describe_forms()}" if ledger.forms else "")

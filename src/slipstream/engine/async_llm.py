@@ -7,49 +7,31 @@
 Each delta holds what is new. A consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
 cancels the request.
 
-If the engine process dies:
-    1. Requests in flight raise EngineDeadError at once.
-    2. The engine starts again. A start that fails is tried again after a growing pause.
-    3. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model
-       is at fault.
+If the engine process dies, requests in flight raise EngineDeadError at once, and the engine starts again (`core_client`).
 
-One task, `_read`, owns the engine process from the end of `start` to `shutdown`. Nothing is awaited between a request's
-registration and its Add, nor between its end and its Abort, so a cancelled consumer leaves nothing behind.
+Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer
+leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import secrets
-import shutil
-import subprocess
-import sys
-import tempfile
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
-from slipstream import errors
-from slipstream.config import EngineArgs, EngineConfig, resolve
+from slipstream.config import EngineArgs, EngineConfig
+from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, as_error, resolved_config
 from slipstream.engine.core_process import (
     Abort,
     Add,
     AddTexts,
-    Failed,
     GetStats,
     Outputs,
-    Phase,
     Ready,
     Rejected,
-    Start,
     Stats,
-    Stop,
-    ToChild,
     ToParent,
 )
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
@@ -62,7 +44,7 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
+from slipstream.errors import EngineDeadError, EngineError
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
@@ -76,22 +58,12 @@ from slipstream.types import (
     Vectors,
 )
 
-if TYPE_CHECKING:
-    import zmq.asyncio
-
-MAX_FAST_DEATHS = 3
-MAX_RESTART_PAUSE_S = 30.0
 INLINE_CHARS = 16_384
 """More characters than this are tokenised in a thread, so that other requests' tokens are not delayed."""
 
 STALL_S = 60.0
 """Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
 looks the same."""
-
-_SOCKET_PATH_BYTES = 103
-"""The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
-
-_logger = logging.getLogger("slipstream.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +119,9 @@ class _Texts:
 class AsyncLLM:
     """Made by `start`. All methods belong to the event loop that started it."""
 
-    def __init__(self, args: EngineArgs, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, args: EngineArgs, description: ModelDescription, tokenizer: Tokenizer | None, source: CoreSource
+    ) -> None:
         self.args = args
         self.model_name = args.model
         self.description = description
@@ -157,34 +131,38 @@ class AsyncLLM:
         self.phases: dict[str, float] = {}
         self.tiles = ""  # the tile table, by identity and size
         self.canary: CanaryResult | None = None
-        self.num_restarts = 0
+        self._ids = map(f"{source.id_prefix}{{}}".format, itertools.count())  # never used twice by one core
+        self._core = CoreClient(self, source)
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
         self._streams: dict[str, _Stream] = {}
         self._texts: dict[str, _Texts] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
-        self._child: _Child | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._stopping = False
-        self._down_reason = ""
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
 
     @classmethod
-    async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> AsyncLLM:
-        """Start the engine process; return when it can take requests. Its errors are raised here as they are."""
+    async def start(
+        cls,
+        args: EngineArgs,
+        *,
+        progress: Callable[[str], None] = lambda phase: None,
+        source: CoreSource | None = None,
+    ) -> AsyncLLM:
+        """Start the engine process, or take the engine core of `source`; return when it can take requests. Its errors are
+        raised here as they are."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path)
-        child = _Child.spawn()
+        source = source or CoreSource(lambda: ChildLink.start(args))
+        link = await source.connect()  # a child imports torch while we build the tokenizer
         try:
-            await child.begin(args)  # it imports torch while we build the tokenizer
             tokenizer = await asyncio.to_thread(load_tokenizer, args, description)
-            engine = cls(args, description, tokenizer)
-            await engine._adopt(child, progress)
+            engine = cls(args, description, tokenizer, source)
         except BaseException:
-            await child.end()
+            await link.end()
             raise
-        engine._reader = asyncio.create_task(engine._read())
+        await engine._core.adopt(link, progress)
+        engine._core.watch()
         return engine
 
     # --- Requests -----------------------------------------------------------------------------------------------------
@@ -261,21 +239,26 @@ class AsyncLLM:
         An unknown id is ignored."""
         self._abort(self._output.unfinished(request_id))
 
-    def _running_child(self) -> _Child:
-        if self._child is None or self._stopping:
-            raise EngineDeadError(self._down_reason or "the engine is shutting down")
-        return self._child
+    def _running_child(self) -> Link:
+        core = self._core
+        if core.link is None or core.stopping:
+            raise EngineDeadError(core.down_reason or "the engine is shutting down")
+        return core.link
 
     def _abort(self, keys: list[str]) -> None:
-        if keys and self._child is not None:
-            self._child.send(Abort(keys))
+        if keys and self._core.link is not None:
+            self._core.link.send(Abort(keys))
 
     # --- State --------------------------------------------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
         """The engine process is up and ready."""
-        return self._child is not None and self._child.process.poll() is None
+        return self._core.is_alive
+
+    @property
+    def num_restarts(self) -> int:
+        return self._core.num_restarts
 
     @property
     def num_requests(self) -> int:
@@ -284,7 +267,7 @@ class AsyncLLM:
 
     def health(self) -> Health:
         if not self.is_alive:
-            return Health(False, self._down_reason or "the engine process is down")
+            return Health(False, self._core.down_reason or "the engine process is down")
         now = time.monotonic()
         silence, stall = now - self._last_heard, now - self._last_progress
         if silence > STALL_S:
@@ -295,12 +278,13 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """The engine's numbers, taken between two steps. EngineDeadError if it is down."""
-        if self._child is None:
-            raise EngineDeadError(self._down_reason or "the engine process is down")
+        core = self._core
+        if core.link is None:
+            raise EngineDeadError(core.down_reason or "the engine process is down")
         waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
         try:
-            self._child.send(GetStats())
+            core.link.send(GetStats())
             return await waiter
         finally:  # a caller that gave up must not be kept, since a hung child never answers
             if waiter in self._stats_waiters:
@@ -308,85 +292,26 @@ class AsyncLLM:
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Take no more requests, wait up to `drain_s` seconds for those in flight, cancel the rest, end the process."""
-        self._stopping, self._down_reason = True, "the engine is shutting down"
+        self._core.refuse()
         until = time.monotonic() + drain_s
         try:
             while self.num_requests and self.is_alive and time.monotonic() < until:
                 await asyncio.sleep(0.02)
         finally:
-            if self._reader is not None:
-                self._reader.cancel()
-                await asyncio.wait([self._reader])  # it ends the child of a restart under way
-            self._fail(EngineDeadError(self._down_reason))
-            child, self._child = self._child, None
-            if child is not None:
-                await child.end()
+            await self._core.stop()
 
-    # --- The child ------------------------------------------------------------------------------------------------------
+    # --- The core -----------------------------------------------------------------------------------------------------
 
-    async def _adopt(self, child: _Child, progress: Callable[[str], None]) -> None:
-        """Wait until the child is ready; take over what it found."""
-        while True:
-            message = await child.receive()
-            if isinstance(message, Phase):
-                progress(message.name)
-            elif isinstance(message, Failed):
-                raise _error(message.error, message.message, message.field)
-            elif isinstance(message, Ready):
-                break
-        config = resolve(self.args, self.description, message.device)
-        ledger = message.ledger
-        self.config = config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
-        self.ledger, self.phases, self.tiles, self.canary = ledger, message.phases, message.tiles, message.canary
+    def core_ready(self, ready: Ready) -> None:
+        """Take over what the core found."""
+        self.config = resolved_config(self.args, self.description, ready)
+        self.ledger, self.phases, self.tiles, self.canary = ready.ledger, ready.phases, ready.tiles, ready.canary
         log_canary(self.canary)
-        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer)
-        self._child, self._down_reason = child, ""
+        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids)
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
 
-    async def _read(self) -> None:
-        """Take the child's messages as they come. When it dies, log it and start another. An unexpected error counts as the
-        child's death: if it ended this task, every stream would wait for ever."""
-        deaths = 0
-        while not self._stopping:
-            try:
-                child = self._child or await self._restart()
-                while True:
-                    self._on_message(await child.receive())
-                    deaths = 0
-            except Exception as error:
-                deaths += 1
-                final = self._stopping or deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError)
-                await self._mark_dead(error, "it stays down" if final else "it will start again")
-                if final:
-                    return
-            if deaths > 1:
-                await asyncio.sleep(min(2.0**deaths, MAX_RESTART_PAUSE_S))
-
-    async def _mark_dead(self, error: Exception, then: str) -> None:
-        """The child died, could not start, or sent what can't be handled. Fail all that waits, and end the process."""
-        foreseen = isinstance(error, SlipstreamError)
-        reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"
-        _logger.error("the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error)
-        child, self._child = self._child, None
-        self._down_reason = f"{reason} ({then})"
-        self._fail(EngineDeadError(self._down_reason))
-        if child is not None:
-            await child.end()
-
-    async def _restart(self) -> _Child:
-        self.num_restarts += 1
-        child = _Child.spawn()
-        try:
-            await child.begin(self.args)
-            await self._adopt(child, lambda phase: None)
-            _logger.info("the engine is up again (start %d)", self.num_restarts)
-        except BaseException:  # `shutdown` cancels us
-            await child.end()
-            raise
-        return child
-
-    def _on_message(self, message: ToParent) -> None:
+    def core_said(self, message: ToParent) -> None:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
             self._take_texts(message.vectors)
@@ -399,7 +324,7 @@ class AsyncLLM:
                     self._streams.pop(delta.request_id, None)
             self._abort(aborts)
         elif isinstance(message, Rejected):
-            error = _error(message.error, message.message, message.field)
+            error = as_error(message.error, message.message, message.field)
             request_id = self._output.owner(message.request_ids[0])
             if request_id is not None:  # else cancelled meanwhile
                 self._output.discard(request_id)
@@ -413,8 +338,6 @@ class AsyncLLM:
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(message.stats)
-        elif isinstance(message, Failed):
-            raise EngineDeadError(f"the engine failed: {message.message}")
 
     def _take_texts(self, outputs: Sequence[VectorOutput]) -> None:
         for output in outputs:
@@ -436,8 +359,9 @@ class AsyncLLM:
             self._last_progress = self._last_heard
         self._num_steps = stats.num_steps
 
-    def _fail(self, error: Exception) -> None:
-        """End everything that waits for the child."""
+    def core_died(self, reason: str, *, final: bool) -> None:
+        """End everything that waits for the core."""
+        error = EngineDeadError(self._core.down_reason)
         self._output.fail_all()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
@@ -459,100 +383,3 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     if whole is None:
         raise EngineError("the stream ended without an answer")
     return whole
-
-
-class _Child:
-    """The engine process and our end of its socket."""
-
-    def __init__(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket, folder: str) -> None:
-        self.process = process
-        self._socket = socket
-        self._folder = folder
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
-
-    @classmethod
-    def spawn(cls) -> _Child:
-        """Start the process. The caller must `end` it, whatever happens next."""
-        import zmq
-        import zmq.asyncio
-
-        folder = f"{tempfile.gettempdir()}/slipstream-{secrets.token_hex(8)}"
-        address = f"ipc://{folder}/engine"
-        if len(os.fsencode(folder + "/engine")) > _SOCKET_PATH_BYTES:
-            raise ConfigError(
-                f"the folder for temporary files, {tempfile.gettempdir()}, has too long a path for a Unix socket "
-                f"({_SOCKET_PATH_BYTES} bytes with the socket's name); set TMPDIR to a shorter one"
-            )
-        # The process comes before the folder: if we are killed, it is there to remove it.
-        process = subprocess.Popen([sys.executable, "-m", "slipstream.engine.core_process", address], stdin=subprocess.PIPE)
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        try:
-            os.mkdir(folder, 0o700)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
-        except BaseException:
-            process.kill()
-            process.wait()
-            socket.close()
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return cls(process, socket, folder)
-
-    async def begin(self, args: EngineArgs) -> None:
-        """Send the first message as soon as the process has connected. If it ended instead, `receive` says so."""
-        while not self.send(Start(args)) and self.process.poll() is None:
-            await asyncio.sleep(0.005)
-        shutil.rmtree(self._folder, ignore_errors=True)  # both ends are open: nobody looks for the socket's name again
-
-    def send(self, message: ToChild) -> bool:
-        """Queue a message without waiting; the queue has no bound. False if the process is not connected: not yet, or no more,
-        which `receive` will say."""
-        import zmq
-
-        # Another zmq.Socket over the same handle would swallow the wake-up of a waiting `receive`.
-        sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
-        error = sent.exception()  # without blocking, a send is done when it returns
-        if error is not None and not isinstance(error, zmq.Again):
-            raise error
-        return error is None
-
-    async def receive(self) -> ToParent:
-        """The next message. EngineDeadError when the process has ended and all its messages were read."""
-        while not await self._socket.poll(200):
-            code = self.process.poll()
-            if code is not None and not await self._socket.poll(0):
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                raise EngineDeadError(f"the engine process {how}")
-        return self._decoder.decode(await self._socket.recv())
-
-    async def end(self) -> None:
-        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
-        the process is killed at once."""
-        assert self.process.stdin is not None
-        try:
-            if self.process.poll() is None:
-                self.send(Stop())
-            await asyncio.to_thread(self._wait, 5.0)
-        finally:
-            self.process.kill()  # nothing, if it has ended
-            self.process.stdin.close()
-            self._socket.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _wait(self, seconds: float) -> None:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def _error(kind: str, message: str, field: str | None) -> SlipstreamError:
-    """The engine's error, as an exception of this process."""
-    known: Any = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, SlipstreamError):
-        return known(message, field=field)
-    return EngineError(f"{kind}: {message}")

@@ -4,11 +4,16 @@ HTTP, tokenising and detokenising then never delay a step, and if the engine cra
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
 standard input closes, so it never outlives its parent.
 
-Parent to child: Start, Add, AddTexts, Abort, GetStats, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Failed.
+Parent to child: Start, Add, AddTexts, Abort, GetStats, Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected,
+Stats, Failed.
+
+Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, Abort and GetStats. They
+are sent Ready, and then what belongs to their own requests, one message a step. Ids of requests are unique over all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -16,7 +21,8 @@ import signal
 import sys
 import threading
 import time
-from typing import TypeAlias
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -35,12 +41,18 @@ from slipstream.types import (
     vectors_of,
 )
 
+if TYPE_CHECKING:
+    import zmq
+
 WARM_S = 12.0
 """At most so many seconds of a start are spent on preparing sizes of steps. It is enough for all sizes of an 8B model on an
 H200; what is left follows whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
 """The child reports this often, between steps and without work. If it is silent, it hangs."""
+
+PARENT = 0
+"""The number of who started the child."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -63,11 +75,24 @@ class GetStats(msgspec.Struct, tag=True):
     pass
 
 
+class Attach(msgspec.Struct, tag=True):
+    """From now on, who listens at `path` may send requests."""
+
+    number: int
+    path: str
+
+
+class Detach(msgspec.Struct, tag=True):
+    """Who has the number is gone: all its requests are cancelled. An unknown number is ignored."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, tag=True):
     pass
 
 
-ToChild: TypeAlias = Start | Add | AddTexts | Abort | GetStats | Stop
+ToChild: TypeAlias = Start | Add | AddTexts | Abort | GetStats | Attach | Detach | Stop
 
 
 class Phase(msgspec.Struct, tag=True):
@@ -124,17 +149,28 @@ class CoreProcess:
 
         self._zmq = zmq
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by number
+        self._owners: dict[str, int] = {}  # of requests that are not the parent's
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToChild)
+        self._connect(PARENT, address)
+
+    def _connect(self, number: int, address: str) -> None:
+        zmq, socket = self._zmq, self._context.socket(self._zmq.PAIR)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 2000)
+        if number != PARENT:
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # it listens already; if it has died meanwhile, nobody will
+        socket.connect(address)
+        self._sockets[number] = socket
+        self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> int:
         """Serve until told to stop. Returns the exit code: 0, or 1 after a failure that was reported."""
         try:
-            start = self._receive()
+            start = self._receive(PARENT)
             if not isinstance(start, Start):
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
             from slipstream.engine.engine_core import EngineCore
@@ -144,8 +180,9 @@ class CoreProcess:
             self._send(Phase("graphs"))
             core.warm(WARM_S)
             executor = core.executor
-            ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
-            self._send(ready)
+            info = core.config.device.info
+            self._ready = Ready(info, core.ledger, executor.phases, executor.tiles, executor.canary)
+            self._send(self._ready)
             self._serve()
             return 0
         except Exception as error:
@@ -157,8 +194,7 @@ class CoreProcess:
                 traceback.print_exc()
             return 1
         finally:
-            self._socket.close(linger=2000)
-            self._context.term()
+            self._context.destroy()
 
     def _serve(self) -> None:
         core = self._core
@@ -171,22 +207,37 @@ class CoreProcess:
             if worked and not core.has_work:
                 gc.collect()
                 worked = False
-            if not core.has_work and not self._socket.poll(0):
+            if not core.has_work and not self._poller.poll(0):
                 core.executor.capture_next()  # sizes of steps that were not prepared at the start
             # All waiting messages are taken before a step, so that a cancelled request frees its blocks first.
-            while self._socket.poll(self._patience_ms()):
-                message = self._receive()
-                if isinstance(message, Stop):
-                    return
-                self._handle(message)
+            while ready := dict(self._poller.poll(self._patience_ms())):
+                for number in [n for n, socket in self._sockets.items() if socket in ready]:
+                    if number not in self._sockets:
+                        continue  # detached by the parent's message
+                    message = self._receive(number)
+                    if isinstance(message, Stop):
+                        return
+                    self._handle(message, number)
             worked = worked or core.has_work
-            outputs = core.step() if core.has_work else []
-            if outputs:
-                self._send(Outputs.of(outputs))
+            if core.has_work:
+                self._deliver(core.step())
             now = time.monotonic()
             if now - last_report >= HEARTBEAT_S:
-                self._send(Stats(core.stats(), asked=False))
+                for number in self._sockets:
+                    self._send(Stats(core.stats(), asked=False), number)
                 last_report = now
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Send each process what belongs to its requests."""
+        by_owner = {PARENT: outputs}
+        if self._owners:
+            by_owner = defaultdict(list)
+            for output in outputs:
+                find = self._owners.get if output.finish_reason is None else self._owners.pop
+                by_owner[find(output.request_id, PARENT)].append(output)
+        for number, some in by_owner.items():
+            if some:
+                self._send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
         """How long to wait for a message: 0 while steps can be made, else until the next wake-up or heartbeat."""
@@ -198,32 +249,50 @@ class CoreProcess:
         wakeup = core.next_wakeup()
         return 100 if wakeup is None else max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
 
-    def _handle(self, message: ToChild) -> None:
+    def _handle(self, message: ToChild, number: int) -> None:
         core = self._core
         if isinstance(message, Add | AddTexts):
+            added = message.requests if isinstance(message, Add) else [message.request]
+            if number != PARENT:
+                self._owners.update((request.request_id, number) for request in added)
             try:
                 if isinstance(message, Add):
                     core.add(message.requests)
                 else:
                     core.add_texts(message.request)
             except Exception as error:
-                added = message.requests if isinstance(message, Add) else [message.request]
                 ids = [r.request_id for r in added]
                 core.abort(ids)
-                self._send(Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)))
+                self._forget(ids)
+                self._send(Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)), number)
         elif isinstance(message, Abort):
-            outputs = core.abort(message.request_ids)
-            if outputs:
-                self._send(Outputs.of(outputs))
+            self._deliver(core.abort(message.request_ids))
+            self._forget(message.request_ids)
         elif isinstance(message, GetStats):
-            self._send(Stats(core.stats(experts=True), asked=True))
+            self._send(Stats(core.stats(experts=True), asked=True), number)
+        elif isinstance(message, Attach):
+            self._connect(message.number, f"ipc://{message.path}")
+            self._send(self._ready, message.number)
+        elif isinstance(message, Detach) and message.number in self._sockets:
+            socket = self._sockets.pop(message.number)
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+            ids = [request_id for request_id, owner in self._owners.items() if owner == message.number]
+            core.abort(ids)
+            self._forget(ids)
 
-    def _receive(self) -> ToChild:
-        message: ToChild = self._decoder.decode(self._socket.recv())
+    def _forget(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._owners.pop(request_id, None)
+
+    def _receive(self, number: int) -> ToChild:
+        message: ToChild = self._decoder.decode(self._sockets[number].recv())
         return message
 
-    def _send(self, message: ToParent) -> None:
-        self._socket.send(self._encoder.encode(message))
+    def _send(self, message: ToParent, number: int = PARENT) -> None:
+        """A queue has no bound. What is sent to one who has died is lost: a Detach is on its way."""
+        with contextlib.suppress(self._zmq.Again):
+            self._sockets[number].send(self._encoder.encode(message), self._zmq.NOBLOCK)
 
 
 def _reported() -> type[Exception]:
@@ -232,12 +301,11 @@ def _reported() -> type[Exception]:
     return SlipstreamError
 
 
-def _end_with_parent(address: str) -> None:
-    """Exit when the parent's end of our standard input closes. A parent that was killed left the socket's folder, if it had
-    not yet heard of us."""
+def end_with_parent(folder: str) -> None:
+    """Exit when the parent's end of our standard input closes. A parent that was killed left the folder of its sockets."""
     while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
         pass
-    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -246,7 +314,8 @@ def main() -> int:
     # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(sys.argv[1],), daemon=True).start()
+    folder = os.path.dirname(sys.argv[1].removeprefix("ipc://"))
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     return CoreProcess(sys.argv[1]).run()
 
 

@@ -94,18 +94,24 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         description: ModelDescription | None = None,
+        ids: Iterator[str] | None = None,
     ) -> None:
-        """Without a description the model is a decoder that is not asked for vectors."""
+        """Without a description the model is a decoder that is not asked for vectors. `ids` are those of engine requests."""
         self.tokenizer = tokenizer
         self.description = description
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
-        self._ids = itertools.count()
+        self._ids = ids or map(str, itertools.count())
 
     @classmethod
     def for_model(
-        cls, description: ModelDescription, config: EngineConfig, tokenizer: Tokenizer | None
+        cls,
+        description: ModelDescription,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        ids: Iterator[str] | None = None,
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
@@ -117,6 +123,7 @@ class InputProcessor:
             max_model_len=config.model.max_model_len,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             description=description,
+            ids=ids,
         )
 
     def prepare(
@@ -167,10 +174,10 @@ class InputProcessor:
             raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError("deadline_s must be above 0", field="deadline_s")
-        number = next(self._ids)
+        key = next(self._ids)
         now = time.monotonic()
         first = EngineRequest(
-            request_id=str(number),
+            request_id=key,
             prompt_token_ids=tokens,
             sampling=sampling if sampling.n == 1 else dataclasses.replace(sampling, n=1),
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
@@ -182,7 +189,7 @@ class InputProcessor:
             encoder_token_ids=encoded,
         )
         others = (self._fork(first, i) for i in range(1, sampling.n))
-        return PreparedRequest(request_id or f"request-{number}", text, sampling, (first, *others))
+        return PreparedRequest(request_id or f"request-{key}", text, sampling, (first, *others))
 
     def prepare_texts(
         self, texts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
@@ -224,7 +231,7 @@ class InputProcessor:
             num_first += [0] * (len(token_ids) - len(num_first))
             num_first = [first or n for first, n in zip(num_first, lengths, strict=True)]
         request = TextsRequest(
-            request_id=str(next(self._ids)),
+            request_id=next(self._ids),
             token_ids=b"".join([ids.tobytes() for ids in packed]),
             lengths=lengths.tobytes(),
             num_first=array("i", num_first).tobytes(),

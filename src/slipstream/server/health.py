@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from slipstream.errors import EngineError
 from slipstream.server.errors import shutting_down, unavailable
+from slipstream.server.metrics import Metrics
 from slipstream.server.state import ServerState
 
 _STATS_TIMEOUT_S = 2.0  # a scrape must not hang with the engine
@@ -45,7 +46,16 @@ class Probes:
             stats = await asyncio.wait_for(self.state.engine.stats(), _STATS_TIMEOUT_S)
         except (EngineError, TimeoutError):
             stats = None
-        return Response(self.state.metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+        metrics = self.state.metrics
+        if self.state.totals is not None:
+            try:
+                found = await asyncio.wait_for(self.state.totals(metrics.counts()), _STATS_TIMEOUT_S)
+            except TimeoutError:  # sums without the others would go backwards
+                raise unavailable("the other front ends' counts are not there", "metrics_unavailable") from None
+            metrics = Metrics(metrics.model_name)
+            for counts in found:
+                metrics.add(counts)
+        return Response(metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _require_health(self) -> None:
         health = self.state.engine.health()

@@ -65,10 +65,9 @@ async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]
     """
     if state.draining:
         raise shutting_down()
-    if len(state.in_flight) >= state.settings.max_concurrent_requests:
-        raise overloaded(
-            f"{len(state.in_flight)} requests are in flight, as many as this server takes; try again later"
-        )
+    limit = state.settings.max_concurrent_requests
+    if not state.load.begin_request(limit):
+        raise overloaded(f"{limit} requests are in flight, as many as this server takes; try again later")
     task = asyncio.current_task()
     assert task is not None
     exchange = Exchange(task)
@@ -91,3 +90,4 @@ async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]
         exchange.over = True
         watcher.cancel()
         state.in_flight.discard(exchange)
+        state.load.end_request()

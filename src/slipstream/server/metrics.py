@@ -1,5 +1,7 @@
 """Prometheus metrics, one registry per app. Names are vLLM's, with the prefix `slipstream:`.
 
+Each front end counts for itself; a scrape adds up their `Counts`.
+
 Everything runs on one event loop, so counts are plain numbers that a scrape turns into families: an observation on
 the token path is one bisection. Engine numbers (queue, cache, tokens) are the engine's own, asked for at each scrape;
 when it is down they are left out and `slipstream:engine_up` is 0.
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -60,6 +63,14 @@ class Histogram:
         return family
 
 
+class Counts(msgspec.Struct):
+    """What a front end has counted."""
+
+    histograms: list[tuple[list[int], float]]  # in the order of `Metrics.histograms`
+    finished: dict[str, int]
+    responses: list[tuple[tuple[str, str, int], int]]
+
+
 class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
@@ -67,11 +78,23 @@ class Metrics(Collector):
         self.itl = Histogram("inter_token_latency_seconds", "Gap between two deltas of one choice", _TOKEN_BUCKETS)
         self.tpot = Histogram("time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_BUCKETS)
         self.e2e = Histogram("e2e_request_latency_seconds", "Arrival to the end of the answer", _REQUEST_BUCKETS)
+        self.histograms = (self.ttft, self.itl, self.tpot, self.e2e)
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.responses: Counter[tuple[str, str, int]] = Counter()  # by method, route, status
         self.stats: EngineStats | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    def counts(self) -> Counts:
+        histograms = [(list(histogram.counts), histogram.total) for histogram in self.histograms]
+        return Counts(histograms, dict(self.finished), list(self.responses.items()))
+
+    def add(self, counts: Counts) -> None:
+        for histogram, (found, total) in zip(self.histograms, counts.histograms, strict=True):
+            histogram.counts = [a + b for a, b in zip(histogram.counts, found, strict=True)]
+            histogram.total += total
+        self.finished.update(counts.finished)
+        self.responses.update(dict(counts.responses))
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text of a scrape, with the engine's numbers as they are now (None: it is down)."""
@@ -80,7 +103,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         model = self.model_name
-        for histogram in (self.ttft, self.itl, self.tpot, self.e2e):
+        for histogram in self.histograms:
             yield histogram.family(model)
         success = CounterMetricFamily(
             _PREFIX + "request_success", "Choices completed, by reason", labels=["model_name", "finish_reason"]

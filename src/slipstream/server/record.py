@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -106,18 +107,18 @@ class RequestLog:
 
 
 class LogFormatter(logging.Formatter):
-    """One line a record: `time level message key=value ...`, or the same as a JSON object."""
+    """One line a record: `time level message key=value ...`, or the same as a JSON object. `more` are fields of every line."""
 
-    def __init__(self, *, json: bool) -> None:
+    def __init__(self, *, json: bool, more: Mapping[str, object] | None = None) -> None:
         super().__init__()
-        self.json = json
+        self.json, self.more = json, more or {}
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
         message, level = record.getMessage(), record.levelname.lower()
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
-        fields: dict[str, object] = getattr(record, "fields", {})
+        fields: dict[str, object] = {**self.more, **getattr(record, "fields", {})}
         if self.json:
             return msgspec.json.encode({"time": stamp, "level": level, "message": message, **fields}).decode()
         return " ".join([stamp, level, message, *(f"{key}={value}" for key, value in fields.items())])

@@ -14,7 +14,6 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from slipstream.errors import ConfigError
 from slipstream.server.app import create_app
 from slipstream.server.connection import Connection
 from slipstream.server.errors import shutting_down
+from slipstream.server.load import Acceptor
 from slipstream.server.record import LogFormatter
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
 
@@ -65,19 +65,37 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again at the end, and the process would not end with 0."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread hears signals; whoever runs the server in another calls `stop`
+        """Whoever runs the server calls `stop`: uvicorn's own raises the signal again at the end."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.state.load.is_shared:
+            await super().startup(sockets)
             return
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
+        await super().startup([])
+        config, state, open_now = self.config, self.server_state, self.server_state.connections
+
+        def protocol() -> asyncio.Protocol:
+            return Connection(config, state, self.lifespan.state)
+
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+            acceptor = Acceptor(listener, self.state.load, protocol, lambda: len(open_now), config.ssl)
+            self.servers.append(acceptor)  # type: ignore[arg-type]
+
+
+@contextmanager
+def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop` while the code inside runs."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
         for number in signals:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(number)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -138,15 +156,16 @@ async def serve(
         server = make_server(engine, settings, shortener)
         listener.listen(BACKLOG)  # so that whoever reads that we are ready can connect at once
         on_ready()
-        await server.serve(sockets=[listener])
+        with stop_signals(server.stop):
+            await server.serve(sockets=[listener])
     finally:
         await engine.shutdown()
 
 
-def configure_logging(settings: ServerSettings) -> None:
-    """Log lines of the server to standard error; called by the command, never by the library."""
+def configure_logging(settings: ServerSettings, **more: object) -> None:
+    """Log lines of the server to standard error, each with `more`; called by the command, never by the library."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormatter(json=settings.log_format == "json"))
+    handler.setFormatter(LogFormatter(json=settings.log_format == "json", more=more))
     for name, level in (("slipstream", logging.INFO), ("uvicorn", logging.WARNING)):
         target = logging.getLogger(name)
         target.handlers, target.propagate = [handler], False

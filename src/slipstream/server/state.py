@@ -7,17 +7,18 @@ belongs to one app; nothing here is global. All of it lives on one event loop, s
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.server.load import Load
 from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
 
 if TYPE_CHECKING:
     from slipstream.server.limits import Exchange
-    from slipstream.server.metrics import Metrics
+    from slipstream.server.metrics import Counts, Metrics
     from slipstream.spec.description import ModelDescription
 
 
@@ -145,7 +146,9 @@ class ServerState:
     metrics: Metrics
     shortener: Shortener | None = None  # of prompts, by a small model
     draining: bool = False
-    in_flight: set[Exchange] = field(default_factory=set)
+    in_flight: set[Exchange] = field(default_factory=set)  # of this process
+    load: Load = field(default_factory=Load)
+    totals: Callable[[Counts], Awaitable[list[Counts]]] | None = None  # of all front ends, given this one's; None: it is alone
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -1,0 +1,291 @@
+"""A process's way to an engine core in another process: the link, and who restarts what died.
+
+A `Link` is our end of a socket to a core. A `ChildLink` is one to a core that we started. A `CoreClient` keeps one link up:
+
+    1. `adopt` waits until the core is ready.
+    2. Its messages go to the owner as they come.
+    3. When the core dies, the owner is told, and another link is opened. A start that fails is tried again after a growing
+       pause.
+    4. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model
+       is at fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from slipstream import errors
+from slipstream.config import EngineArgs, EngineConfig, resolve
+from slipstream.engine.core_process import Failed, Phase, Ready, Start, Stop, ToChild, ToParent
+from slipstream.errors import ConfigError, EngineDeadError, EngineError, ModelError, SlipstreamError
+from slipstream.spec.description import ModelDescription
+
+MAX_FAST_DEATHS = 3
+MAX_RESTART_PAUSE_S = 30.0
+
+_SOCKET_PATH_BYTES = 103
+"""The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
+
+_logger = logging.getLogger("slipstream.engine")
+
+
+class Link(ABC):
+    """Our end of a socket to an engine core, which connects to `path`."""
+
+    def __init__(self, path: str) -> None:
+        import zmq
+        import zmq.asyncio
+
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        try:
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(f"ipc://{path}")
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @abstractmethod
+    def death(self) -> EngineDeadError | None:
+        """How the core ended; None while it runs."""
+
+    def send(self, message: ToChild) -> bool:
+        """Queue a message without waiting; the queue has no bound. False if the core is not connected: not yet, or no more,
+        which `receive` will say."""
+        import zmq
+
+        # Another zmq.Socket over the same handle would swallow the wake-up of a waiting `receive`.
+        sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
+        error = sent.exception()  # without blocking, a send is done when it returns
+        if error is not None and not isinstance(error, zmq.Again):
+            raise error
+        return error is None
+
+    async def receive(self) -> ToParent:
+        """The next message. EngineDeadError when the core has ended and all its messages were read."""
+        while not await self._socket.poll(200):
+            death = self.death()
+            if death is not None and not await self._socket.poll(0):
+                raise death
+        return self._decoder.decode(await self._socket.recv())
+
+    async def end(self) -> None:
+        self._socket.close()
+
+
+class ChildLink(Link):
+    """An engine process that we started. The caller must `end` it, whatever happens next."""
+
+    def __init__(self) -> None:
+        self._folder = socket_folder()
+        # The process comes before the folder: if we are killed, it is there to remove it.
+        command = [sys.executable, "-m", "slipstream.engine.core_process", f"ipc://{self._folder}/engine"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        try:
+            os.mkdir(self._folder, 0o700)
+            super().__init__(f"{self._folder}/engine")
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    @classmethod
+    async def start(cls, args: EngineArgs) -> ChildLink:
+        """Start the process and send the first message as soon as it has connected. If it ended instead, `receive` says so."""
+        child = cls()
+        try:
+            while not child.send(Start(args)) and child.process.poll() is None:
+                await asyncio.sleep(0.005)
+        except BaseException:
+            await child.end()
+            raise
+        shutil.rmtree(child._folder, ignore_errors=True)  # both ends are open: nobody looks for the socket's name again
+        return child
+
+    def death(self) -> EngineDeadError | None:
+        code = self.process.poll()
+        return None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
+
+    async def end(self) -> None:
+        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
+        the process is killed at once."""
+        assert self.process.stdin is not None
+        try:
+            if self.process.poll() is None:
+                self.send(Stop())
+            await asyncio.to_thread(wait_or_kill, self.process, 5.0)
+        finally:
+            self.process.kill()  # nothing, if it has ended
+            self.process.stdin.close()
+            await super().end()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def restart_pause(deaths: int, error: Exception) -> float | None:
+    """Seconds to wait before the next start after so many deaths in a row, the last by `error`; None: there is none."""
+    if deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError):
+        return None
+    return min(2.0**deaths, MAX_RESTART_PAUSE_S) if deaths > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSource:
+    """Where a core comes from. `id_prefix` begins the ids of requests, which several processes send to one core."""
+
+    connect: Callable[[], Awaitable[Link]]
+    pause: Callable[[int, Exception], float | None] = restart_pause
+    id_prefix: str = ""
+
+
+def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:
+    """What a core runs with."""
+    config, ledger = resolve(args, description, ready.device), ready.ledger
+    return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
+
+
+class Owner(Protocol):
+    """Who has a CoreClient."""
+
+    def core_ready(self, ready: Ready) -> None: ...
+    def core_said(self, message: ToParent) -> None: ...
+    def core_died(self, reason: str, *, final: bool) -> None:
+        """Fail all that waits for the core; `final`: there will be no other."""
+
+
+class CoreClient:
+    """Keeps a link to an engine core. One task, `_read`, owns the link from the end of `adopt` to `stop`."""
+
+    def __init__(self, owner: Owner, source: CoreSource) -> None:
+        self.link: Link | None = None  # to a core that is ready
+        self.down_reason = ""
+        self.num_restarts = 0
+        self.stopping = False
+        self.reader: asyncio.Task[None] | None = None
+        self._owner, self._source = owner, source
+
+    @property
+    def is_alive(self) -> bool:
+        return self.link is not None and self.link.death() is None
+
+    async def adopt(self, link: Link, progress: Callable[[str], None] = lambda phase: None) -> None:
+        """Wait until the core is ready. Its errors are raised here as they are, and the link is ended."""
+        try:
+            while not isinstance(message := await link.receive(), Ready):
+                if isinstance(message, Phase):
+                    progress(message.name)
+                elif isinstance(message, Failed):
+                    raise as_error(message.error, message.message, message.field)
+            self.link, self.down_reason = link, ""
+            self._owner.core_ready(message)
+        except BaseException:
+            self.link = None
+            await link.end()
+            raise
+
+    def watch(self) -> None:
+        self.reader = asyncio.create_task(self._read())
+
+    def refuse(self) -> None:
+        """Take no more requests."""
+        self.stopping, self.down_reason = True, "the engine is shutting down"
+
+    async def stop(self) -> None:
+        self.refuse()
+        if self.reader is not None:
+            self.reader.cancel()
+            await asyncio.wait([self.reader])  # it ends the link of a restart under way
+        link, self.link = self.link, None
+        self._owner.core_died(self.down_reason, final=True)
+        if link is not None:
+            await link.end()
+
+    async def _read(self) -> None:
+        """Take the core's messages as they come. When it dies, log it and open another link. An unexpected error counts as the
+        core's death: if it ended this task, every request would wait for ever."""
+        deaths = 0
+        while not self.stopping:
+            try:
+                link = self.link or await self._restart()
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, Failed):
+                        raise EngineDeadError(f"the engine failed: {message.message}")
+                    self._owner.core_said(message)
+                    deaths = 0
+            except Exception as error:
+                deaths += 1
+                pause = None if self.stopping else self._source.pause(deaths, error)
+                await self._mark_dead(error, final=pause is None)
+            if pause is None:
+                return
+            if pause:
+                await asyncio.sleep(pause)
+
+    async def _mark_dead(self, error: Exception, *, final: bool) -> None:
+        """The core died, could not start, or sent what can't be handled. Fail all that waits, and end the link."""
+        then = "it stays down" if final else "it will start again"
+        foreseen = isinstance(error, SlipstreamError)
+        reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"
+        _logger.error("the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error)
+        link, self.link = self.link, None
+        self.down_reason = f"{reason} ({then})"
+        self._owner.core_died(reason, final=final)
+        if link is not None:
+            await link.end()
+
+    async def _restart(self) -> Link:
+        self.num_restarts += 1
+        await self.adopt(await self._source.connect())
+        assert self.link is not None
+        _logger.info("the engine is up again (start %d)", self.num_restarts)
+        return self.link
+
+
+def socket_folder() -> str:
+    """The path of a new folder for sockets, which the caller makes. ConfigError if it is too long for a socket in it."""
+    folder = f"{tempfile.gettempdir()}/slipstream-{secrets.token_hex(8)}"
+    if len(os.fsencode(folder + "/engine")) > _SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"the folder for temporary files, {tempfile.gettempdir()}, has too long a path for a Unix socket "
+            f"({_SOCKET_PATH_BYTES} bytes with the socket's name); set TMPDIR to a shorter one"
+        )
+    return folder
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """The process's return code."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its return code."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
+    """Another process's error, as an exception of this one."""
+    known: Any = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, SlipstreamError):
+        return known(message, field=field)
+    return EngineError(f"{kind}: {message}")

@@ -1,0 +1,324 @@
+"""The process that was started: it binds the port, starts the engine and the front ends, and replaces what dies.
+
+    1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free.
+    2. An engine that dies is started again by the rules of `core_client`. Front ends are told, and wait for it.
+    3. SIGTERM or SIGINT: the front ends drain (`server.run`). When they have ended, the engine does. A second signal does not
+       wait.
+    4. If the supervisor dies, all its processes end, since their standard inputs close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+from slipstream.config import EngineArgs, EngineConfig
+from slipstream.engine.core_client import (
+    MAX_RESTART_PAUSE_S,
+    ChildLink,
+    CoreClient,
+    CoreSource,
+    as_error,
+    describe_exit,
+    resolved_config,
+    socket_folder,
+    wait_or_kill,
+)
+from slipstream.engine.core_process import Attach, Detach, Ready, ToParent
+from slipstream.errors import EngineError, SlipstreamError
+from slipstream.frontend.control import (
+    Channel,
+    Drain,
+    EngineDied,
+    Failed,
+    GetCounts,
+    GetTotals,
+    HaveCounts,
+    Listen,
+    Serving,
+    Setup,
+    ToSupervisor,
+    Totals,
+)
+from slipstream.hub import resolve_model
+from slipstream.plan.memory import MemoryLedger
+from slipstream.server.load import Load
+from slipstream.server.metrics import Metrics
+from slipstream.server.run import stop_signals
+from slipstream.server.state import ServerSettings
+from slipstream.spec.description import read_spec
+
+_COUNTS_TIMEOUT_S = 1.0  # of a scrape: a front end that is slower is counted as it was
+_GRACE_S = 10.0  # after the drain timeout, for answers to be read
+
+_logger = logging.getLogger("slipstream.server")
+
+
+class FrontEnd:
+    """A front end's process, as the supervisor sees it."""
+
+    def __init__(
+        self, number: int, slot: int, process: subprocess.Popen[bytes], channel: Channel[ToSupervisor]
+    ) -> None:
+        self.number, self.slot, self.process, self.channel = number, slot, process, channel
+        self.is_serving = False
+        self.failed: SlipstreamError | None = None
+        self.counts = Metrics("").counts()
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def took_counts(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    def ask_counts(self) -> asyncio.Future[None]:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self.channel.send(GetCounts())
+        return waiter
+
+
+class SharedCore:
+    """One engine process. Front ends that listen are attached when it is ready."""
+
+    def __init__(self, index: int, args: EngineArgs, tell: Callable[[EngineDied], None]) -> None:
+        self.args, self.index, self._tell = args, index, tell
+        self.description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+        self.client = CoreClient(self, CoreSource(functools.partial(ChildLink.start, args)))
+        self._paths: dict[int, str] = {}  # where front ends listen, by their numbers
+        self._stays_down: EngineDied | None = None
+        self.ready: Ready
+
+    async def start(self, progress: Callable[[str], None]) -> None:
+        await self.client.adopt(await ChildLink.start(self.args), progress)
+        self.client.watch()
+
+    def listen(self, front_end: FrontEnd, path: str) -> None:
+        if self._stays_down is not None:
+            front_end.channel.send(self._stays_down)
+            return
+        self.forget(front_end)  # it may have given up another link
+        self._paths[front_end.number] = path
+        self._send(Attach(front_end.number, path))
+
+    def forget(self, front_end: FrontEnd) -> None:
+        if self._paths.pop(front_end.number, None) is not None:
+            self._send(Detach(front_end.number))
+
+    def _send(self, message: Attach | Detach) -> None:
+        if self.client.link is not None:
+            self.client.link.send(message)
+
+    def core_ready(self, ready: Ready) -> None:
+        self.ready = ready
+        for number, path in self._paths.items():
+            self._send(Attach(number, path))
+
+    def core_said(self, message: ToParent) -> None:
+        """A heartbeat: front ends hear their own."""
+
+    def core_died(self, reason: str, *, final: bool) -> None:
+        self._paths.clear()
+        died = EngineDied(self.index, reason, final)
+        self._stays_down = died if final else None
+        self._tell(died)
+
+
+class Supervisor:
+    """`engines[0]` serves. A second one, or the first if `shortens`, shortens prompts."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineArgs],
+        settings: ServerSettings,
+        listener: socket.socket,
+        num_front_ends: int,
+        *,
+        shortens: bool = False,
+    ) -> None:
+        self._engines, self._settings, self._shortens = list(engines), settings, shortens
+        self._listener, self._num_front_ends = listener, num_front_ends
+        self._cores = [SharedCore(index, args, self._tell) for index, args in enumerate(engines)]
+        self._front_ends: dict[int, FrontEnd] = {}  # by slot
+        self._numbers = itertools.count(1)
+        self._ended = Metrics("")  # what front ends that have ended had counted
+        self._all_serve = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folder = socket_folder()
+        self._load_fd = _shared_memory(Load.size(num_front_ends))
+        self._load = mmap.mmap(self._load_fd, 0)
+        listener.setblocking(False)
+
+    # --- What a banner says -------------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return self._engines[0].model
+
+    @property
+    def config(self) -> EngineConfig:
+        core = self._cores[0]
+        return resolved_config(core.args, core.description, core.ready)
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        return self._cores[0].ready.ledger
+
+    @property
+    def tiles(self) -> str:
+        return self._cores[0].ready.tiles
+
+    # --- From the start to the end ------------------------------------------------------------------------------------
+
+    async def run(self, *, progress: Callable[[str], None], on_ready: Callable[[], None]) -> None:
+        """Serve until a signal. Errors of the start are raised."""
+        try:
+            with contextlib.ExitStack() as signals:
+                async with asyncio.TaskGroup() as group:
+                    for slot in range(self._num_front_ends):
+                        group.create_task(self._keep(slot))
+                    for core in self._cores:
+                        await core.start(progress)
+                    progress("front ends")
+                    await self._all_serve.wait()
+                    on_ready()
+                    signals.enter_context(stop_signals(self._stop))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._listener.close()
+            await asyncio.gather(*(core.client.stop() for core in self._cores))
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._load_fd)
+
+    def _stop(self) -> None:
+        if not self._stopping.is_set():
+            patience = self._settings.drain_timeout_s + _GRACE_S
+            asyncio.get_running_loop().call_later(min(patience, 1e6), self._kill)
+        self._stopping.set()
+        for front_end in self._front_ends.values():
+            if front_end.is_serving:
+                front_end.channel.send(Drain())
+            else:
+                front_end.process.kill()
+
+    def _kill(self) -> None:
+        for front_end in self._front_ends.values():
+            front_end.process.kill()
+
+    # --- Front ends ---------------------------------------------------------------------------------------------------
+
+    async def _keep(self, slot: int) -> None:
+        """Keep a front end in its slot. An error of the first start is raised; later ones are tried again after a pause."""
+        deaths = 0
+        while not self._stopping.is_set():
+            served, error = await self._live(slot)
+            if self._stopping.is_set():
+                return
+            if not self._all_serve.is_set():
+                raise error
+            _logger.error("front end %d ended and will be replaced: %s", slot + 1, error)
+            deaths = 0 if served else deaths + 1
+            if deaths:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), min(2.0**deaths, MAX_RESTART_PAUSE_S))
+
+    async def _live(self, slot: int) -> tuple[bool, SlipstreamError]:
+        """A front end's life. Whether it served, and how it ended."""
+        try:
+            front_end = await self._spawn(slot)
+        except OSError as error:
+            return False, EngineError(f"front end {slot + 1} cannot be started: {error}")
+        try:
+            while (message := await front_end.channel.receive()) is not None:
+                self._take(front_end, message)
+            code = await asyncio.to_thread(wait_or_kill, front_end.process, 5.0)
+        finally:
+            self._bury(front_end)
+        return front_end.is_serving, front_end.failed or EngineError(f"front end {slot + 1} {describe_exit(code)}")
+
+    async def _spawn(self, slot: int) -> FrontEnd:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            shared = (theirs.fileno(), self._listener.fileno(), self._load_fd)
+            command = [sys.executable, "-m", "slipstream.frontend.process", *map(str, shared), self._folder]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
+        try:
+            os.makedirs(self._folder, 0o700, exist_ok=True)  # after the process, which removes it if we are killed
+            channel: Channel[ToSupervisor] = await Channel.open(ours, ToSupervisor)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        number = next(self._numbers)
+        channel.send(Setup(number, slot, self._engines, self._settings, self._shortens))
+        front_end = self._front_ends[slot] = FrontEnd(number, slot, process, channel)
+        return front_end
+
+    def _take(self, front_end: FrontEnd, message: ToSupervisor) -> None:
+        match message:
+            case Listen():
+                self._cores[message.engine].listen(front_end, message.path)
+            case Serving():
+                front_end.is_serving = True
+                serving = [f for f in self._front_ends.values() if f.is_serving]
+                if len(serving) == self._num_front_ends:
+                    self._all_serve.set()
+            case Failed():
+                front_end.failed = as_error(message.error, message.message, message.field)
+            case HaveCounts():
+                front_end.counts = message.counts
+                front_end.took_counts()
+            case GetTotals():
+                front_end.counts = message.counts
+                task = asyncio.create_task(self._add_up(front_end))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _bury(self, front_end: FrontEnd) -> None:
+        """Its process ends; its requests are cancelled, its share of the limits is free, and its counts are kept."""
+        front_end.process.kill()  # nothing, if it has ended
+        front_end.process.wait()
+        assert front_end.process.stdin is not None
+        front_end.process.stdin.close()
+        front_end.channel.close()
+        del self._front_ends[front_end.slot]
+        Load(memoryview(self._load), front_end.slot).clear()
+        self._ended.add(front_end.counts)
+        front_end.took_counts()
+        for core in self._cores:
+            core.forget(front_end)
+
+    async def _add_up(self, asker: FrontEnd) -> None:
+        others = [f for f in self._front_ends.values() if f.is_serving and f is not asker]
+        if others:
+            await asyncio.wait([f.ask_counts() for f in others], timeout=_COUNTS_TIMEOUT_S)
+        asker.channel.send(Totals([self._ended.counts(), *(f.counts for f in self._front_ends.values())]))
+
+    def _tell(self, message: EngineDied) -> None:
+        for front_end in self._front_ends.values():
+            front_end.channel.send(message)
+
+
+def _shared_memory(num_bytes: int) -> int:
+    """The descriptor of memory that other processes can map, and that has no name."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("slipstream")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, num_bytes)
+    return fd
