@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -75,7 +76,21 @@ class FakeEngine:
         self.was_shut_down = False
         self.prompt_tokens = self.generation_tokens = 0
 
-    async def generate(self, prompt, sampling, *, request_id=None, priority=0):
+    async def submit(self, prompt, sampling, sink, *, priority=0):
+        """`AsyncLLM.submit`, of whatever `generate` gives, without `on_token`."""
+        stream = self.generate(prompt, sampling, priority=priority)
+
+        async def pump():
+            try:
+                async with contextlib.aclosing(stream):
+                    async for delta in stream:
+                        sink.put(delta)
+            except Exception as error:
+                sink.fail(error)
+
+        return asyncio.create_task(pump()).cancel
+
+    async def generate(self, prompt, sampling, *, priority=0):
         self.seen.append((prompt, sampling, priority))
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         room = self.config.model.max_model_len - len(ids)

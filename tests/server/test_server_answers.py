@@ -110,7 +110,7 @@ class SentencePieceEngine(FakeEngine):
         )
         self.out = OutputProcessor(self.tokenizer)
 
-    async def generate(self, prompt, sampling, *, request_id=None, priority=0):
+    async def generate(self, prompt, sampling, *, priority=0):
         request = self.into.prepare(prompt, sampling)
         self.out.add(request)
         found = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from typing import TypeAlias
 
 import msgspec
@@ -31,8 +32,6 @@ from slipstream.types import (
     TextsRequest,
     TokenOutput,
     VectorOutput,
-    tokens_of,
-    vectors_of,
 )
 
 WARM_S = 6.0
@@ -81,13 +80,34 @@ class Ready(msgspec.Struct, tag=True):
     canary: CanaryResult | None = None
 
 
-class Outputs(msgspec.Struct, tag=True):
+class Outputs(msgspec.Struct, tag=True, gc=False):
+    """The news of a step. Of most requests they are one token and nothing else: these come first, as two arrays."""
+
+    request_ids: list[str] = []
+    token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
     tokens: list[TokenOutput] = []
     vectors: list[VectorOutput] = []
 
     @classmethod
     def of(cls, outputs: list[EngineOutput]) -> Outputs:
-        return cls(tokens_of(outputs), vectors_of(outputs))
+        request_ids: list[str] = []
+        token_ids: list[int] = []
+        tokens: list[TokenOutput] = []
+        vectors: list[VectorOutput] = []
+        told: set[str] = set()  # whose news are among `tokens`: what comes later must stand behind them
+        for output in outputs:
+            if isinstance(output, VectorOutput):
+                vectors.append(output)
+                continue
+            request_id, ids, reason, _, cached, logprobs, of_prompt, _ = output
+            plain = reason is None and not cached and not logprobs and of_prompt is None and len(ids) == 1
+            if plain and request_id not in told:
+                request_ids.append(request_id)
+                token_ids += ids
+            else:
+                told.add(request_id)
+                tokens.append(output)
+        return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors)
 
 
 class Rejected(msgspec.Struct, tag=True):

@@ -37,8 +37,11 @@ class CompletionAnswer(Answer):
         if not text and not delta.logprobs and delta.finish_reason is None:
             return b""
         reason = b"null" if delta.finish_reason is None else encode(delta.finish_reason)
-        index = b'{"index":%d,"text":' % delta.index
-        return self.event(index, encode(text), b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}")
+        return self.text_event(delta.index, encode(text), logprobs, reason)
+
+    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
+        head = b'{"index":%d,"text":' % index
+        return self.event(head, text, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}")
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
