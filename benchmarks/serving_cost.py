@@ -107,7 +107,9 @@ def stages(engine: AsyncLLM, tokens: list[int], num_streams: int, steps: int) ->
     assert engine.tokenizer is not None
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToParent)
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
-    prepared = [engine._input.prepare({"prompt_token_ids": [1, 2, 3]}, sampling, request_id=str(i)) for i in range(num_streams)]
+    prepared = [
+        engine._input.prepare({"prompt_token_ids": [1, 2, 3]}, sampling, request_id=str(i)) for i in range(num_streams)
+    ]
     keys = [p.engine_requests[0].request_id for p in prepared]
     made = [outputs_of(keys, tokens, step + 1) for step in range(steps)]
     count = num_streams * steps
@@ -153,7 +155,8 @@ def stages(engine: AsyncLLM, tokens: list[int], num_streams: int, steps: int) ->
     state = make_server(engine, ServerSettings(port=0)).state
     body = decode(ChatRequest, json.dumps(body_of(engine)).encode())
     parts = [
-        ChatAnswer(state, body, [{"prompt_token_ids": [1]}], sampling, RequestRecord()).parts[0] for _ in range(num_streams)
+        ChatAnswer(state, body, [{"prompt_token_ids": [1]}], sampling, RequestRecord()).parts[0]
+        for _ in range(num_streams)
     ]
     pieces = [(token, engine.tokenizer.decode([token])) for token in tokens]
     for part in parts:
@@ -174,7 +177,12 @@ def stages(engine: AsyncLLM, tokens: list[int], num_streams: int, steps: int) ->
 
 def chunk_of(engine: AsyncLLM) -> tuple[bytes, ...]:
     """The parts of a chunk with one token, as they go out."""
-    event = {"object": ChatAnswer.chunk_kind, "id": "chatcmpl-" + "0" * 32, "created": 10**9, "model": engine.model_name}
+    event = {
+        "object": ChatAnswer.chunk_kind,
+        "id": "chatcmpl-" + "0" * 32,
+        "created": 10**9,
+        "model": engine.model_name,
+    }
     choice = {"index": 0, "delta": {"content": "@"}, "logprobs": None, "finish_reason": None}
     data = b"data: " + msgspec.json.encode({**event, "choices": [choice]}) + b"\n\n"
     return b"%x\r\n" % (len(data) + 4), *data.partition(b"@"), b"\r\n"
@@ -210,7 +218,9 @@ def request_stages(engine: AsyncLLM) -> dict[str, float]:
         "tokenise": each(lambda: tokenizer.encode(text, add_special_tokens=False)),
         "prepare": each(lambda: engine._input.prepare({"prompt_token_ids": ids}, sampling)),
         "add and forget": timed(add_and_finish, len(many)),
-        "encode for the engine": timed(lambda: [encoder.encode(Add(list(p.engine_requests))) for p in prepared], len(many)),
+        "encode for the engine": timed(
+            lambda: [encoder.encode(Add(list(p.engine_requests))) for p in prepared], len(many)
+        ),
     }
 
 
