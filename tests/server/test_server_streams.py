@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 from functools import partial
+from threading import get_ident
 
 import httpx
 import pytest
@@ -168,6 +169,27 @@ async def test_an_app_under_another_server_says_the_same(tiny_path):
             engine.step({engine.keys[0]: ([token], i == len(ids) - 1)})
         texts, reasons, _ = said((await asking).content)
     assert (texts, reasons) == ({0: "to and fro"}, {0: "length"})
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("length", [100, 20_000])
+async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch, route, length):
+    engine, threads = SteppedEngine(tiny_path), set()
+    for name in ("encode", "apply_chat_template"):
+        work = getattr(engine.tokenizer, name)
+        monkeypatch.setattr(engine.tokenizer, name, lambda *a, _work=work, **k: threads.add(get_ident()) or _work(*a, **k))
+    app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
+    text = "é" * length
+    given = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        asking = asyncio.create_task(client.post(f"/v1/{route}", json={"model": "tiny", "max_tokens": 1} | given))
+        while not engine.keys and not asking.done():
+            await asyncio.sleep(0.001)
+        for key in engine.keys:
+            engine.step({key: ([5], True)})
+        assert (await asking).status_code == (200 if length == 100 else 400)  # it is longer than the context
+    assert threads
+    assert (get_ident() in threads) == (length == 100)
 
 
 # --- Over sockets -----------------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ from slipstream.engine.processor import (
     InputProcessor,
     PreparedRequest,
     PreparedTexts,
+    beside,
     load_tokenizer,
     log_canary,
 )
@@ -82,9 +83,6 @@ if TYPE_CHECKING:
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
-INLINE_CHARS = 16_384
-"""More characters than this are tokenised in a thread, so that other requests' tokens are not delayed."""
-
 STALL_S = 60.0
 """Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
 looks the same."""
@@ -251,7 +249,7 @@ class AsyncLLM:
                 cache_salt=cache_salt,
             )
 
-        request = await asyncio.to_thread(prepare) if _num_characters(prompt) > INLINE_CHARS else prepare()
+        request = await beside(prepare, _num_characters(prompt))
         child = self._running_child()
         self._output.add(request, sink.on_token)
         self._sinks[request.request_id] = sink
@@ -282,8 +280,7 @@ class AsyncLLM:
         def prepare() -> PreparedTexts:
             return self._input.prepare_texts(prompts, priority=priority, truncate_to=truncate_to)
 
-        many = sum(map(_num_characters, prompts))
-        prepared = await asyncio.to_thread(prepare) if many > INLINE_CHARS else prepare()
+        prepared = await beside(prepare, sum(map(_num_characters, prompts)))
         waiting = _Texts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
         if not prepared.prompts:
             return waiting.answer.vectors()

@@ -9,7 +9,6 @@ from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState, Tokenizer
-from slipstream.server.tokens import text_prompt
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -115,8 +114,7 @@ def _name(token: Logprob) -> str:
 
 async def prepare(state: ServerState, body: CompletionRequest, record: RequestRecord) -> CompletionAnswer:
     prompts: list[Prompt] = [
-        await text_prompt(state, prompt) if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
-        for prompt in body.prompts()
+        prompt if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt) for prompt in body.prompts()
     ]
     sampling = body.sampling(
         state.engine.description.sampling,
