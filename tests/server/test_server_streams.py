@@ -247,7 +247,9 @@ def read_all(readers):
         for reader in readers:
             selector.register(reader.socket, selectors.EVENT_READ, reader)
         while selector.get_map():
-            for key, _ in selector.select(30):
+            found = selector.select(30)
+            assert found, "nothing came any more"
+            for key, _ in found:
                 key.data.read()
                 if key.data.ended:
                     selector.unregister(key.data.socket)
