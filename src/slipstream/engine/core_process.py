@@ -96,17 +96,16 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
         vectors: list[VectorOutput] = []
         told: set[str] = set()  # whose news are among `tokens`: what comes later must stand behind them
         for output in outputs:
-            if isinstance(output, VectorOutput):
+            if not isinstance(output, TokenOutput):
                 vectors.append(output)
                 continue
             request_id, ids, reason, _, cached, logprobs, of_prompt, _ = output
-            plain = reason is None and not cached and not logprobs and of_prompt is None and len(ids) == 1
-            if plain and request_id not in told:
-                request_ids.append(request_id)
-                token_ids += ids
-            else:
+            if reason or cached or logprobs or of_prompt or len(ids) != 1 or request_id in told:
                 told.add(request_id)
                 tokens.append(output)
+            else:
+                request_ids.append(request_id)
+                token_ids.append(ids[0])
         return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors)
 
 
