@@ -137,7 +137,7 @@ class World:
 
 
 def output(key, *tokens, finish=None):
-    return Outputs([TokenOutput(request_id=key, token_ids=tokens, finish_reason=finish)])
+    return Outputs.of([TokenOutput(request_id=key, token_ids=tokens, finish_reason=finish)])
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ async def world(path, monkeypatch):
     yield world
     await world.engine.shutdown()
     assert all(child.ended for child in world.children)
-    assert (len(world.engine._streams), len(world.engine._output), world.engine._stats_waiters) == (0, 0, [])
+    assert (len(world.engine._sinks), len(world.engine._output), world.engine._stats_waiters) == (0, 0, [])
 
 
 # --- Starting again -------------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ async def test_vectors_of_several_steps_are_one_answer(world):
     other, _ = await embedding(world)
     assert engine.num_requests == 2
     first, last = [some("nobody's", 0, 1), some(key, 2, 1)], [some(key, 0, 2, FinishReason.STOP)]
-    world.children[0].say(Outputs([], first), Outputs([], last))
+    world.children[0].say(Outputs.of(first), Outputs.of(last))
     found = await task
     assert (found.data, found.prompt_token_ids) == (bytes([0] * 8 + [1] * 8 + [2] * 8), [[5, 9, 31]] * 3)
     assert engine.num_requests == 1
@@ -459,7 +459,7 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
         await task
     for reason, match in ((FinishReason.ERROR, "so it is"), (FinishReason.ABORT, "abort")):
         task, key = await embedding(world)
-        child.say(Outputs([], [VectorOutput(key, finish_reason=reason, error="so it is" if reason == "error" else None)]))
+        child.say(Outputs.of([VectorOutput(key, finish_reason=reason, error="so it is" if reason == "error" else None)]))
         with pytest.raises(EngineError, match=match):
             await task
     task, key = await embedding(world)

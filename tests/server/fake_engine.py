@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -75,17 +76,42 @@ class FakeEngine:
         self.was_shut_down = False
         self.prompt_tokens = self.generation_tokens = 0
 
-    async def generate(self, prompt, sampling, *, request_id=None, priority=0):
+    async def submit(self, prompt, sampling, sink, *, priority=0):
+        """`AsyncLLM.submit`, without `on_token`."""
+        stream = self.answer(self._begin(prompt, sampling, priority), sampling)
+
+        async def pump():
+            try:
+                async with contextlib.aclosing(stream):
+                    async for delta in stream:
+                        sink.put(delta)
+            except Exception as error:
+                sink.fail(error)
+
+        task = asyncio.create_task(pump())
+        task.add_done_callback(lambda _: self._end())
+        return task.cancel
+
+    async def generate(self, prompt, sampling):
+        try:
+            async for delta in self.answer(self._begin(prompt, sampling, 0), sampling):
+                yield delta
+        finally:
+            self._end()
+
+    def _end(self):
+        self.running -= 1
+
+    def _begin(self, prompt, sampling, priority):
         self.seen.append((prompt, sampling, priority))
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         room = self.config.model.max_model_len - len(ids)
-        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         for token in ids:
             if token >= 256:
                 raise RequestError(f"{token} is not a token id", field="prompt_token_ids")
-        if room < 1 or max_tokens > room:
+        if room < 1 or (sampling.max_tokens or 0) > room:
             raise ContextLengthError("too long for the context", field="prompt" if room < 1 else "max_tokens")
         if self.dead:
             raise EngineDeadError("the engine process is down")
@@ -94,30 +120,29 @@ class FakeEngine:
         self.running += 1
         self.started += 1
         self.prompt_tokens += len(ids)
+        return ids
+
+    async def answer(self, ids, sampling):
+        max_tokens = sampling.max_tokens or self.config.model.max_model_len - len(ids)
         start = time.monotonic()
         source = [t for t in ids if t] or [63]
-        try:
-            for _ in range(self.prompt_steps):
-                await asyncio.sleep(self.delay_s)
-                nothing = CompletionOutput(0, "", [], None if sampling.logprobs is None else [])
-                yield RequestOutput("r", None, list(ids), [nothing], False)
-            for step in range(max_tokens):
-                await asyncio.sleep(self.delay_s)
-                if self.dead or (self.fail_after is not None and step >= self.fail_after):
-                    raise EngineDeadError("the engine process was killed by signal 9")
-                token = source[step % len(source)]
-                last = step == max_tokens - 1
-                outputs = [self._delta(i, token, sampling, last) for i in range(sampling.n)]
-                self.generation_tokens += sampling.n
-                times = RequestTimes(start, time.monotonic(), time.monotonic())
-                output = RequestOutput(
-                    "r", None, list(ids), outputs, last, num_cached_tokens=len(ids) // 2, times=times
-                )
-                if step == 0 and sampling.prompt_logprobs is not None:
-                    output.prompt_logprobs = [None] + [self._logprobs(t, sampling.prompt_logprobs) for t in ids[1:]]
-                yield output
-        finally:
-            self.running -= 1
+        for _ in range(self.prompt_steps):
+            await asyncio.sleep(self.delay_s)
+            nothing = CompletionOutput(0, "", [], None if sampling.logprobs is None else [])
+            yield RequestOutput("r", None, list(ids), [nothing], False)
+        for step in range(max_tokens):
+            await asyncio.sleep(self.delay_s)
+            if self.dead or (self.fail_after is not None and step >= self.fail_after):
+                raise EngineDeadError("the engine process was killed by signal 9")
+            token = source[step % len(source)]
+            last = step == max_tokens - 1
+            outputs = [self._delta(i, token, sampling, last) for i in range(sampling.n)]
+            self.generation_tokens += sampling.n
+            times = RequestTimes(start, time.monotonic(), time.monotonic())
+            output = RequestOutput("r", None, list(ids), outputs, last, num_cached_tokens=len(ids) // 2, times=times)
+            if step == 0 and sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = [None] + [self._logprobs(t, sampling.prompt_logprobs) for t in ids[1:]]
+            yield output
 
     async def embed(self, prompts, *, priority=0, truncate_to=None):
         if self.dead:

@@ -104,19 +104,21 @@ class SentencePieceEngine(FakeEngine):
     def __init__(self, path):
         super().__init__()
         self.tokenizer = Tokenizer.from_pretrained(path)
-        self.answer = self.tokenizer.encode("Paris", add_special_tokens=False)
+        self.said = self.tokenizer.encode("Paris", add_special_tokens=False)
         self.into = InputProcessor(
             self.tokenizer, vocab_size=self.tokenizer.vocab_size, max_model_len=512, eos_token_ids=()
         )
         self.out = OutputProcessor(self.tokenizer)
 
-    async def generate(self, prompt, sampling, *, request_id=None, priority=0):
-        request = self.into.prepare(prompt, sampling)
+    def _begin(self, prompt, sampling, priority):
+        return self.into.prepare(prompt, sampling)
+
+    async def answer(self, request, sampling):
         self.out.add(request)
         found = tuple(TokenLogprobs(token, -1.0, 1) for token in request.prompt_token_ids[1:])
         before = PromptLogprobs(request.engine_requests[0].request_id, 0, found)
-        for token in self.answer:
-            reason = FinishReason.LENGTH if token == self.answer[-1] else None
+        for token in self.said:
+            reason = FinishReason.LENGTH if token == self.said[-1] else None
             logprobs = (TokenLogprobs(token, -1.0, 1),)
             key = request.engine_requests[0].request_id
             news = TokenOutput(key, (token,), reason, logprobs=logprobs, prompt_logprobs=before)

@@ -259,7 +259,7 @@ def test_bad_http(shared, request_bytes):
 def test_a_fault_of_ours_tells_the_log_and_nobody_else(serve, caplog):
     engine = FakeEngine()
     server = serve(engine)
-    engine.generate = lambda *a, **k: 1 / 0
+    engine.submit = lambda *a, **k: 1 / 0
     caplog.set_level(logging.INFO, "slipstream")
     with server.http() as http:
         answer = http.post("/v1/completions", json=COMPLETION)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -11,15 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
-from slipstream.errors import ConfigError, EngineDeadError
-from slipstream.server.generation import merge
+from slipstream.errors import ConfigError
 from slipstream.server.record import ROUTES, LogFormatter
 from slipstream.server.run import bind
 from slipstream.server.state import ServerSettings
@@ -59,72 +56,23 @@ def test_leaving_while_waiting_for_the_whole_answer_frees_the_request(serve, mor
 
 @pytest.mark.parametrize("prompts", [["hi"], ["a", "b", "c"]])
 def test_leaving_without_reading_frees_the_request(serve, prompts):
-    """The client stops reading until the socket's buffers are full, then goes: the server hangs in `send` meanwhile."""
+    """The client stops reading until the socket's buffers are full, then goes: the task hangs in `send` meanwhile."""
     server = serve(FakeEngine(max_model_len=10**9))
     with server.client() as client:
         body = COMPLETION | {"prompt": prompts, "max_tokens": 10**8, "n": 20}
         stream = client.completions.create(**body, stream=True)
         next(stream)
 
-        def is_blocked():
-            before = server.engine.generation_tokens
-            threading.Event().wait(0.2)
-            return server.engine.generation_tokens == before
-
-        server.wait_for(is_blocked, "the server kept on writing to a client that does not read")
+        (connection,) = server.server.server_state.connections
+        server.wait_for(lambda: connection.flow.write_paused, "the client's socket took everything")
+        written = connection.transport.get_write_buffer_size()
+        made = server.engine.generation_tokens
+        server.wait_for(lambda: server.engine.generation_tokens > made + 1000, "the engine waits for a client")
+        assert connection.flow.write_paused
+        assert connection.transport.get_write_buffer_size() == written
         assert server.engine.running == len(prompts)
         stream.close()
     server.wait_idle()
-
-
-class Stream:
-    """Outputs without end, or `failing` at the third; counted as they are taken."""
-
-    def __init__(self, *, failing=False):
-        self.failing, self.taken, self.closed = failing, 0, False
-
-    async def __aiter__(self):
-        try:
-            while not self.failing or self.taken < 2:
-                self.taken += 1
-                yield self.taken
-                await asyncio.sleep(0)
-            raise EngineDeadError("gone")
-        finally:
-            self.closed = True
-
-
-async def turns():
-    for _ in range(200):
-        await asyncio.sleep(0)
-
-
-async def test_what_nobody_asks_for_stays_with_the_engine():
-    streams = [Stream() for _ in range(3)]
-    merged = merge([aiter(stream) for stream in streams])
-    await anext(merged)
-    await turns()
-    assert sum(stream.taken for stream in streams) <= 1 + 3 + 3  # one was asked for; the queue; one in each hand
-    seen = [await anext(merged) for _ in range(60)]
-    for number in range(3):
-        ours = [output for n, output in seen if n == number]
-        assert ours
-        assert ours == list(range(ours[0], ours[0] + len(ours)))
-    await turns()  # the queue is full, and whoever fills it waits
-    await merged.aclose()
-    assert all(stream.closed for stream in streams)
-
-
-async def test_an_error_behind_a_full_queue_ends_all_streams():
-    streams = [Stream(), Stream(failing=True), Stream()]
-
-    async def read_slowly():
-        async for _ in merge([aiter(stream) for stream in streams]):
-            await turns()
-
-    with pytest.raises(EngineDeadError):
-        await read_slowly()
-    assert all(stream.closed for stream in streams)
 
 
 def test_requests_that_end_are_not_taken_for_disconnects(serve):

@@ -10,7 +10,8 @@ cancels the request.
 If the engine process dies, requests in flight raise EngineDeadError at once, and the engine starts again (`core_client`).
 
 Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer
-leaves nothing behind.
+leaves nothing behind. What a step brings is handed to all its requests (`Sink`) as the message is read: the server writes at
+once, `generate` wakes its consumer.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from slipstream.engine.core_process import (
     Stats,
     ToParent,
 )
-from slipstream.engine.output import OutputProcessor, merge, raise_on_error
+from slipstream.engine.output import OutputProcessor, Sink, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
     InputProcessor,
     PreparedRequest,
     PreparedTexts,
+    beside,
     load_tokenizer,
     log_canary,
 )
@@ -58,9 +60,6 @@ from slipstream.types import (
     Vectors,
 )
 
-INLINE_CHARS = 16_384
-"""More characters than this are tokenised in a thread, so that other requests' tokens are not delayed."""
-
 STALL_S = 60.0
 """Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
 looks the same."""
@@ -74,6 +73,8 @@ class Health:
 
 class _Stream:
     """What is new of one request, on its way to the consumer. Later deltas are merged into a pending one."""
+
+    on_token = None
 
     def __init__(self) -> None:
         self._pending: RequestOutput | None = None
@@ -135,7 +136,7 @@ class AsyncLLM:
         self._core = CoreClient(self, source)
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
-        self._streams: dict[str, _Stream] = {}
+        self._sinks: dict[str, Sink] = {}
         self._texts: dict[str, _Texts] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._last_heard = self._last_progress = time.monotonic()
@@ -180,17 +181,72 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
-        request = self._input.prepare(
+        stream = _Stream()
+        cancel = await self.submit(
             prompt,
             sampling,
+            stream,
             request_id=request_id,
             priority=priority,
             deadline_s=deadline_s,
             add_special_tokens=add_special_tokens,
             cache_salt=cache_salt,
         )
-        async for delta in self._answers(request):
-            yield delta
+        try:
+            finished = False
+            while not finished:
+                delta = await stream.get()
+                finished = delta.finished
+                yield delta
+        finally:
+            cancel()
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: Sink,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+    ) -> Callable[[], None]:
+        """`generate` for who is told rather than asks: what is new goes to `sink`. Returns what cancels the request, which does
+        nothing once it has ended. Errors before the request is queued are raised."""
+
+        def prepare() -> PreparedRequest:
+            return self._input.prepare(
+                prompt,
+                sampling,
+                request_id=request_id,
+                priority=priority,
+                deadline_s=deadline_s,
+                add_special_tokens=add_special_tokens,
+                cache_salt=cache_salt,
+            )
+
+        request = await beside(prepare, _num_characters(prompt))
+        child = self._running_child()
+        self._output.add(request, sink.on_token)
+        self._sinks[request.request_id] = sink
+
+        def cancel() -> None:
+            if self._sinks.get(request.request_id) is sink:  # else it has ended, and the id may be another's by now
+                self._forget(request.request_id)
+
+        try:
+            child.send(Add(list(request.engine_requests)))
+        except BaseException:
+            cancel()
+            raise
+        return cancel
+
+    def _forget(self, request_id: str) -> None:
+        """End a request that nobody waits for any more."""
+        self._sinks.pop(request_id, None)
+        self._abort(self._output.discard(request_id))
 
     async def embed(
         self, prompts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
@@ -202,8 +258,7 @@ class AsyncLLM:
         def prepare() -> PreparedTexts:
             return self._input.prepare_texts(prompts, priority=priority, truncate_to=truncate_to)
 
-        many = sum(len(part) for p in prompts if not isinstance(p, dict) for part in (p if isinstance(p, tuple) else (p,)))
-        prepared = await asyncio.to_thread(prepare) if many > INLINE_CHARS else prepare()
+        prepared = await beside(prepare, sum(map(_num_characters, prompts)))
         waiting = _Texts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
         if not prepared.prompts:
             return waiting.answer.vectors()
@@ -217,22 +272,6 @@ class AsyncLLM:
             if self._texts.pop(request_id, None) is not None:
                 self._abort([request_id])
         return waiting.answer.vectors()
-
-    async def _answers(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        child = self._running_child()
-        self._output.add(request)
-        stream = self._streams[request.request_id] = _Stream()
-        try:
-            child.send(Add(list(request.engine_requests)))
-            finished = False
-            while not finished:
-                delta = raise_on_error(await stream.get())
-                finished = delta.finished
-                yield delta
-        finally:
-            if self._streams.get(request.request_id) is stream:  # else it has ended, and the id may be another's by now
-                del self._streams[request.request_id]
-                self._abort(self._output.discard(request.request_id))
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request. Its stream ends with finish_reason "abort", and its blocks are free before the engine's next step.
@@ -263,7 +302,7 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Requests not yet finished."""
-        return len(self._streams) + len(self._texts)
+        return len(self._sinks) + len(self._texts)
 
     def health(self) -> Health:
         if not self.is_alive:
@@ -315,20 +354,16 @@ class AsyncLLM:
         self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
             self._take_texts(message.vectors)
-            deltas, aborts = self._output.process(message.tokens)
+            deltas, aborts = self._output.take(message.request_ids, message.token_ids, message.tokens)
             for delta in deltas:
-                stream = self._streams.get(delta.request_id)
-                if stream is not None:
-                    stream.put(delta)
-                if delta.finished:
-                    self._streams.pop(delta.request_id, None)
+                self._tell(delta)
             self._abort(aborts)
         elif isinstance(message, Rejected):
             error = as_error(message.error, message.message, message.field)
             request_id = self._output.owner(message.request_ids[0])
             if request_id is not None:  # else cancelled meanwhile
                 self._output.discard(request_id)
-                self._streams.pop(request_id).fail(error)
+                self._sinks.pop(request_id).fail(error)
             elif (texts := self._texts.pop(message.request_ids[0], None)) is not None:
                 texts.fail(error)
         elif isinstance(message, Stats):
@@ -338,6 +373,18 @@ class AsyncLLM:
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(message.stats)
+
+    def _tell(self, delta: RequestOutput) -> None:
+        sink = self._sinks.get(delta.request_id)
+        if delta.finished:
+            self._sinks.pop(delta.request_id, None)
+        if sink is None:
+            return
+        try:
+            sink.put(raise_on_error(delta))
+        except EngineError as error:
+            self._forget(delta.request_id)
+            sink.fail(error)
 
     def _take_texts(self, outputs: Sequence[VectorOutput]) -> None:
         for output in outputs:
@@ -363,9 +410,9 @@ class AsyncLLM:
         """End everything that waits for the core."""
         error = EngineDeadError(self._core.down_reason)
         self._output.fail_all()
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(error)
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.fail(error)
         texts, self._texts = self._texts, {}
         for waiting in texts.values():
             waiting.fail(error)
@@ -383,3 +430,10 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     if whole is None:
         raise EngineError("the stream ended without an answer")
     return whole
+
+
+def _num_characters(prompt: Prompt | tuple[str, str]) -> int:
+    """That are to be tokenised."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt", "")  # type: ignore[assignment]
+    return sum(map(len, prompt)) if isinstance(prompt, tuple) else len(prompt) if isinstance(prompt, str) else 0

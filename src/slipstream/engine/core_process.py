@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,8 +38,6 @@ from slipstream.types import (
     TextsRequest,
     TokenOutput,
     VectorOutput,
-    tokens_of,
-    vectors_of,
 )
 
 if TYPE_CHECKING:
@@ -107,13 +106,33 @@ class Ready(msgspec.Struct, tag=True):
     canary: CanaryResult | None = None
 
 
-class Outputs(msgspec.Struct, tag=True):
+class Outputs(msgspec.Struct, tag=True, gc=False):
+    """The news of a step. Of most requests they are one token and nothing else: these come first, as two arrays."""
+
+    request_ids: list[str] = []
+    token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
     tokens: list[TokenOutput] = []
     vectors: list[VectorOutput] = []
 
     @classmethod
     def of(cls, outputs: list[EngineOutput]) -> Outputs:
-        return cls(tokens_of(outputs), vectors_of(outputs))
+        request_ids: list[str] = []
+        token_ids: list[int] = []
+        tokens: list[TokenOutput] = []
+        vectors: list[VectorOutput] = []
+        told: set[str] = set()  # whose news are among `tokens`: what comes later must stand behind them
+        for output in outputs:
+            if not isinstance(output, TokenOutput):
+                vectors.append(output)
+                continue
+            request_id, ids, reason, _, cached, logprobs, of_prompt, _ = output
+            if reason or cached or logprobs or of_prompt or len(ids) != 1 or request_id in told:
+                told.add(request_id)
+                tokens.append(output)
+            else:
+                request_ids.append(request_id)
+                token_ids.append(ids[0])
+        return cls(request_ids, array("i", token_ids).tobytes(), tokens, vectors)
 
 
 class Rejected(msgspec.Struct, tag=True):

@@ -37,6 +37,8 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space_after(prompt_token_ids, skip_special_tokens)
+        self._texts = tokenizer.texts(skip_special_tokens)
+        self._between = not (stop or self._strip)  # two characters: a token's text is what it was the last time
         self._held = ""  # decoded, not yet given out: the longest beginning of a stop string that the text ends with
         self.num_tokens = 0
         self.num_tokens_used = 0  # of all tokens, how many the answer keeps; they differ after a stop string
@@ -44,6 +46,11 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens let out. Nothing after a stop string."""
+        alone = token_ids[0] if self._between and len(token_ids) == 1 else None
+        if alone is not None and (known := self._texts.get(alone)) is not None:
+            self.num_tokens += 1
+            self.num_tokens_used = self.num_tokens
+            return known
         out = []
         for token in token_ids:
             self.num_tokens += 1
@@ -52,7 +59,11 @@ class IncrementalDetokenizer:
             self.num_tokens_used = self.num_tokens
             if token not in self._skip:
                 out.append(self._add(self._decoder.decode(self._bytes(token))))
-        return "".join(out)
+        text = "".join(out)
+        self._between = not (self._stops or self._strip or self._decoder.getstate()[0])
+        if alone is not None and self._between:
+            self._texts[alone] = text
+        return text
 
     def finish(self) -> str:
         """What was held back; the end of an unfinished character is a replacement character."""

@@ -1,15 +1,18 @@
 """Turns the engine's tokens back into text.
 
 `OutputProcessor` makes `RequestOutput` deltas of the engine's outputs: text, stop strings, finish reasons, log-probabilities.
-`merge` puts deltas together: the complete answer is the stream, collected. No torch.
+A `Sink` may be told of a token without such a delta. `merge` puts deltas together: the complete answer is the stream,
+collected. No torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
@@ -27,6 +30,21 @@ from slipstream.types import (
     TokenOutput,
 )
 
+OnToken: TypeAlias = Callable[[int, str, float], None]
+"""Is told of a token: its id, the text that it lets out, and when it came (time.monotonic())."""
+
+
+class Sink(Protocol):
+    """Who is told what is new of a request. Its methods are called as the engine's message is read: none may wait or raise."""
+
+    @property
+    def on_token(self) -> OnToken | None:
+        """If there is one, it may be told of tokens between the first and the last, instead of `put`."""
+
+    def put(self, delta: RequestOutput) -> None: ...
+    def fail(self, error: Exception) -> None:
+        """Nothing comes after it."""
+
 
 @dataclass(slots=True)
 class _Choice:
@@ -42,6 +60,7 @@ class _State:
     request: PreparedRequest
     choices: dict[str, _Choice]
     prompt_token_ids: list[int]  # one list, shared by all deltas
+    on_token: OnToken | None = None
     first_token: float | None = None
     last_token: float | None = None
     num_cached_tokens: int = 0
@@ -54,18 +73,20 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
+        self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}  # by engine request id
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def add(self, request: PreparedRequest) -> None:
+    def add(self, request: PreparedRequest, on_token: OnToken | None = None) -> None:
+        """`on_token` may be told of tokens between the first and the last instead of getting a delta."""
         if request.request_id in self._states:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
         can_wait = not request.sampling.stop and request.sampling.logprobs is None
         choices = {
             r.request_id: _Choice(i, self._detokenizer(r), can_wait) for i, r in enumerate(request.engine_requests)
         }
-        self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids))
+        self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids), on_token)
         self._owner.update(dict.fromkeys(choices, request.request_id))
 
     def unfinished(self, request_id: str) -> list[str]:
@@ -80,11 +101,27 @@ class OutputProcessor:
         if state is not None:
             for key in state.choices:
                 del self._owner[key]
+                self._plain.pop(key, None)
         return unfinished
 
     def owner(self, key: str) -> str | None:
         """The request that an engine request belongs to, unless it is forgotten."""
         return self._owner.get(key)
+
+    def take(
+        self, request_ids: Sequence[str], token_ids: bytes, outputs: Sequence[TokenOutput]
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """`process` of the step's single tokens, then of its other outputs. Who has an `on_token` is told of the former."""
+        now, plain, others = time.monotonic(), self._plain, []
+        for request_id, token in zip(request_ids, array("i", token_ids), strict=True):
+            known = plain.get(request_id)
+            if known is None:
+                others.append(TokenOutput(request_id, (token,)))
+                continue
+            state, detokenizer, on_token = known
+            state.last_token = now
+            on_token(token, detokenizer.push((token,)), now)
+        return self.process([*others, *outputs])
 
     def process(
         self, outputs: Sequence[TokenOutput], *, until_done: bool = False
@@ -117,7 +154,10 @@ class OutputProcessor:
                 if output.finish_reason is None:
                     aborts.append(output.request_id)
             if output.token_ids:
-                state.first_token = state.first_token or now
+                if state.first_token is None:
+                    state.first_token = now
+                    if state.on_token is not None and choice.can_wait and choice.detokenizer and len(state.choices) == 1:
+                        self._plain[output.request_id] = state, choice.detokenizer, state.on_token
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if (of_prompt := output.prompt_logprobs) is not None:
@@ -137,6 +177,7 @@ class OutputProcessor:
         ids = list(self._states)
         self._states.clear()
         self._owner.clear()
+        self._plain.clear()
         return ids
 
     def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
@@ -230,14 +271,19 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
         if known is None:
             logprobs = None if new.logprobs is None else list(new.logprobs)
             by_index[new.index] = dataclasses.replace(new, token_ids=list(new.token_ids), logprobs=logprobs)
-            continue
-        known.text += new.text
-        known.token_ids += new.token_ids
-        if new.logprobs is not None and known.logprobs is not None:
-            known.logprobs += new.logprobs
-        known.finish_reason, known.stop_reason = new.finish_reason, new.stop_reason
+        else:
+            extend(known, new)
     whole.outputs = [by_index[i] for i in sorted(by_index)]
     whole.finished, whole.times = delta.finished, delta.times
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
     return whole
+
+
+def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
+    """What is new of a choice behind what was before."""
+    whole.text += new.text
+    whole.token_ids += new.token_ids
+    if new.logprobs is not None and whole.logprobs is not None:
+        whole.logprobs += new.logprobs
+    whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason

@@ -6,16 +6,17 @@ not work, before anything is queued. The way back is `output.py`. No torch.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import logging
 import marshal
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,17 @@ from slipstream.types import (
 )
 
 _logger = logging.getLogger("slipstream.engine")
+
+INLINE_CHARS = 16_384
+"""More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
+
+_T = TypeVar("_T")
+
+
+async def beside(work: Callable[[], _T], num_characters: int) -> _T:
+    """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it."""
+    return await asyncio.to_thread(work) if num_characters > INLINE_CHARS else work()
+
 
 
 @dataclass(frozen=True, slots=True)

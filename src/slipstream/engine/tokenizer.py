@@ -41,6 +41,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max((backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)))
         self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
+        self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
 
@@ -183,6 +184,10 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = self._spelled(self.id_to_token(token_id) or "")
         return known
+
+    def texts(self, skip_special_tokens: bool) -> dict[int, str]:
+        """What tokens stand for between two characters, to be filled as they are met. Empty where they are skipped."""
+        return self._texts[skip_special_tokens]
 
     def _spelled(self, token: str) -> bytes:
         if self._spelling == "wordpiece":

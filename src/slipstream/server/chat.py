@@ -28,13 +28,14 @@ class ChatAnswer(Answer):
             events.append(self.event(index, _ROLE))
         if delta.text or delta.logprobs:
             logprobs = b"null" if delta.logprobs is None else encode(_logprobs(delta.logprobs))
-            content = encode(delta.text)
-            events.append(
-                self.event(index, b'{"content":', content, b'},"logprobs":', logprobs, b',"finish_reason":null}')
-            )
+            events.append(self.text_event(delta.index, encode(delta.text), logprobs))
         if delta.finish_reason is not None:
             events.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"))
         return b"".join(events)
+
+    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null") -> bytes:
+        head = b'{"index":%d,"delta":{"content":' % index
+        return self.event(head, text, b'},"logprobs":', logprobs, b',"finish_reason":null}')
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]

@@ -9,7 +9,6 @@ from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState, Tokenizer
-from slipstream.server.tokens import text_prompt
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -37,8 +36,11 @@ class CompletionAnswer(Answer):
         if not text and not delta.logprobs and delta.finish_reason is None:
             return b""
         reason = b"null" if delta.finish_reason is None else encode(delta.finish_reason)
-        index = b'{"index":%d,"text":' % delta.index
-        return self.event(index, encode(text), b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}")
+        return self.text_event(delta.index, encode(text), logprobs, reason)
+
+    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
+        head = b'{"index":%d,"text":' % index
+        return self.event(head, text, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}")
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
@@ -112,8 +114,7 @@ def _name(token: Logprob) -> str:
 
 async def prepare(state: ServerState, body: CompletionRequest, record: RequestRecord) -> CompletionAnswer:
     prompts: list[Prompt] = [
-        await text_prompt(state, prompt) if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
-        for prompt in body.prompts()
+        prompt if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt) for prompt in body.prompts()
     ]
     sampling = body.sampling(
         state.engine.description.sampling,

@@ -8,6 +8,7 @@
    with a reset. A FIN while an answer is being streamed, or from HTTP/1.0, always counts as gone.
 4. A body that nobody will read (413, 401, …) is not waited for: the answer says `connection: close`, what still comes
    is thrown away for `LINGER_S`, so that the client gets to read the answer, and then the connection is closed.
+5. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -111,6 +113,7 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         cycle.transport = _Outlet(self.transport, lambda: self._close_after(cycle))  # type: ignore[assignment]
         cycle.scope["unread_body"] = lambda: _unread(cycle)  # type: ignore[typeddict-unknown-key]
+        cycle.scope["write_chunk"] = partial(_write_chunk, cycle)  # type: ignore[typeddict-unknown-key]
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
         elif self.pipeline:
@@ -186,6 +189,14 @@ class Connection(HttpToolsProtocol):
             self._half_closed = bool(events & _PEER_DONE)
             self.transport.write(_INTERIM)
         self._look_again(min(2 * delay, _SLOWEST_LOOK_S))
+
+
+def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """What `send` does with a part of a body, but now. False if it would wait, or if the body has another form."""
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def _unread(cycle: RequestResponseCycle) -> bool:

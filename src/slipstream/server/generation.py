@@ -3,6 +3,11 @@
 An `Answer` says what to generate and how to write it; completions.py and chat.py each make one of a body.
 `GenerationRoute` is the ASGI endpoint that runs it. A 200 is sent with the first delta, so whatever fails before it
 has its own status; what fails after it is an error event, after which the stream ends without [DONE].
+
+The engine tells an answer's prompts (`_Part`) what is new as it reads the message of a step. If the connection takes
+more, that is written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it
+is put together until the answer's task has sent what came before. So the task is woken for the first delta, for the end
+and for a client that reads slowly, not for each token.
 """
 
 from __future__ import annotations
@@ -10,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from slipstream.errors import EngineError, RequestError, SlipstreamError
+from slipstream.engine.output import extend
+from slipstream.errors import RequestError, SlipstreamError
 from slipstream.server.errors import (
     CLIENT_CLOSED_REQUEST,
     ClientDisconnected,
@@ -31,12 +37,15 @@ from slipstream.server.models import require_model
 from slipstream.server.protocol import Generation, decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
-from slipstream.types import CompletionOutput, FinishReason, PositionLogprobs, Prompt, RequestOutput, SamplingParams
+from slipstream.types import CompletionOutput, PositionLogprobs, Prompt, RequestOutput, SamplingParams
 
 logger = logging.getLogger("slipstream.server")
 encode = msgspec.json.Encoder().encode
 
-_EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+Write: TypeAlias = Callable[[bytes], bool]
+"""Writes a part of an answer's body at once, if it can be; else it says False and nothing is written."""
+
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(slots=True)
@@ -82,7 +91,7 @@ class Answer:
         num_choices = len(prompts) * sampling.n
         if num_choices > (limit := state.settings.max_choices_per_request):
             raise bad_request(f"prompts times n is {num_choices}; this server takes at most {limit}", "n")
-        self.state, self.body, self.prompts, self.sampling, self.record = state, body, prompts, sampling, record
+        self.state, self.body, self.sampling, self.record = state, body, sampling, record
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
@@ -91,12 +100,23 @@ class Answer:
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.include_usage = options is not None and options.include_usage
         self.identity = {"id": self.id_prefix + record.id, "created": int(time.time()), "model": body.model}
+        self._num_running = len(prompts)
+        self._news = asyncio.Event()  # for the task: something waits to be sent, or all is there, or it failed
+        self._untold: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
+        self._unwritten = b""  # the events before that
+        self._error: Exception | None = None
+        self._write: Write | None = None  # if nothing waits
         # The parts of a chunk that never change are encoded once.
         self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self.parts = [_Part(self, number, prompt) for number, prompt in enumerate(prompts)]
 
     def chunk(self, delta: CompletionOutput) -> bytes:
         """The events for a delta; none if it has nothing to say."""
+        raise NotImplementedError
+
+    def text_event(self, index: int, text: bytes) -> bytes:
+        """The event of more text, encoded, in a choice that has begun."""
         raise NotImplementedError
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -108,9 +128,10 @@ class Answer:
         return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:
-        """What closes the stream."""
+        """What closes the stream, behind what was not sent yet."""
+        events = self._take_events()
         usage = self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.include_usage else b""
-        return usage + b"data: [DONE]\n\n"
+        return events + usage + b"data: [DONE]\n\n"
 
     def collected(self) -> bytes:
         choices = [self.choice(i) for i in range(len(self.choices))]
@@ -126,29 +147,69 @@ class Answer:
             **self.more_usage,
         }
 
-    async def deltas(self) -> AsyncGenerator[list[CompletionOutput], None]:
-        """What the engine has to say, renumbered, counted and, if it is to be collected, kept."""
-        engine, n = self.state.engine, self.sampling.n
-        priority = self.body.priority or 0
-        streams = [engine.generate(prompt, self.sampling, priority=priority) for prompt in self.prompts]
-        async with aclosing(merge(streams)) as outputs:
-            async for number, output in outputs:
-                self._note_prompt(self.prompt_info[number], output)
-                now = time.monotonic()
-                for delta in output.outputs:
-                    delta.index += number * n
-                    self._note(delta, now)
-                yield output.outputs
+    async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, but for those that `write` took and the last, which `end` has. Of an answer that is collected
+        there are none, and this ends when it is complete. Closing it cancels what runs."""
+        priority, cancels = self.body.priority or 0, []
+        try:
+            for part in self.parts:
+                cancels.append(await self.state.engine.submit(part.prompt, self.sampling, part, priority=priority))
+            while self._num_running:
+                await self._news.wait()
+                self._news.clear()
+                while self._num_running and (self._unwritten or self._untold):
+                    yield self._take_events()
+                if self._error is not None:
+                    raise self._error
+                self._write = write  # nothing waits, so what comes next can be written as it comes
+        finally:
+            self._write = None
+            for cancel in cancels:
+                cancel()
         self.state.metrics.e2e.observe(time.monotonic() - self.record.start)
 
-    def _note_prompt(self, info: PromptInfo, output: RequestOutput) -> None:
+    def tell(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
+        """Pass on what is new; `finished`: it is the last of a prompt."""
+        self._num_running -= finished
+        if not self.stream:
+            if not self._num_running:
+                self._news.set()
+        elif self._write is not None and self._num_running:
+            self.send(b"".join(map(self.chunk, outputs)))
+        else:
+            self._write = None
+            self._news.set()
+            for new in outputs:
+                if (untold := self._untold.setdefault(new.index, new)) is not new:
+                    extend(untold, new)
+
+    @property
+    def can_write(self) -> bool:
+        return self._write is not None
+
+    def send(self, events: bytes) -> None:
+        """Write at once, or leave it to the task if the client reads too slowly."""
+        if events and (self._write is None or not self._write(events)):
+            self._unwritten, self._write = events, None
+            self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error, self._write = self._error or error, None
+        self._news.set()
+
+    def _take_events(self) -> bytes:
+        untold, self._untold = self._untold, {}
+        events, self._unwritten = [self._unwritten, *map(self.chunk, untold.values())], b""
+        return b"".join(events)
+
+    def note_prompt(self, info: PromptInfo, output: RequestOutput) -> None:
         if not info.token_ids:
             info.token_ids = output.prompt_token_ids
             self.record.num_prompt_tokens += len(info.token_ids)
         info.num_cached_tokens = max(info.num_cached_tokens, output.num_cached_tokens)
         info.logprobs = output.prompt_logprobs or info.logprobs
 
-    def _note(self, delta: CompletionOutput, now: float) -> None:
+    def note(self, delta: CompletionOutput, now: float) -> None:
         choice, record, metrics = self.choices[delta.index], self.record, self.state.metrics
         if delta.token_ids:
             if choice.num_tokens:
@@ -165,59 +226,50 @@ class Answer:
             choice.text.append(delta.text)
             choice.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:
-            if delta.finish_reason == FinishReason.ERROR:
-                raise EngineError(f"the engine failed: {delta.stop_reason}")
             choice.finish_reason = delta.finish_reason
             metrics.finished[delta.finish_reason] += 1
             if choice.num_tokens > 1:
                 metrics.tpot.observe((choice.last_token - choice.first_token) / (choice.num_tokens - 1))
 
 
-async def merge(
-    streams: Sequence[AsyncIterator[RequestOutput]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What comes from any of `streams`, with its number. The first error ends them all; so does closing this.
+class _Part:
+    """One prompt of an answer, and whom the engine tells what is new of it (a `Sink`)."""
 
-    While nobody asks, no more outputs wait here than there are streams, besides one in the hand of each: what a slow
-    client has not read stays with the engine, which puts it together, as it does for one stream.
-    """
-    if len(streams) == 1:
-        async with _closing(streams[0]) as stream:
-            async for output in stream:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(len(streams))
+    def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
+        self.answer, self.prompt = answer, prompt
+        self.info = answer.prompt_info[number]
+        self.first = number * answer.sampling.n
+        self.choice = answer.choices[self.first]
+        self.on_token = self._on_token if answer.sampling.n == 1 and not answer.continuous_usage else None
+        self.head, _, self.tail = answer.text_event(self.first, b"\0").partition(b"\0")
 
-    async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
-        last: Exception | None = None
+    def put(self, delta: RequestOutput) -> None:
+        answer, now = self.answer, time.monotonic()
         try:
-            async with _closing(stream):
-                async for output in stream:
-                    await queue.put((number, output))
-        except Exception as exc:
-            last = exc
-        await queue.put((number, last))
+            answer.note_prompt(self.info, delta)
+            for new in delta.outputs:
+                new.index += self.first
+                answer.note(new, now)
+            answer.tell(delta.outputs, finished=delta.finished)
+        except Exception as error:  # of ours: the request fails, and no other
+            answer.fail(error)
 
-    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        running = len(pumps)
-        while running:
-            number, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield number, item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+    def _on_token(self, token: int, text: str, now: float) -> None:
+        """What `put` does with a delta of one token and nothing else."""
+        answer, choice = self.answer, self.choice
+        answer.state.metrics.itl.observe(now - choice.last_token)
+        choice.last_token = now
+        choice.num_tokens += 1
+        answer.record.num_output_tokens += 1
+        if not answer.stream:
+            choice.text.append(text)
+        elif not answer.can_write:
+            answer.tell([CompletionOutput(self.first, text, [token])], finished=False)
+        elif text:
+            answer.send(self.head + encode(text) + self.tail)
 
-
-def _closing(stream: AsyncIterator[RequestOutput]) -> aclosing[AsyncGenerator[RequestOutput, None]]:
-    """Closing the engine's stream is what cancels a request, so it must never be left to the garbage collector."""
-    return aclosing(cast("AsyncGenerator[RequestOutput, None]", stream))
+    def fail(self, error: Exception) -> None:
+        self.answer.fail(error)
 
 
 class GenerationRoute:
@@ -243,16 +295,14 @@ class GenerationRoute:
         try:
             async with in_flight(state, receive):
                 answer = await self.prepare(state, body, record)
-                async with aclosing(answer.deltas()) as deltas:
-                    async for outputs in deltas:
-                        if not answer.stream:
-                            continue
-                        events = b"".join(map(answer.chunk, outputs))
+                async with aclosing(answer.events(scope.get("write_chunk"))) as events:
+                    async for some in events:
                         if not started:
                             started = True
-                            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-                        if events:
-                            await send({"type": "http.response.body", "body": events, "more_body": True})
+                            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                        if some:
+                            await send({"type": "http.response.body", "body": some, "more_body": True})
+                last = answer.end() if answer.stream else answer.collected()
         except Exception as exc:
             if isinstance(exc, RequestError):
                 exc.field = body.param(exc.field)
@@ -261,10 +311,12 @@ class GenerationRoute:
             await _break_off(exc, record, send)
             return
         # Sent after `in_flight` is left: from here on a disconnect changes nothing.
-        if answer.stream:
-            await send({"type": "http.response.body", "body": answer.end(), "more_body": False})
-        else:
-            await send_json(send, answer.collected())
+        if not answer.stream:
+            await send_json(send, last)
+            return
+        if not started:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def _break_off(exc: Exception, record: RequestRecord, send: Send) -> None:

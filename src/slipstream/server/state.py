@@ -7,16 +7,17 @@ belongs to one app; nothing here is global. All of it lives on one event loop, s
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.server.load import Load
-from slipstream.types import CanaryResult, EngineStats, Prompt, RequestOutput, SamplingParams, Vectors
+from slipstream.types import CanaryResult, EngineStats, Prompt, SamplingParams, Vectors
 
 if TYPE_CHECKING:
+    from slipstream.engine.output import Sink
     from slipstream.server.limits import Exchange
     from slipstream.server.metrics import Counts, Metrics
     from slipstream.spec.description import ModelDescription
@@ -63,9 +64,9 @@ class Engine(Protocol):
     def model_name(self) -> str: ...
     @property
     def canary(self) -> CanaryResult | None: ...
-    def generate(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]: ...
+    async def submit(
+        self, prompt: Prompt, sampling: SamplingParams, sink: Sink, *, priority: int = 0
+    ) -> Callable[[], None]: ...
     @property
     def description(self) -> ModelDescription: ...
     async def embed(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.engine.processor import beside
 from slipstream.errors import ContextLengthError
 from slipstream.server.errors import bad_request
 from slipstream.server.limits import read_body
 from slipstream.server.models import require_model
 from slipstream.server.protocol import DetokenizeRequest, Message, TokenizeRequest, decode, message_dict
 from slipstream.server.state import ServerState, Tokenizer
-from slipstream.types import Prompt, TokensPrompt
-
-_INLINE_CHARS = 16_384
-"""Longer texts are tokenised in a thread, which lets other requests' tokens through meanwhile; for shorter ones the
-way to a thread and back costs more than the work."""
 
 _MAX_CHARS_PER_TOKEN = 128
 """A text longer than this per token of context cannot fit, and is refused before time is spent on it."""
@@ -38,30 +34,22 @@ async def template_tokens(
 ) -> list[int]:
     """The template writes the special tokens itself, so the tokenizer adds none."""
     tokenizer = _tokenizer(state, "messages")
-    text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
-    return await _encode(state, tokenizer, text, "messages", add_special_tokens=False)
+
+    def tokens() -> list[int]:
+        text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
+        return _encode(state, tokenizer, text, "messages", add_special_tokens=False)
+
+    return await beside(tokens, sum(len(message["content"] or "") for message in plain))
 
 
-async def text_prompt(state: ServerState, text: str) -> Prompt:
-    """A prompt for the engine, which tokenises a short text itself."""
-    tokenizer = state.engine.tokenizer
-    if tokenizer is None or len(text) <= _INLINE_CHARS:
-        return text
-    return TokensPrompt(prompt_token_ids=await _encode(state, tokenizer, text, "prompt", add_special_tokens=True))
-
-
-async def _encode(
-    state: ServerState, tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool
-) -> list[int]:
+def _encode(state: ServerState, tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     limit = state.engine.config.model.max_model_len
     if len(text) > limit * _MAX_CHARS_PER_TOKEN:
         raise ContextLengthError(
             f"{param} make {len(text)} characters, far more than the context of {limit} tokens; shorten them",
             field=param,
         )
-    if len(text) <= _INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _tokenizer(state: ServerState, param: str) -> Tokenizer:
@@ -86,7 +74,8 @@ class Tokens:
             if body.add_generation_prompt is not None:
                 raise bad_request("add_generation_prompt is for messages; leave it out", "add_generation_prompt")
             tokenizer, special = _tokenizer(state, "prompt"), body.add_special_tokens is not False
-            tokens = await _encode(state, tokenizer, body.prompt, "prompt", add_special_tokens=special)
+            encoding = partial(_encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special)
+            tokens = await beside(encoding, len(body.prompt))
         elif body.add_special_tokens:
             raise bad_request(
                 "messages get their special tokens from the chat template; leave it out", "add_special_tokens"

@@ -1,0 +1,55 @@
+"""The real `AsyncLLM`, but what its process says is said by the test, step by step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+
+from slipstream import AsyncLLM
+from slipstream.config import EngineArgs, resolve
+from slipstream.engine.core_process import Abort, Add, Outputs, ToParent
+from slipstream.engine.processor import InputProcessor, load_tokenizer
+from slipstream.hub import machine_folder
+from slipstream.spec.description import read_spec
+from slipstream.types import EngineStats, FinishReason, TokenOutput
+from slipstream.worker.device import detect
+
+ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToParent)
+
+
+class SteppedEngine(AsyncLLM):
+    def __init__(self, path):
+        args = EngineArgs(model=str(path), dtype="float32", device="cpu", num_threads=1)
+        description = read_spec(path)
+        super().__init__(args, description, load_tokenizer(args, description))
+        self.config = resolve(args, description, detect("cpu", machine_folder(), num_threads=1))
+        self._input = InputProcessor.for_model(description, self.config, self.tokenizer)
+        self.keys: list[str] = []  # of engine requests, as they came
+        self.aborted: list[str] = []
+        self._child = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), send=self._send, end=self._end)
+
+    @property
+    def running(self):
+        return self.num_requests
+
+    def _send(self, message):
+        if isinstance(message, Add):
+            self.keys += [request.request_id for request in message.requests]
+        elif isinstance(message, Abort):
+            self.aborted += message.request_ids
+        return True
+
+    async def _end(self):
+        pass
+
+    async def stats(self):
+        return EngineStats()
+
+    def step(self, news):
+        """`news`: by engine request its new tokens, and whether they are the last."""
+        outputs = [
+            TokenOutput(key, tuple(tokens), FinishReason.LENGTH if last else None)
+            for key, (tokens, last) in news.items()
+        ]
+        self._on_message(DECODER.decode(ENCODER.encode(Outputs.of(outputs))))
