@@ -196,6 +196,8 @@ def _scheduling_section(
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
     if args.max_queue is not None:
         _positive("max_queue", args.max_queue)
+    if args.target_itl_ms is not None:
+        _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     config = SchedulingConfig(
         policy=args.scheduling_policy,  # type: ignore[arg-type]
         max_num_seqs=seqs,
@@ -204,8 +206,20 @@ def _scheduling_section(
         enable_chunked_prefill=chunked,
         batch_window_s=window,
         max_queue=args.max_queue,
+        target_itl_ms=args.target_itl_ms,
     )
     return config, chosen.origins
+
+
+def _check_target_itl(target_ms: float, chunked: bool) -> None:
+    if not 0 < target_ms < float("inf"):
+        raise ConfigError(f"target_itl_ms={target_ms} must be a number of milliseconds above 0", field="target_itl_ms")
+    if not chunked:
+        raise ConfigError(
+            "target_itl_ms cuts prompts into chunks, which enable_chunked_prefill=False forbids, and an encoder's prompt does; "
+            "leave it out",
+            field="target_itl_ms",
+        )
 
 
 def _check_step_tokens(
