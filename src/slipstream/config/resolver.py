@@ -179,6 +179,8 @@ def _scheduling_section(
     chosen, chunked = _Chosen(args), args.enable_chunked_prefill
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
+    if args.target_itl_ms is not None:
+        _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
     seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
     _positive("max_num_seqs", seqs)
@@ -196,8 +198,6 @@ def _scheduling_section(
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
     if args.max_queue is not None:
         _positive("max_queue", args.max_queue)
-    if args.target_itl_ms is not None:
-        _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     config = SchedulingConfig(
         policy=args.scheduling_policy,  # type: ignore[arg-type]
         max_num_seqs=seqs,
