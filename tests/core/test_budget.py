@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, Pace, StepCost, features
+from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace, StepCost, StepSize
 from slipstream.core.scheduler import Scheduler
 from slipstream.types import ScheduledRequest, StepResult
 from tests.core.configs import config
@@ -23,7 +23,8 @@ def chunk(num_tokens, computed=0):
 
 def seconds(num_decodes, prompts):
     """Of a step, as of a GPU: 6 ms, 20 µs a decode, 15 µs a prompt token, 2 ms for 1,000 tokens that attend to 1,000."""
-    return sum(a * b for a, b in zip((6e-3, 2e-3, 15e-3, 2e-3), features(num_decodes, prompts), strict=True))
+    step = StepSize.of(num_decodes, prompts)
+    return 6e-3 + 20e-6 * num_decodes + 15e-6 * step.num_tokens + 2e-9 * step.attention
 
 
 def test_the_cost_is_learned():
@@ -31,9 +32,9 @@ def test_the_cost_is_learned():
     for _ in range(400):
         prompts = [chunk(rng.randrange(16, 1024), rng.randrange(8192))] * (rng.random() < 0.5)
         num_decodes = rng.randrange(128)
-        cost.learn(features(num_decodes, prompts), seconds(num_decodes, prompts) * rng.gauss(1, 0.03))
+        cost.learn(StepSize.of(num_decodes, prompts), seconds(num_decodes, prompts) * rng.gauss(1, 0.03))
     for num_decodes, prompts in ((64, []), (64, [chunk(512)]), (1, [chunk(128, 4096)]), (100, [chunk(64), chunk(300, 900)])):
-        assert cost.predict(features(num_decodes, prompts)) == pytest.approx(seconds(num_decodes, prompts), rel=0.1)
+        assert cost.predict(StepSize.of(num_decodes, prompts)) == pytest.approx(seconds(num_decodes, prompts), rel=0.1)
     assert cost.error < 0.06
 
 
@@ -41,18 +42,18 @@ def test_it_follows_a_machine_that_becomes_slower():
     cost, rng = StepCost(), random.Random(2)
     for i in range(600):
         prompts = [chunk(rng.randrange(16, 512))] * (i % 2)
-        cost.learn(features(32, prompts), seconds(32, prompts) * (1 if i < 200 else 2))
-    assert cost.predict(features(32, [chunk(256)])) == pytest.approx(2 * seconds(32, [chunk(256)]), rel=0.1)
+        cost.learn(StepSize.of(32, prompts), seconds(32, prompts) * (1 if i < 200 else 2))
+    assert cost.predict(StepSize.of(32, [chunk(256)])) == pytest.approx(2 * seconds(32, [chunk(256)]), rel=0.1)
 
 
 def test_a_step_that_compiled_something_changes_little():
     cost = StepCost()
     for i in range(100):
         prompts = [chunk(100 + i)] * (i % 2)
-        cost.learn(features(32, prompts), seconds(32, prompts))
-    before = cost.predict(features(32, [chunk(128)]))
-    cost.learn(features(32, [chunk(128)]), 5.0)
-    assert cost.predict(features(32, [chunk(128)])) < 4 * before
+        cost.learn(StepSize.of(32, prompts), seconds(32, prompts))
+    before = cost.predict(StepSize.of(32, [chunk(128)]))
+    cost.learn(StepSize.of(32, [chunk(128)]), 5.0)
+    assert cost.predict(StepSize.of(32, [chunk(128)])) < 4 * before
 
 
 @given(
@@ -69,10 +70,11 @@ def test_budgets_are_sane_whatever_was_measured(steps, target, position, age):
         pace.launched(i, now, num_decodes, [chunk(num_tokens, computed)] * (num_tokens > 0))
         now += took
         pace.ended(i, now)
-        assert all(0 <= c < float("inf") for c in pace.cost.coefficients)
+        assert all(0 <= c < float("inf") for f in (pace.cost.decodes, pace.cost.prompts) for c in f.coefficients)
+    pace.launched(len(steps), now, 10, [])  # of decodes alone, which is due from time to time
     fits = pace.prompt_tokens(10, [], position, age)
     largest = max((tokens for _, tokens, _, _ in steps), default=0)
-    assert (MIN_CHUNK if age >= PATIENCE_S else 0) <= fits <= max(MIN_CHUNK, 2 * largest)
+    assert (age >= PATIENCE_S) <= fits <= max(MIN_CHUNK, 2 * largest)
     assert fits == pace.prompt_tokens(10, [], position, age)
 
 
@@ -83,11 +85,26 @@ def test_the_budget_meets_the_objective():
         pace.launched(i, now, 64, prompts)
         now += seconds(64, prompts)
         pace.ended(i, now)
+    pace.launched(200, now, 64, [])
     for position in (0, 8192, 30000):
         fits = pace.prompt_tokens(64, [], position, 0.0)
         assert 0.016 < seconds(64, [chunk(fits, position)]) <= 0.0205
     assert pace.prompt_tokens(1000, [], 0, PATIENCE_S / 2) == 0  # decodes alone take 26 ms
     assert pace.prompt_tokens(1000, [], 0, PATIENCE_S) == MIN_CHUNK
+    pace.target_s = 1e-3  # a quarter of it is the time of 16 tokens
+    assert pace.prompt_tokens(64, [], 0, PATIENCE_S) == pytest.approx(0.25e-3 / 15e-6, abs=2)
+    pace.target_s = 1e-9
+    assert pace.prompt_tokens(64, [], 0, PATIENCE_S) == 1
+
+
+def test_one_step_of_many_has_decodes_alone():
+    pace, sizes = Pace(1.0), []
+    for i in range(3 * PROBE_EVERY):
+        fits = pace.prompt_tokens(4, [], 0, 9.0)
+        sizes.append(fits)
+        pace.launched(i, float(i), 4, [chunk(fits)] if fits else [])
+        pace.ended(i, i + seconds(4, [chunk(fits)]))
+    assert [i for i, fits in enumerate(sizes) if not fits] == [0, PROBE_EVERY, 2 * PROBE_EVERY]
 
 
 def test_steps_in_flight_are_timed_from_the_end_of_the_one_before():
@@ -113,6 +130,7 @@ def timed(engine, times):
     launch = engine.worker.launch
 
     def timed_launch(plan):
+        engine.planned = plan
         engine.now += next(times)
         return launch(plan)
 
@@ -151,9 +169,11 @@ def test_whatever_steps_take_all_requests_end(requests, times, target, max_num_s
 
 
 def test_a_prompt_goes_on_where_decodes_alone_take_longer_than_the_objective():
+    """A step takes 0.125 s, and 1 ms more a prompt token: after half a second the prompt has 10 ms' worth in each."""
     sizes = {"max_num_batched_tokens": 60, "max_model_len": 400, "num_blocks": 200}
-    engine = timed(Engine(config(**sizes, target_itl_ms=1.0)), itertools.repeat(0.125))
-    engine.scheduler.add(request("short", [1], max_tokens=60))
+    engine = Engine(config(**sizes, target_itl_ms=40.0))
+    engine = timed(engine, (0.125 + 1e-3 * max(s.num_tokens for s in engine.planned.scheduled) for _ in itertools.count()))
+    engine.scheduler.add(request("short", [1], max_tokens=90))
     for _ in range(8):
         engine.step()
     engine.scheduler.add(request("long", range(300), max_tokens=2, arrival=engine.now))
@@ -161,7 +181,9 @@ def test_a_prompt_goes_on_where_decodes_alone_take_longer_than_the_objective():
     while "long" not in engine.ends:
         engine.step()
         chunks.append(next((s.num_tokens for s in engine.plans[-1].scheduled if s.request_id == "long"), 0))
-    assert chunks == [0] * 4 + [MIN_CHUNK] * 9 + [300 - 9 * MIN_CHUNK, 1]
+    assert chunks[:4] == [0] * 4
+    assert all(0 < chunk <= MIN_CHUNK for chunk in chunks[4:])
+    assert 8 <= chunks[20] <= 12
     assert "short" not in engine.ends
 
 
