@@ -8,8 +8,10 @@ the users of a closed loop take turns across processes. Times are of `time.monot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -93,8 +95,10 @@ async def run(job: Run, begin: float, fd: int) -> Done:
     def on_record(index: int, record: RequestRecord) -> None:
         records.append((index, record))
 
-    await asyncio.sleep(begin - time.monotonic())
     async with OpenAIEndpoint(job.endpoint) as engine:
+        with contextlib.suppress(OSError, TimeoutError):  # the requests will tell
+            await engine.connect()
+        await asyncio.sleep(begin - time.monotonic())
         sample()
         watcher = asyncio.create_task(watch())
         if job.users:
@@ -111,6 +115,8 @@ async def run(job: Run, begin: float, fd: int) -> Done:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its clients
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection each
     decode = msgspec.msgpack.Decoder(ToClient).decode
     job: Run | None = None
     gc.disable()  # a pause of the collector would look like the server's

@@ -26,7 +26,7 @@ BUSY = 0.8
 
 USERS_EACH = 128
 RATE_EACH = 20.0
-LEAD_S = 0.05
+LEAD_S = 0.25
 """All clients begin so long after the last is ready."""
 
 

@@ -52,11 +52,13 @@ class OpenAIEndpoint:
     def __init__(self, endpoint: Endpoint) -> None:
         parts = urlsplit(endpoint.url)
         self.endpoint = endpoint
-        self._host, self._tls = str(parts.hostname), parts.scheme == "https"
+        self._host = str(parts.hostname)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         key = f"authorization: Bearer {endpoint.api_key}\r\n" if endpoint.api_key else ""
         self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n{key}"
+        self._address = self._host  # a number after the first connection: names are looked up once
         self._idle: list[_Connection] = []
 
     async def served_models(self) -> list[str]:
@@ -114,11 +116,18 @@ class OpenAIEndpoint:
                         connection.close()
                 return connection.status, bytes(connection.body)
 
+    async def connect(self) -> None:
+        """Open a connection for the first request."""
+        self._idle.append(await self._connect())
+
     async def _connect(self) -> _Connection:
-        tls = ssl.create_default_context() if self._tls else None
+        name = self._host if self._tls else None
         async with asyncio.timeout(CONNECT_S):
-            loop = asyncio.get_running_loop()
-            return (await loop.create_connection(_Connection, self._host, self._port, ssl=tls))[1]
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                _Connection, self._address, self._port, ssl=self._tls, server_hostname=name
+            )
+        self._address = transport.get_extra_info("peername", (self._address,))[0]
+        return connection
 
     async def __aenter__(self) -> Self:
         return self
