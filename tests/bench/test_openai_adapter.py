@@ -219,3 +219,14 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_opened_anew():
             (record,) = await run_load(endpoint, [REQUEST], Burst())
             assert record.error is None
     assert len(bodies) == 3
+
+
+async def test_a_connection_that_is_being_closed_is_not_used():
+    async with server(http(GOOD + b"data: [DONE]\n\n")) as (url, bodies), of(url) as endpoint:
+        await endpoint.connect()
+        endpoint._idle[0].reusable = True
+        endpoint._idle[0]._transport.close()  # `connection_lost` is called later
+        answer = Answer()
+        await endpoint.ask(REQUEST, answer)
+    assert answer.num_tokens == 2
+    assert len(bodies) == 1

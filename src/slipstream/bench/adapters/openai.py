@@ -154,9 +154,9 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, data: bytes, events: Events | None) -> None:
         """Send a request; returns when its answer has come. ConnectionResetError if nothing of an answer came."""
+        self.status, self.reusable, self._events = 0, False, events
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the server closed the connection")
-        self.status, self.reusable, self._events = 0, False, events
         self.body.clear()
         self._parser = httptools.HttpResponseParser(self)
         self._ended = asyncio.get_running_loop().create_future()
