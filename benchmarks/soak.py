@@ -25,7 +25,7 @@ from pathlib import Path
 import common
 import httpx
 
-from slipstream.bench.adapters.openai import events
+from slipstream.bench.adapters.openai import Splitter
 from slipstream.bench.report import print_table
 
 ROOT = Path(__file__).parents[1]
@@ -86,8 +86,8 @@ async def send(http: httpx.AsyncClient, rng: random.Random, outcome: Counter) ->
                 outcome[f"ERROR {kind}: {answer.status_code} {(await answer.aread())[:200]!r}"] += 1
                 return
             left_after = rng.randint(0, 20) if kind == "leave" else None
-            seen, last = 0, b""
-            async for last in events(answer.aiter_bytes()):
+            seen, last, splitter = 0, b"", Splitter()
+            async for last in (event async for chunk in answer.aiter_bytes() for event in splitter.feed(chunk)):
                 seen += 1
                 if b'"error"' in last[:40]:
                     outcome[f"ERROR {kind}: {last[:200]!r}"] += 1

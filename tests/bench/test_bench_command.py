@@ -149,6 +149,41 @@ def test_serve_a_url(capsys):
         assert "404" in told["error"]["message"]
 
 
+def test_serve_compares_two_servers_in_turn(capsys):
+    first, second = FakeEngine(), FakeEngine()
+    with serving(first, served_model_names=("a",)) as one, serving(second, served_model_names=("b",)) as two:
+        words = ["--url", one.url, "--compare", two.url, "--compare-model=b", "--clients=2", "--concurrency=3"]
+        words += ["--vocab-size=200", "--rounds=3", "--warmup=1", *SHORT]
+        found = result(capsys, "serve", *words)
+        assert main(["bench", "serve", *words]) == 0
+        table = capsys.readouterr().out
+    assert (found["engine"]["model"], found["compared"]["engine"]["model"]) == ("a", "b")
+    for part in (found, found["compared"]):
+        assert part["clients"]["num_clients"] == 2
+        assert len(part["output_throughput_of_each_round"]) == 3
+        assert part["results"]["output_throughput"] == sorted(part["output_throughput_of_each_round"])[1]
+    assert "first / second" in table
+    # The warm-up and six requests a round, with other prompts in each round, and the same for both.
+    prompts = [[tuple(prompt["prompt_token_ids"]) for prompt, _, _ in engine.seen] for engine in (first, second)]
+    assert len(prompts[0]) == 2 * 3 * 7
+    assert len(set(prompts[0])) == 3 * 7
+    assert set(prompts[0]) == set(prompts[1])
+
+
+def test_serve_finds_a_rate(capsys):
+    with serving(FakeEngine(), served_model_names=("tiny",)) as server:
+        words = ["--url", server.url, "--vocab-size=200", "--request-rate=100", "--find-rate-runs=3", *SHORT]
+        found = result(capsys, "serve", *words, "--find-rate=ttft_p99=60")
+        (search,) = found["results"]
+        assert found["benchmark"] == "find-rate"
+        assert [run["rate"] for run in search["runs"]] == [100.0, 200.0, 400.0]
+        assert search["rate"] == 400.0
+        found = result(capsys, "serve", *words, "--find-rate=ttft_p99=1e-9", code=1)
+        assert found["results"][0]["rate"] is None
+        assert main(["bench", "serve", *words, "--find-rate=ttft_p99=60"]) == 0
+        assert "the objectives hold at 400 requests/s" in capsys.readouterr().out
+
+
 def test_no_server(capsys):
     told = result(capsys, "serve", "--url=http://127.0.0.1:1", "--vocab-size=10", code=1)
     assert "does not answer" in told["error"]["message"]
@@ -181,6 +216,10 @@ def test_tables(config_only, capsys):
         (["serve", "--url=http://127.0.0.1:1"], "vocab_size"),
         (["serve", "M", "--arrivals=x"], "arrivals"),
         (["serve", "M", "--slo=x"], "slo"),
+        (["serve", "M", "--concurrency=0"], "arrivals"),
+        (["serve", "M", "--rounds=0"], "rounds"),
+        (["serve", "M", "--find-rate=ttft_p99=1"], "find_rate"),
+        (["serve", "M", "--find-rate=x", "--request-rate=1"], "find_rate"),
         (["throughput", "M", "--output-len=600", *DUMMY], "max_tokens"),
     ],
 )
@@ -211,6 +250,11 @@ def test_refuses(config_only, capsys, words, field):
         (["serve", "M", "--served-model-name=x"], "--url"),
         (["serve", "M", "--api-key=x"], "--url"),
         (["serve", "M", "--no-ignore-eos"], "--url"),
+        (["serve", "M", "--clients=2"], "--url"),
+        (["serve", "M", "--compare=http://x"], "--url"),
+        (["serve", "--compare-model=x", "--vocab-size=9", URL], "--compare"),
+        (["serve", "M", "--find-rate-runs=3"], "--find-rate"),
+        (["serve", "M", "--rounds=3", "--find-rate=ttft_p99=1", "--request-rate=1"], "runs without --find-rate"),
     ],
 )
 def test_options_without_effect_are_refused(config_only, capsys, words, owner):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.load import Burst, ClosedLoop, Delta, Poisson, Ramp, parse_arrivals, run_load, send_times
+from slipstream.bench.load import Burst, ClosedLoop, Poisson, Ramp, parse_arrivals, run_load, send_times
 from slipstream.bench.workload import BenchRequest
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineOverloadedError
 
 
 class Echo:
@@ -23,7 +24,7 @@ class Echo:
         self.in_flight = self.most = 0
         self.order = []
 
-    async def stream(self, request, /):
+    async def ask(self, request, answer, /):
         number = request.prompt_token_ids[0]
         self.order.append(number)
         self.in_flight += 1
@@ -32,11 +33,11 @@ class Echo:
             for i in range(request.output_tokens):
                 await asyncio.sleep(0)
                 if number in self.fails and i == 1:
-                    raise RuntimeError("broken")
+                    raise EngineOverloadedError("full")
                 if number not in self.silent:
-                    yield Delta(num_tokens=1, cached_tokens=i)
-            if self.usage:
-                yield Delta(usage=self.usage)
+                    answer.add(time.monotonic(), 1)
+                    answer.cached_tokens = i
+            answer.usage = self.usage
         finally:
             self.in_flight -= 1
 
@@ -70,7 +71,8 @@ async def test_a_failure_is_recorded_and_stops_nothing():
     engine = Echo(fails=(1,), silent=(2,))
     records = await run_load(engine, requests(4), Burst())
     assert [r.ok for r in records] == [True, False, False, True]
-    assert records[1].error == "RuntimeError: broken"
+    assert records[1].error == "EngineOverloadedError: full"
+    assert [r.refused for r in records] == [False, True, False, False]
     assert engine.in_flight == 0
 
 

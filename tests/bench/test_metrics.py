@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from slipstream.errors import ConfigError
 RECORDS = [
     RequestRecord(input_tokens=10, output_tokens=3, sent=0.0, first_token=1.0, last_token=4.0, gaps_s=(1.0, 2.0)),
     RequestRecord(input_tokens=20, output_tokens=1, sent=1.0, first_token=3.0, last_token=3.0, gaps_s=()),
-    RequestRecord(input_tokens=99, output_tokens=0, sent=1.5, error="refused"),
+    RequestRecord(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
 ]
 
 
@@ -27,7 +29,7 @@ def test_one_request():
 
 def test_summary():
     s = summarize(RECORDS)
-    assert (s.num_requests, s.num_failed, s.errors) == (3, 1, ("refused",))
+    assert (s.num_requests, s.num_failed, s.num_refused, s.errors) == (3, 1, 1, {"refused": 1})
     assert (s.input_tokens, s.output_tokens) == (30, 4)  # the failed one's do not count
     assert s.wall_s == 4.0
     assert s.output_throughput == 4 / 4.0
@@ -37,6 +39,7 @@ def test_summary():
     assert s.tpot_s.p99 == 1.5
     assert (s.itl_s.mean, s.itl_s.p50) == (1.5, 1.5)
     assert s.e2e_s.p50 == 3.0
+    assert (s.worst_gap_s.p50, s.worst_gap_s.p99) == (2.0, 2.0)  # an answer of one token has no gap
     assert s.goodput is None
 
 
@@ -46,6 +49,19 @@ def test_summary():
 )
 def test_goodput(text, good):
     assert summarize(RECORDS, parse_objectives(text)).goodput == good / 4.0
+
+
+def test_steady_throughput_leaves_out_the_beginning_and_the_end():
+    steady = RequestRecord(
+        input_tokens=1, output_tokens=21, sent=0.0, first_token=10.0, last_token=30.0, gaps_s=(1.0,) * 20
+    )
+    late = RequestRecord(input_tokens=1, output_tokens=1, sent=0.0, first_token=90.0, last_token=90.0, gaps_s=())
+    assert summarize([steady, late]).steady_throughput == 1.0
+    # An event of two tokens each: the same answer in half as many deliveries.
+    halved = replace(steady, output_tokens=42)
+    assert summarize([halved, late]).steady_throughput == 2.0
+    offline = replace(steady, gaps_s=None)
+    assert summarize([offline]).steady_throughput is None
 
 
 def test_nothing_measured():

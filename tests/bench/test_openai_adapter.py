@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.adapters.openai import OpenAIEndpoint, events, parse
-from slipstream.bench.load import Burst, Delta, run_load
+from slipstream.bench.adapters.openai import Endpoint, Events, OpenAIEndpoint, Splitter
+from slipstream.bench.load import Answer, Burst, run_load
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError, EngineError
 
@@ -38,14 +38,8 @@ WANTED = [
 
 
 def read(pieces):
-    async def chunks():
-        for piece in pieces:
-            yield piece
-
-    async def collect():
-        return [event.decode() async for event in events(chunks())]
-
-    return asyncio.run(collect())
+    splitter = Splitter()
+    return [event.decode() for piece in pieces for event in splitter.feed(piece)]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
@@ -60,32 +54,66 @@ def test_an_endless_event_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("event", "delta"),
+    ("event", "tokens", "usage", "cached"),
     [
-        ({"choices": [{"text": "x"}]}, Delta(num_tokens=1)),
-        ({"choices": [{"text": ""}]}, None),
-        ({"choices": []}, None),
-        ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, Delta(usage=(3, 4))),
+        ({"choices": [{"text": "x"}]}, 1, None, 0),
+        ({"choices": [{"text": ""}]}, 0, None, 0),
+        ({"choices": []}, 0, None, 0),
+        ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, 0, (3, 4), 0),
         (
             {
                 "choices": [],
                 "usage": {"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}},
             },
-            Delta(usage=(3, 4), cached_tokens=2),
+            0,
+            (3, 4),
+            2,
         ),
-        ({"choices": [{"text": "x"}], "usage": None, "error": None}, Delta(num_tokens=1)),
+        ({"choices": [{"text": "x"}], "usage": None, "error": None}, 1, None, 0),
     ],
 )
-def test_parse(event, delta):
-    assert parse(json.dumps(event).encode()) == delta
+def test_an_event(event, tokens, usage, cached):
+    answer = Answer()
+    Events(answer).feed(b"data: " + json.dumps(event).encode() + b"\n\n", 7.0)
+    assert answer == Answer(times=[7.0] * tokens, num_tokens=tokens, usage=usage, cached_tokens=cached)
 
 
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b'{"usage": {}}', b'{"error": {"message": "full"}}', b'{"error": "full"}']
 )
-def test_parse_refuses(data):
+def test_bad_events(data):
     with pytest.raises(EngineError):
-        parse(data)
+        Events(Answer()).feed(b"data: " + data + b"\n\n", 0.0)
+
+
+async def test_figures_of_a_scripted_timeline(monkeypatch):
+    """Sent at 100 s; text at 101, 103 and (two events at once) 103.5, empty text at 102, and the usage says five tokens."""
+
+    def event(text):
+        return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
+
+    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}}\n\ndata: [DONE]\n\n'
+    script = [
+        (101.0, event("a")),
+        (102.0, event("")),
+        (103.0, event("b")[:9]),
+        (103.0, event("b")[9:]),
+        (103.5, event("c") + event("d")),
+        (104.0, usage),
+    ]
+
+    class Scripted:
+        async def ask(self, request, answer):
+            events = Events(answer)
+            for now, data in script:
+                events.feed(data, now)
+            assert events.ended
+
+    monkeypatch.setattr("slipstream.bench.load.time.monotonic", lambda: 100.0)
+    (record,) = await run_load(Scripted(), [REQUEST], Burst())
+    assert (record.ttft_s, record.e2e_s, record.tpot_s) == (1.0, 3.5, 2.5 / 4)
+    assert (record.gaps_s, record.worst_gap_s) == ((2.0, 0.5, 0.0), 2.0)
+    assert (record.input_tokens, record.output_tokens) == (7, 5)
 
 
 @contextlib.asynccontextmanager
@@ -126,8 +154,12 @@ GOOD = b"".join(
 REQUEST = BenchRequest(prompt_token_ids=(1, 2), output_tokens=5, prompt="text")
 
 
+def of(url, **settings):
+    return OpenAIEndpoint(Endpoint(url=url, model="m", **settings))
+
+
 async def ask(answer, **settings):
-    async with server(answer) as (url, bodies), OpenAIEndpoint(url + "/v1/", "m", **settings) as endpoint:
+    async with server(answer) as (url, bodies), of(url + "/v1/", **settings) as endpoint:
         (record,) = await run_load(endpoint, [REQUEST], Burst())
     return record, bodies
 
@@ -155,9 +187,9 @@ async def test_text_and_no_extension():
         (http(GOOD), "DONE"),
         (http(GOOD + b'data: {"error": {"message": "the engine died"}}\n\n'), "the engine died"),
         (http(b"data: nonsense\n\n"), "nonsense"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + GOOD, "RemoteProtocolError"),
-        (b"", "RemoteProtocolError"),
-        (b"no HTTP at all\r\n\r\n", "RemoteProtocolError"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + GOOD, "broke off"),
+        (b"", "without an answer"),
+        (b"no HTTP at all\r\n\r\n", "no HTTP answer"),
     ],
 )
 async def test_bad_answers_are_failed_requests(answer, word):
@@ -167,13 +199,34 @@ async def test_bad_answers_are_failed_requests(answer, word):
 
 
 async def test_served_models():
-    async with server(http(b'{"data": [{"id": "x"}, {"id": "y"}]}')) as (url, _), OpenAIEndpoint(url, "") as endpoint:
+    async with server(http(b'{"data": [{"id": "x"}, {"id": "y"}]}')) as (url, _), of(url) as endpoint:
         assert await endpoint.served_models() == ["x", "y"]
-    async with server(http(b"[]")) as (url, _), OpenAIEndpoint(url, "") as endpoint:
+    async with server(http(b"[]")) as (url, _), of(url) as endpoint:
         with pytest.raises(EngineError, match="does not answer like"):
             await endpoint.served_models()
 
 
 def test_a_url_needs_its_scheme():
     with pytest.raises(ConfigError, match="http://"):
-        OpenAIEndpoint("localhost:8000", "m")
+        Endpoint(url="localhost:8000")
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_is_opened_anew():
+    """The first answer may be kept alive, but the server closes it."""
+    answer = http(GOOD + b"data: [DONE]\n\n").replace(b"connection: close\r\n", b"")
+    async with server(answer) as (url, bodies), of(url) as endpoint:
+        for _ in range(3):
+            (record,) = await run_load(endpoint, [REQUEST], Burst())
+            assert record.error is None
+    assert len(bodies) == 3
+
+
+async def test_a_connection_that_is_being_closed_is_not_used():
+    async with server(http(GOOD + b"data: [DONE]\n\n")) as (url, bodies), of(url) as endpoint:
+        await endpoint.connect()
+        endpoint._idle[0].reusable = True
+        endpoint._idle[0]._transport.close()  # `connection_lost` is called later
+        answer = Answer()
+        await endpoint.ask(REQUEST, answer)
+    assert answer.num_tokens == 2
+    assert len(bodies) == 1

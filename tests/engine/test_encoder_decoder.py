@@ -116,6 +116,7 @@ def test_text_and_what_is_refused(t5):
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 60}, "max_num_batched_tokens"),
         ({"max_model_len": 64, "max_num_seqs": 4, "max_num_mixed_tokens": 60}, "max_num_mixed_tokens"),
+        ({"target_itl_ms": 20.0}, "target_itl_ms"),
     ):
         with pytest.raises(ConfigError) as caught:
             LLM(str(path), **SETTINGS, **settings)

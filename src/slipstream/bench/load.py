@@ -9,33 +9,38 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineOverloadedError
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A part of an answer: `num_tokens` tokens; `usage` is the engine's own count (input, output), sent once.
+@dataclass(slots=True)
+class Answer:
+    """What has come of an answer. `usage` is the engine's own count (input, output), if it says one.
 
-    Where an endpoint does not say how many tokens a piece of text is, `num_tokens` is 1 and `usage` puts the sum right.
+    Where an endpoint does not say how many tokens a piece of text is, it counts as one and `usage` puts the sum right.
     """
 
+    times: list[float] = field(default_factory=list)  # of the deliveries
     num_tokens: int = 0
     usage: tuple[int, int] | None = None
     cached_tokens: int = 0
+
+    def add(self, now: float, num_tokens: int) -> None:
+        self.times.append(now)
+        self.num_tokens += num_tokens
 
 
 class StreamingEngine(Protocol):
     """What the load is sent to."""
 
-    def stream(self, request: BenchRequest, /) -> AsyncGenerator[Delta, None]: ...
+    async def ask(self, request: BenchRequest, answer: Answer, /) -> None:
+        """Returns when all of the answer has come; anything that goes wrong raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,7 @@ class Ramp:
     duration_s: float
 
 
+OnRecord: TypeAlias = Callable[[int, RequestRecord], None]
 Arrivals: TypeAlias = Burst | ClosedLoop | Poisson | Ramp
 
 
@@ -126,61 +132,73 @@ async def run_load(
     on_done: Callable[[int], None] = lambda done: None,
 ) -> list[RequestRecord]:
     """Send all requests; a record of each, in their order. A request that fails is recorded and stops nothing."""
-    records: list[RequestRecord | None] = [None] * len(requests)
-    done = 0
+    records: dict[int, RequestRecord] = {}
 
-    async def ask(index: int) -> None:
-        nonlocal done
-        records[index] = await measure(engine, requests[index])
-        done += 1
-        on_done(done)
+    def on_record(index: int, record: RequestRecord) -> None:
+        records[index] = record
+        on_done(len(records))
 
+    indices = range(len(requests))
     if isinstance(arrivals, ClosedLoop):
-        indices = iter(range(len(requests)))
-
-        async def user() -> None:
-            for index in indices:
-                await ask(index)
-
-        await asyncio.gather(*(user() for _ in range(min(arrivals.concurrency, len(requests)))))
+        await send_in_turn(engine, requests, iter(indices), min(arrivals.concurrency, len(requests)), on_record)
     else:
-        begin = time.monotonic()
+        times = zip(indices, send_times(arrivals, len(requests), seed), strict=True)
+        await send_at(engine, requests, times, time.monotonic(), on_record)
+    return [records[i] for i in indices]
 
-        async def at(index: int, offset: float) -> None:
-            delay = begin + offset - time.monotonic()
-            if delay > 0:
-                await asyncio.sleep(delay)
-            await ask(index)
 
-        await asyncio.gather(*(at(i, t) for i, t in enumerate(send_times(arrivals, len(requests), seed))))
-    return [record for record in records if record is not None]
+async def send_in_turn(
+    engine: StreamingEngine,
+    requests: Sequence[BenchRequest],
+    indices: Iterator[int],
+    num_users: int,
+    on_record: OnRecord,
+) -> None:
+    """Each user takes the next of `indices` when its last request is answered."""
+
+    async def user() -> None:
+        for index in indices:
+            on_record(index, await measure(engine, requests[index]))
+
+    await asyncio.gather(*(user() for _ in range(num_users)))
+
+
+async def send_at(
+    engine: StreamingEngine,
+    requests: Sequence[BenchRequest],
+    times: Iterable[tuple[int, float]],
+    begin: float,
+    on_record: OnRecord,
+) -> None:
+    """Each request is sent so many seconds after `begin`, a time of `time.monotonic()`."""
+
+    async def at(index: int, offset: float) -> None:
+        delay = begin + offset - time.monotonic()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        on_record(index, await measure(engine, requests[index]))
+
+    await asyncio.gather(*(at(index, offset) for index, offset in times))
 
 
 async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestRecord:
     """Send one request and time its answer."""
-    arrived: list[float] = []
-    count, cached = 0, 0
-    usage: tuple[int, int] | None = None
-    error: str | None = None
+    answer, error, refused = Answer(), None, False
     sent = time.monotonic()
     try:
-        async with aclosing(engine.stream(request)) as deltas:
-            async for delta in deltas:
-                if delta.num_tokens:
-                    arrived.append(time.monotonic())
-                    count += delta.num_tokens
-                usage = delta.usage or usage
-                cached = max(cached, delta.cached_tokens)
+        await engine.ask(request, answer)
     except Exception as exc:  # whatever an engine or a network does wrong is a failed request
-        error = f"{type(exc).__name__}: {exc}"
-    n_in, n_out = usage or (len(request.prompt_token_ids), count)
+        error, refused = f"{type(exc).__name__}: {exc}", isinstance(exc, EngineOverloadedError)
+    times = answer.times
+    n_in, n_out = answer.usage or (len(request.prompt_token_ids), answer.num_tokens)
     return RequestRecord(
         input_tokens=n_in,
         output_tokens=n_out,
         sent=sent,
-        first_token=arrived[0] if arrived else None,
-        last_token=arrived[-1] if arrived else None,
-        gaps_s=tuple(b - a for a, b in pairwise(arrived)),
-        cached_tokens=cached,
+        first_token=times[0] if times else None,
+        last_token=times[-1] if times else None,
+        gaps_s=tuple(b - a for a, b in pairwise(times)),
+        cached_tokens=answer.cached_tokens,
         error=error,
+        refused=refused,
     )

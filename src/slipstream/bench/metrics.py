@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,13 +15,19 @@ DEFINITIONS = {
     "TTFT": "first non-empty token − send",
     "TPOT": "(E2E − TTFT) / (output tokens − 1)",
     "ITL": "each gap between two deliveries of one answer",
+    "worst gap": "the longest of an answer's gaps between two deliveries",
     "E2E": "last token − send",
     "output throughput": "output tokens / wall time",
+    "steady throughput": "output tokens / time, from a tenth of all output tokens to nine tenths",
     "total throughput": "(input + output tokens) / wall time",
     "goodput": "requests/s that meet every objective",
     "wall time": "first send to last token",
 }
 OBJECTIVES = ("ttft_s", "tpot_s", "e2e_s")
+DISTRIBUTIONS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "worst gap": "worst_gap_s", "E2E": "e2e_s"}
+"""Fields of `Summary` by their names for people."""
+
+PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,7 @@ class RequestRecord:
     gaps_s: tuple[float, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
+    refused: bool = False  # the error is that the server takes no more requests now
 
     @classmethod
     def of(cls, input_tokens: int, sent: float, times: Sequence[float]) -> RequestRecord:
@@ -66,6 +75,10 @@ class RequestRecord:
             return None
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
+    @property
+    def worst_gap_s(self) -> float | None:
+        return max(self.gaps_s, default=None) if self.gaps_s is not None else None
+
     def meets(self, objectives: dict[str, float]) -> bool:
         """Every objective is met; one that can't be computed (TPOT of a single token) is."""
         return self.ok and all(
@@ -83,21 +96,24 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All requests of a run. Failed ones count in `num_failed` and nowhere else; `errors` has the first few texts."""
+    """All requests of a run. Failed ones count in `num_failed` and nowhere else; `errors` counts the commonest texts."""
 
     num_requests: int
     num_failed: int
-    errors: tuple[str, ...]
+    num_refused: int  # of the failed
+    errors: dict[str, int]
     input_tokens: int
     output_tokens: int
     cached_tokens: int
     wall_s: float
     requests_per_s: float
     output_throughput: float
+    steady_throughput: float | None  # None where only the first and last tokens are timed, or too few came
     total_throughput: float
     ttft_s: Distribution | None
     tpot_s: Distribution | None
     itl_s: Distribution | None
+    worst_gap_s: Distribution | None
     e2e_s: Distribution | None
     objectives: dict[str, float]
     goodput: float | None  # None without objectives
@@ -108,7 +124,7 @@ class Summary:
 
 def summarize(records: Sequence[RequestRecord], objectives: dict[str, float] | None = None) -> Summary:
     done = [r for r in records if r.ok]
-    errors = tuple(dict.fromkeys(r.error or "no token came" for r in records if not r.ok))
+    errors = Counter(r.error or "no token came" for r in records if not r.ok)
     wall_s = (
         max((r.last_token or 0.0 for r in done), default=0.0) - min((r.sent for r in records), default=0.0)
         if done
@@ -123,21 +139,41 @@ def summarize(records: Sequence[RequestRecord], objectives: dict[str, float] | N
     return Summary(
         num_requests=len(records),
         num_failed=len(records) - len(done),
-        errors=errors[:5],
+        num_refused=sum(r.refused for r in records),
+        errors=dict(errors.most_common(5)),
         input_tokens=n_in,
         output_tokens=n_out,
         cached_tokens=sum(r.cached_tokens for r in done),
         wall_s=wall_s,
         requests_per_s=rate(len(done)),
         output_throughput=rate(n_out),
+        steady_throughput=steady_throughput(done),
         total_throughput=rate(n_in + n_out),
         ttft_s=distribution(r.ttft_s for r in done),
         tpot_s=distribution(r.tpot_s for r in done),
         itl_s=distribution(gaps),
+        worst_gap_s=distribution(r.worst_gap_s for r in done),
         e2e_s=distribution(r.e2e_s for r in done),
         objectives=dict(objectives or {}),
         goodput=rate(sum(r.meets(objectives) for r in done)) if objectives else None,
     )
+
+
+def steady_throughput(done: Sequence[RequestRecord]) -> float | None:
+    """Of requests that ended well. The tokens of an answer count evenly over its deliveries."""
+    deliveries: list[tuple[float, float]] = []
+    for r in done:
+        if r.gaps_s is None or r.first_token is None:
+            return None
+        tokens = r.output_tokens / (len(r.gaps_s) + 1)
+        deliveries += [(time, tokens) for time in itertools.accumulate(r.gaps_s, initial=r.first_token)]
+    deliveries.sort()
+    so_far = list(itertools.accumulate(tokens for _, tokens in deliveries))
+    if not so_far:
+        return None
+    begin, end = (bisect_left(so_far, so_far[-1] * share) for share in (0.1, 0.9))
+    seconds = deliveries[end][0] - deliveries[begin][0]
+    return (so_far[end] - so_far[begin]) / seconds if seconds > 0 else None
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:

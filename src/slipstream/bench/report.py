@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.bench.metrics import DEFINITIONS, Distribution, Summary
+from slipstream.bench.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Distribution, Summary
 from slipstream.plan.environment import environment
 
 
@@ -16,8 +16,8 @@ def document(kind: str, **parts: Any) -> dict[str, Any]:
 
 def summary_rows(summary: Summary) -> list[tuple[str, ...]]:
     """Rows of (name, mean, p50, p90, p99) in milliseconds, for the distributions that were measured."""
-    named = {"TTFT": summary.ttft_s, "TPOT": summary.tpot_s, "ITL": summary.itl_s, "E2E": summary.e2e_s}
-    return [(f"{name}, ms", *_milliseconds(d)) for name, d in named.items() if d is not None]
+    found = ((name, getattr(summary, field)) for name, field in DISTRIBUTIONS.items())
+    return [(f"{name}, ms", *_milliseconds(d)) for name, d in found if d is not None]
 
 
 def _milliseconds(d: Distribution) -> tuple[str, ...]:
@@ -25,22 +25,41 @@ def _milliseconds(d: Distribution) -> tuple[str, ...]:
 
 
 def print_summary(title: str, summary: Summary) -> None:
-    """The table of one run, with the definitions below."""
+    """The table of one run."""
     print_table(title, ("", "mean", "p50", "p90", "p99"), summary_rows(summary))
+    steady = summary.steady_throughput
     lines = [
-        f"requests            {summary.num_requests:,}, of which {summary.num_failed:,} failed; "
+        f"requests            {summary.num_requests:,}, of which {summary.num_failed:,} failed "
+        f"({summary.num_refused:,} refused); "
         f"{summary.requests_per_s:,.2f} requests/s over {summary.wall_s:,.2f} s",
         f"tokens              {summary.input_tokens:,} in ({summary.cached_tokens:,} cached), "
         f"{summary.output_tokens:,} out",
         f"output throughput   {summary.output_throughput:,.1f} tok/s",
+        *([] if steady is None else [f"steady throughput   {steady:,.1f} tok/s"]),
         f"total throughput    {summary.total_throughput:,.1f} tok/s",
     ]
     if summary.goodput is not None:
         wanted = ", ".join(f"{name} ≤ {value:g}" for name, value in summary.objectives.items())
         lines.append(f"goodput             {summary.goodput:,.2f} requests/s ({wanted})")
-    lines += [f"error               {text}" for text in summary.errors]
+    lines += [f"{count:,} × error           {text}" for text, count in summary.errors.items()]
     print("\n".join(lines))
-    print_definitions()
+
+
+def compare_rows(ours: Summary, theirs: Summary) -> list[tuple[str, ...]]:
+    """Rows of (name, ours, theirs, ours over theirs) of two servers' figures."""
+    pairs: list[tuple[str, float | None, float | None, float]] = [
+        (f"{name} throughput, tok/s", getattr(ours, f"{name}_throughput"), getattr(theirs, f"{name}_throughput"), 1)
+        for name in ("output", "steady", "total")
+    ]
+    for name, field in DISTRIBUTIONS.items():
+        a, b = getattr(ours, field), getattr(theirs, field)
+        if a is not None and b is not None:
+            pairs += [(f"{name} {q}, ms", getattr(a, q), getattr(b, q), 1e3) for q in PERCENTILES]
+    return [
+        (name, f"{a * unit:,.2f}", f"{b * unit:,.2f}", f"{a / b:.3f}" if b else "–")
+        for name, a, b, unit in pairs
+        if a is not None and b is not None
+    ]
 
 
 def print_definitions() -> None:

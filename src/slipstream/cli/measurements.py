@@ -1,18 +1,89 @@
-"""What the kinds of `bench` share: settings of the engine, checks of numbers, and the result's way out."""
+"""What the kinds of `bench` share: options, settings of the engine, the workload, and the result's way out."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import print_json
-from slipstream.cli.options import engine_args
+from slipstream.cli.console import phases, print_json
+from slipstream.cli.options import add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.plan.environment import plain
+
+if TYPE_CHECKING:
+    from slipstream.bench.metrics import Summary
+    from slipstream.bench.workload import Workload
+
+WORKLOADS = ("fixed", "random", "sharegpt", "lengths", "shared-prefix")
+LENGTHS = ("fixed", "random", "shared-prefix")
+
+PEERS = {
+    "transformers": ("dtype", "device", "num_threads", "load_format", "download_dir", "seed"),
+    "llamacpp": ("num_threads", "max_model_len", "download_dir", "seed"),
+    "openvino": ("num_threads", "download_dir", "seed"),
+}
+"""Other engines and the settings that they have."""
+
+CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
+    "input_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
+    "output_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
+    "range_ratio": ("--workload random", 0.5, lambda args: args.workload == "random"),
+    "prefix_len": ("--workload shared-prefix", 400, lambda args: args.workload == "shared-prefix"),
+    "lengths_file": ("--workload lengths", None, lambda args: args.workload == "lengths"),
+    "vocab_size": ("workloads of random token ids", None, lambda args: args.workload != "sharegpt"),
+    "batch_size": ("--engine transformers, llamacpp and openvino", 8, lambda args: args.engine != "slipstream"),
+    "served_model_name": ("--url", None, lambda args: args.url is not None),
+    "api_key": ("--url", None, lambda args: args.url is not None),
+    "ignore_eos": ("--url", True, lambda args: args.url is not None),
+    "clients": ("--url", "auto", lambda args: args.url is not None),
+    "compare": ("--url", None, lambda args: args.url is not None),
+    "compare_model": ("--compare", None, lambda args: args.compare is not None),
+    "compare_api_key": ("--compare", None, lambda args: args.compare is not None),
+    "rounds": ("runs without --find-rate", 1, lambda args: args.find_rate is None),
+    "find_rate_runs": ("--find-rate", 10, lambda args: args.find_rate is not None),
+}
+"""Options that only some choices use: what they belong to, their default, and whether that was chosen. An option that is not
+given leaves no attribute behind; `settle` adds the default."""
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--workload", choices=WORKLOADS, default="fixed", help="(default: fixed)")
+    group.add_argument("--num-requests", type=int, default=32, metavar="X", help="(default: 32)")
+    for name, kind, text in (
+        ("--input-len", int, "prompt tokens (default: 128)"),
+        ("--output-len", int, "answer tokens (default: 128)"),
+        ("--range-ratio", float, "random: from ratio·len to len (0.5)"),
+        ("--prefix-len", int, "shared-prefix: common tokens (default: 400)"),
+    ):
+        group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar="X", help=text)
+    group.add_argument(
+        "--lengths-file",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help='lengths: {"lengths": [[input, output], …]}',
+    )
+    group.add_argument(
+        "--warmup", type=int, default=4, metavar="X", help="short requests before, not counted (default: 4)"
+    )
+
+
+def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument("--output", metavar="FILE", help="write the result, with all settings, as JSON")
+    add_output_options(parser)
+    add_engine_options(parser.add_argument_group("engine (as in LLM(...); prefix caching is off unless asked for)"))
+
+    def checked(args: argparse.Namespace) -> int:
+        check_output(args)
+        return handler(args)
+
+    parser.set_defaults(handler=checked)
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
@@ -55,3 +126,90 @@ def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
             Path(args.output).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {args.output}: {error.strerror}", field="output") from None
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Refuse options that have no effect; give the others their defaults."""
+    for name, (owner, default, is_used) in CONDITIONAL.items():
+        if hasattr(args, name) and not is_used(args):
+            raise _unused(name, owner)
+        vars(args).setdefault(name, default)
+    text = args.workload == "sharegpt"
+    if getattr(args, "url", None) is not None:
+        if args.model is not None and args.vocab_size is not None:
+            raise ConfigError("with --url, --vocab-size takes the place of a model; leave one out", field="vocab_size")
+        fetches = ("download_dir",) if text or args.model is not None else ()
+        refuse_engine_options(args, text=text, only=("seed", *fetches), owner="an engine started here, without --url")
+    elif (engine := getattr(args, "engine", None)) in PEERS:
+        refuse_engine_options(args, text=text, only=PEERS[engine], owner="--engine slipstream")
+    else:
+        refuse_engine_options(args, text=text)
+
+
+def refuse_engine_options(
+    args: argparse.Namespace, *, text: bool, only: tuple[str, ...] | None = None, owner: str = ""
+) -> None:
+    """Refuse engine options outside `only`, and --tokenizer where no text is tokenised."""
+    for name in (field.name for field in dataclasses.fields(EngineArgs)):
+        if name == "model" or not hasattr(args, name):
+            continue
+        if name == "tokenizer":
+            if not text and getattr(args, "skip_tokenizer_init", True):
+                raise _unused(name, "--workload sharegpt")
+        elif only is not None and name not in only:
+            raise _unused(name, owner)
+
+
+def _unused(name: str, owner: str) -> ConfigError:
+    option = "--" + name.replace("_", "-")
+    return ConfigError(f"{option} belongs to {owner}, and has no effect here; leave it out", field=name)
+
+
+def vocab_size(settings: EngineArgs) -> int:
+    from slipstream.hub import resolve_model
+    from slipstream.spec.description import read_spec
+
+    return read_spec(resolve_model(settings.model, download_dir=settings.download_dir)).spec.vocab_size
+
+
+def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
+    from slipstream.bench import workload as make
+
+    positive(args, "num_requests", "input_len", "output_len", "prefix_len")
+    if args.warmup < 0:
+        raise ConfigError("warmup must not be negative", field="warmup")
+    count, seed = args.num_requests, settings.seed
+    if args.workload == "sharegpt":
+        from slipstream.engine.tokenizer import Tokenizer
+        from slipstream.hub import read_sharegpt, resolve_dataset, resolve_model
+
+        if not settings.model:
+            raise ConfigError("the sharegpt workload needs a model, for its tokenizer", field="model")
+        tokenizer = Tokenizer.from_pretrained(
+            resolve_model(settings.tokenizer or settings.model, download_dir=settings.download_dir)
+        )
+        path = resolve_dataset("sharegpt", download_dir=settings.download_dir)
+        with phases("reading the conversations"):
+            return make.sharegpt(read_sharegpt(path), tokenizer.encode, count, seed=seed)
+    vocab = args.vocab_size
+    if vocab is None:
+        if not settings.model:
+            raise ConfigError("without a model, say how many token ids there are: --vocab-size", field="vocab_size")
+        vocab = vocab_size(settings)
+    if args.workload == "lengths":
+        if args.lengths_file is None:
+            raise ConfigError("the workload lengths needs --lengths-file", field="lengths_file")
+        return make.recorded(Path(args.lengths_file), count, vocab_size=vocab, seed=seed)
+    if args.workload == "shared-prefix":
+        return make.shared_prefix(count, args.prefix_len, args.input_len, args.output_len, vocab_size=vocab, seed=seed)
+    if args.workload == "random":
+        if not 0 < args.range_ratio <= 1:
+            raise ConfigError("range_ratio must be above 0 and at most 1", field="range_ratio")
+        ranges = [(max(1, int(length * args.range_ratio)), length) for length in (args.input_len, args.output_len)]
+        return make.uniform(count, ranges[0], ranges[1], vocab_size=vocab, seed=seed)
+    return make.fixed(count, args.input_len, args.output_len, vocab_size=vocab, seed=seed)
+
+
+def verdict(summary: Summary) -> int:
+    """The exit code: a run in which a request failed is no measurement."""
+    return 1 if summary.num_failed else 0

@@ -177,6 +177,8 @@ def _scheduling_section(
     chosen, chunked = _Chosen(args), args.enable_chunked_prefill
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
+    if args.target_itl_ms is not None:
+        _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64
     seqs = chosen("max_num_seqs", seqs_auto, "device", "default for this kind of device")
     _positive("max_num_seqs", seqs)
@@ -202,8 +204,20 @@ def _scheduling_section(
         enable_chunked_prefill=chunked,
         batch_window_s=window,
         max_queue=args.max_queue,
+        target_itl_ms=args.target_itl_ms,
     )
     return config, chosen.origins
+
+
+def _check_target_itl(target_ms: float, chunked: bool) -> None:
+    if not 0 < target_ms < float("inf"):
+        raise ConfigError(f"target_itl_ms={target_ms} must be a number of milliseconds above 0", field="target_itl_ms")
+    if not chunked:
+        raise ConfigError(
+            "target_itl_ms cuts prompts into chunks, which enable_chunked_prefill=False forbids, and an encoder's prompt does; "
+            "leave it out",
+            field="target_itl_ms",
+        )
 
 
 def _check_step_tokens(

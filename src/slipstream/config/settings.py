@@ -105,6 +105,9 @@ class EngineArgs:
         "most tokens in a step in which running sequences get their next; bounds the time between tokens",
         unset="max_num_batched_tokens",
     )
+    target_itl_ms: float | None = setting(
+        None, "milliseconds between tokens that prompts are to leave running sequences; needs chunked prefill", unset="none"
+    )
     gpu_memory_utilization: float | None = setting(None, "share of the GPU's memory to use", unset=str(GPU_MEMORY_SHARE))
     kv_cache_bytes: int | None = setting(None, "size of the KV cache, such as 2GiB", unset=AUTO)
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
@@ -182,6 +185,7 @@ class SchedulingConfig:
     enable_chunked_prefill: bool
     batch_window_s: float
     max_queue: int | None
+    target_itl_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ are all that rule.
 Order within a step:
 
 1. Requests that need one token (decodes). A long prompt never holds them up. A step that has decodes has at most
-   `max_num_mixed_tokens` tokens of any kind, so that no request waits longer for its next token than such a step takes.
+   `max_num_mixed_tokens` tokens of any kind, so that no request waits longer for its next token than such a step takes. With
+   an objective for that time (`target_itl_ms`) prompts get at most what `core/budget.py` says.
 2. Prompts under way, in order. They get what the decodes leave, which is at least one token.
 3. New requests, strictly by (priority, arrival).
 
@@ -41,12 +42,13 @@ from itertools import accumulate, pairwise
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
+from slipstream.core.budget import Pace
+from slipstream.core.length import check_length
 from slipstream.core.policy import make_policy
-from slipstream.core.prefix_cache import extend_keys, group_key, root_key
+from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
-from slipstream.spec.model import longest_sequence
+from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineOutput,
     EngineRequest,
@@ -85,6 +87,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.pool = BlockPool(num_blocks)
         self.policy = make_policy(scheduling)
+        self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3)
         self._salt = salt
         self._clock = clock
         self._block_size = cache.block_size
@@ -115,7 +118,7 @@ class Scheduler:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
         if limit is not None and spec.fork_of is None and self.num_waiting >= limit:
             raise EngineOverloadedError(f"{self.num_waiting} requests are waiting already (max_queue); try again later")
-        self._check_length(spec)
+        check_length(spec, self.max_model_len, self.cache, self.scheduling.max_num_batched_tokens, self.pool.num_usable)
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
         root = root_key(self._salt, spec.cache_salt) if spec.cache_salt else self._root_key
@@ -130,30 +133,6 @@ class Scheduler:
         else:
             self._wait(request)
 
-    def _check_length(self, spec: EngineRequest) -> None:
-        total, encoded = len(spec.prompt_token_ids) + spec.max_tokens, len(spec.encoder_token_ids)
-        longest = self.max_model_len
-        if total > longest:
-            raise ContextLengthError(
-                f"prompt and answer are {total} tokens, more than max_model_len={longest}", field="prompt"
-            )
-        if encoded > longest:
-            raise ContextLengthError(
-                f"the prompt has {encoded} tokens, more than max_model_len={longest}", field="prompt"
-            )
-        computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
-        size, step, groups = self._block_size, self.scheduling.max_num_batched_tokens, self.cache.groups
-        need = sum(g.max_blocks(encoded if g.kind == "cross" else computed, size, step) for g in groups)
-        if need > self.pool.num_usable:
-            holds = self.pool.num_usable * size
-            if len(self._own) > 1 or self._windows:
-                holds = longest_sequence(groups, self.pool.num_usable, size, step, longest)
-            raise ContextLengthError(
-                f"prompt and answer are {total + encoded} tokens and the KV cache holds {holds}; "
-                "ask for fewer, or give the cache more memory",
-                field="prompt",
-            )
-
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End requests now; their blocks are free for the next step. Unknown ids are nothing to do."""
         found = [self._requests[i] for i in request_ids if i in self._requests]
@@ -164,6 +143,8 @@ class Scheduler:
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
         """End everything, after a step failed. Results of steps in flight are not expected any more."""
         self._in_flight.clear()
+        if self._pace is not None:
+            self._pace.forget_steps()
         outputs = [self._finish(request, reason, error) for request in list(self._requests.values())]
         self._drop_finished()
         self.pool.forget_all()
@@ -232,11 +213,16 @@ class Scheduler:
         step.budget -= plain
         if step.scheduled:
             step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
+            first = unfinished[0] if unfinished else self._next_waiting()
+            if self._pace is not None and first is not None:
+                age = now - first.spec.arrival
+                fits = self._pace.prompt_tokens(len(step.decodes), step.prompts, first.num_computed_tokens, age)
+                step.budget = min(step.budget, fits)
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
         self._admit(step, now)
-        return self._plan(step) if step.scheduled else None
+        return self._plan(step, now) if step.scheduled else None
 
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
         """A decode, with what guesses the step has room for. It makes room by preempting whoever is last."""
@@ -375,8 +361,10 @@ class Scheduler:
             if request.forks and end >= request.num_prompt_tokens:
                 self._fork(request)
 
-    def _plan(self, step: StepBuilder) -> StepPlan:
+    def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self._step_id += 1
+        if self._pace is not None:
+            self._pace.launched(self._step_id, now, len(step.decodes), step.prompts)
         self._in_flight[self._step_id] = step.sampled_decodes + step.sampled_prompts, step.drafts
         released, self._released = self._released, []
         self.pool.release(step.copied)
@@ -389,6 +377,8 @@ class Scheduler:
         were computed with wrong guesses and will be computed again, in the same blocks. A token that ends the request cuts
         those behind it.
         """
+        if self._pace is not None:
+            self._pace.ended(plan.step_id, self._clock())
         outputs: list[EngineOutput] = []
         ended = False
         logprobs = {x.request_id: x.logprobs for x in result.extras if isinstance(x, SampledLogprobs)}
@@ -446,34 +436,9 @@ class Scheduler:
             request.num_computed_tokens -= num_drafts + 1 - num_accepted
 
     def _cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
-        """Tables of the cached blocks that the request can begin with, one a group (or nothing), and how many tokens are
-        computed so.
-
-        A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at; the longest such
-        hit is taken. At least two tokens are always computed. The last one's logits are wanted, and a token that is alone in
-        its step is computed as a decode, whose kernels round otherwise than a prompt's: a hit would then change the answer.
-        """
         if not self.cache.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
             return [], 0
-        size, pool, total = self._block_size, self.pool, request.num_tokens
-        extend_keys(request.block_keys, request.root_key, request.token_ids, size, total // size)
-        found = {g: [pool.lookup(group_key(key, g)) for key in request.block_keys] for g in self._own}
-        longest, windows = len(request.block_keys), dict(self._windows)
-        for g in self._own:
-            if g not in windows and None in found[g]:
-                longest = min(longest, found[g].index(None))
-        # runs[n]: how many of the n first blocks, counted from the last, are cached without a gap
-        runs = {g: _runs(found[g][:longest]) for g in windows}
-        for n in range(min(longest, (total - 2) // size), 0, -1):
-            computed = n * size
-            begins = {g: windows[g].first_block(computed, size) if g in windows else 0 for g in self._own}
-            if any(runs[g][n] < n - begins[g] for g in windows):
-                continue
-            tables: list[list[int]] = [[] for _ in request.blocks]
-            for g, begin in begins.items():
-                tables[g] = [NULL_BLOCK] * begin + [b for b in found[g][begin:n] if b is not None]
-            return tables, computed
-        return [], 0
+        return longest_hit(self.pool, request, self._own, dict(self._windows), self._block_size)
 
     def _adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks of `tables`, which others have written; null blocks stand where none is needed."""
@@ -625,14 +590,6 @@ def _tokens_of_each(result: StepResult) -> list[tuple[int, ...]]:
         return [(token,) for token in result.token_ids]
     ends = [0, *accumulate(result.num_tokens)]
     return [tuple(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
-
-
-def _runs(found: Sequence[int | None]) -> list[int]:
-    """For each n from 0 on how many of the first n, counted from the last of them, are there without a gap."""
-    runs = [0]
-    for block in found:
-        runs.append(0 if block is None else runs[-1] + 1)
-    return runs
 
 
 def _order(request: Request) -> tuple[int, float, int]:

@@ -1,126 +1,296 @@
-"""Any endpoint with OpenAI's `/v1/completions`, over HTTP with server-sent events.
+"""Any endpoint with OpenAI's `/v1/completions`, over HTTP/1.1 with server-sent events.
 
-Events are split at bytes, since a text may hold characters that count as line ends elsewhere. A request has failed if the
-endpoint breaks off, answers with an error, or sends an error event.
+A piece of what a connection receives costs one callback: no task is woken until the answer has ended, so that one process can
+read tens of thousands of tokens a second. Connections stay open for later requests. A request has failed if the endpoint breaks
+off, answers with an error, or sends an error event.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Self
+import asyncio
+import ssl
+import time
+from typing import Any, Self, cast
+from urllib.parse import urlsplit
 
-import httpx
+import httptools
+import msgspec
 
-from slipstream.bench.load import Delta
+from slipstream.bench.load import Answer
 from slipstream.bench.workload import BenchRequest
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import ConfigError, EngineError, EngineOverloadedError
 
 MAX_EVENT_BYTES = 16 * 2**20
+CONNECT_S = 30.0
 
 
-class OpenAIEndpoint:
-    """A `StreamingEngine`. `ignore_eos` is vLLM's and Slipstream's extension; without it answers may be shorter.
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """`ignore_eos` is vLLM's and Slipstream's extension; without it answers may be shorter.
 
     `send_text` sends a prompt's text where it has one, else token ids are sent, which OpenAI's API allows as well.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        api_key: str | None = None,
-        ignore_eos: bool = True,
-        send_text: bool = False,
-        timeout_s: float = 3600.0,
-    ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url={url!r} must begin with http:// or https://", field="url")
-        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self.model, self.ignore_eos, self.send_text = model, ignore_eos, send_text
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # No limit on connections: the arrivals say how many requests are in flight, not the client.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(timeout_s, connect=30.0)
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+    url: str
+    model: str = ""
+    api_key: str | None = None
+    ignore_eos: bool = True
+    send_text: bool = False
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url={self.url!r} must begin with http:// or https:// and name a host", field="url")
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "openai", "url": self.url, "model": self.model, "ignore_eos": self.ignore_eos}
+
+
+class OpenAIEndpoint:
+    """A `StreamingEngine` that asks an endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        parts = urlsplit(endpoint.url)
+        self.endpoint = endpoint
+        self._host = str(parts.hostname)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        key = f"authorization: Bearer {endpoint.api_key}\r\n" if endpoint.api_key else ""
+        self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n{key}"
+        self._address = self._host  # a number after the first connection: names are looked up once
+        self._idle: list[_Connection] = []
 
     async def served_models(self) -> list[str]:
         """The names that the endpoint serves. EngineError if it does not answer as one should."""
         try:
-            answer = await self._http.get(f"{self.url}/models", timeout=30.0)
-            answer.raise_for_status()
-            return [entry["id"] for entry in answer.json()["data"]]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"{self.url}/models does not answer like OpenAI's API: {error}") from error
+            status, body = await self._exchange("GET", "/models", b"", None, CONNECT_S)
+            if status != 200:
+                raise _refusal(status, body)
+            return [str(entry["id"]) for entry in msgspec.json.decode(body)["data"]]
+        except (EngineError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            url = f"{self.endpoint.url.rstrip('/').removesuffix('/v1')}/v1/models"
+            raise EngineError(f"{url} does not answer like OpenAI's API: {type(error).__name__}: {error}") from error
 
-    async def stream(self, request: BenchRequest, /) -> AsyncGenerator[Delta, None]:
+    async def ask(self, request: BenchRequest, answer: Answer, /) -> None:
+        endpoint = self.endpoint
         body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": request.prompt if self.send_text and request.prompt else list(request.prompt_token_ids),
+            "model": endpoint.model,
+            "prompt": request.prompt if endpoint.send_text and request.prompt else request.prompt_token_ids,
             "max_tokens": request.output_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:
+        if endpoint.ignore_eos:
             body["ignore_eos"] = True
-        ended = False
-        async with self._http.stream("POST", f"{self.url}/completions", json=body) as answer:
-            if answer.status_code != 200:
-                raise EngineError(f"HTTP {answer.status_code}: {(await answer.aread())[:500].decode(errors='replace')}")
-            async for data in events(answer.aiter_bytes()):
-                if data == b"[DONE]":
-                    ended = True
-                    break
-                delta = parse(data)
-                if delta is not None:
-                    yield delta
-        if not ended:
+        events = Events(answer)
+        status, refusal = await self._exchange(
+            "POST", "/completions", msgspec.json.encode(body), events, endpoint.timeout_s
+        )
+        if status != 200:
+            raise _refusal(status, refusal)
+        if not events.ended:
             raise EngineError("the stream ended without [DONE]")
 
-    async def describe(self) -> dict[str, Any]:
-        return {"name": "openai", "url": self.url, "model": self.model, "ignore_eos": self.ignore_eos}
+    async def _exchange(
+        self, method: str, path: str, body: bytes, events: Events | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer; a body that `events` took in is left out."""
+        of_body = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{of_body}\r\n"
+        async with asyncio.timeout(timeout_s):
+            while True:
+                old = bool(self._idle)
+                connection = self._idle.pop() if old else await self._connect()
+                try:
+                    await connection.exchange(head.encode() + body, events)
+                except ConnectionResetError:  # nothing came: a server may close a connection that waits
+                    if not old:
+                        raise
+                    continue
+                finally:
+                    if connection.reusable:
+                        self._idle.append(connection)
+                    else:
+                        connection.close()
+                return connection.status, bytes(connection.body)
+
+    async def connect(self) -> None:
+        """Open a connection for the first request."""
+        self._idle.append(await self._connect())
+
+    async def _connect(self) -> _Connection:
+        name = self._host if self._tls else None
+        async with asyncio.timeout(CONNECT_S):
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                _Connection, self._address, self._port, ssl=self._tls, server_hostname=name
+            )
+        self._address = transport.get_extra_info("peername", (self._address,))[0]
+        return connection
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        for connection in self._idle:
+            connection.close()
 
 
-async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The data of each server-sent event. Lines end with LF, CR LF or CR; comments and other fields are left out."""
-    buffer, data = b"", []
-    async for chunk in chunks:
-        buffer += chunk
-        if len(buffer) > MAX_EVENT_BYTES:
+def _refusal(status: int, body: bytes) -> EngineError:
+    kind = EngineOverloadedError if status in (429, 503) else EngineError
+    return kind(f"HTTP {status}: {body[:500].decode(errors='replace')}")
+
+
+class _Connection(asyncio.Protocol):
+    """A connection, with one request at a time. The methods `on_…` are what the parser calls."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 0, bytearray()
+        self.reusable = False  # the last answer came whole, and the server keeps the connection
+        self._events: Events | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    async def exchange(self, data: bytes, events: Events | None) -> None:
+        """Send a request; returns when its answer has come. ConnectionResetError if nothing of an answer came."""
+        self.status, self.reusable, self._events = 0, False, events
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the server closed the connection")
+        self.body.clear()
+        self._parser = httptools.HttpResponseParser(self)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(data)
+        await self._ended
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not of asyncio's class
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended is None or self._ended.done():
+            return
+        self._now = time.monotonic()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(EngineError(f"no HTTP answer: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        if self._events is not None and self._events.ended:
+            self._end(None)  # an answer may last until the server closes the connection
+        elif self.status:
+            self._end(EngineError("the server broke off its answer"))
+        else:
+            self._end(ConnectionResetError("the server closed the connection without an answer"))
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        if self._events is None or self.status != 200:
+            self.body += body
+            return
+        try:
+            self._events.feed(body, self._now)
+        except EngineError as error:
+            self._end(error)
+
+    def on_message_complete(self) -> None:
+        self.reusable = self._parser.should_keep_alive()
+        self._end(None)
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: tuple[_Choice, ...] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Events:
+    """Reads the server-sent events of an answer, whatever the cuts of the bytes, into `answer`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.ended = False  # [DONE] has come
+        self._split = Splitter()
+
+    def feed(self, chunk: bytes, now: float) -> None:
+        """Take in what came at `now`. EngineError for an error event, or one that is none of the API's."""
+        answer = self.answer
+        for data in self._split.feed(chunk):
+            if data == b"[DONE]":
+                self.ended = True
+                return
+            try:
+                event = _decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                raise EngineError(f"not an event of OpenAI's API: {data[:200]!r} ({exc})") from exc
+            if (error := event.error) is not None:
+                raise EngineError(str(error.get("message", error) if isinstance(error, dict) else error))
+            for choice in event.choices or ():
+                if choice.text:
+                    answer.add(now, 1)
+                    break
+            if (usage := event.usage) is not None:
+                answer.usage = usage.prompt_tokens, usage.completion_tokens
+                if usage.prompt_tokens_details is not None:
+                    answer.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+
+class Splitter:
+    """Splits bytes into the data of server-sent events. Lines end with LF, CR LF or CR; other fields are left out.
+
+    Events are split at bytes, since a text may hold characters that count as line ends elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._rest, self._data = b"", list[bytes]()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events that `chunk` completes."""
+        whole, cut = self._rest + chunk, b""
+        if len(whole) > MAX_EVENT_BYTES:
             raise EngineError("an event is longer than 16 MiB")
-        # A CR at the end may be half of a CR LF: it stays until more has come.
-        whole, rest = (buffer[:-1], buffer[-1:]) if buffer.endswith(b"\r") else (buffer, b"")
-        *lines, tail = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        buffer = tail + rest
+        if b"\r" in whole:
+            # A CR at the end may be half of a CR LF: it stays until more has come.
+            whole, cut = (whole[:-1], b"\r") if whole.endswith(b"\r") else (whole, b"")
+            whole = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, tail = whole.split(b"\n")
+        self._rest = tail + cut
+        found = []
         for line in lines:
             if line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" "))
-            elif not line and data:
-                yield b"\n".join(data)
-                data = []
-
-
-def parse(data: bytes) -> Delta | None:
-    """What an event says: text, usage, or neither (None). EngineError for an error event, or none of the API's."""
-    try:
-        event = json.loads(data)
-        if event.get("error") is not None:
-            error = event["error"]
-            raise EngineError(str(error.get("message", error) if isinstance(error, dict) else error))
-        text = "".join(choice.get("text") or "" for choice in event.get("choices") or ())
-        usage = event.get("usage")
-        counts = None if usage is None else (int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"not an event of OpenAI's API: {data[:200]!r} ({error})") from error
-    if not text and counts is None:
-        return None
-    details = (usage or {}).get("prompt_tokens_details") or {}
-    return Delta(num_tokens=1 if text else 0, usage=counts, cached_tokens=int(details.get("cached_tokens") or 0))
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                found.append(b"\n".join(self._data))
+                self._data = []
+        return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from slipstream.bench.load import Delta
+from slipstream.bench.load import Answer
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.config import EngineArgs
@@ -73,10 +74,12 @@ class AsyncSlipstream:
     async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
         return cls(await AsyncLLM.start(args, progress=progress))
 
-    async def stream(self, request: BenchRequest, /) -> AsyncGenerator[Delta, None]:
+    async def ask(self, request: BenchRequest, answer: Answer, /) -> None:
         async for output in self.engine.generate(prompt_of(request), greedy(request.output_tokens)):
             tokens = sum(len(choice.token_ids) for choice in output.outputs)
-            yield Delta(num_tokens=tokens, cached_tokens=output.num_cached_tokens)
+            if tokens:
+                answer.add(time.monotonic(), tokens)
+            answer.cached_tokens = max(answer.cached_tokens, output.num_cached_tokens)
 
     async def describe(self) -> dict[str, Any]:
         engine = self.engine

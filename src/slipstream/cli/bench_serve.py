@@ -1,0 +1,306 @@
+"""`slipstream bench serve`: requests over time, to servers or to an engine started here."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.console import phases, progress_bar, say
+from slipstream.cli.measurements import (
+    add_workload,
+    bench_args,
+    deliver,
+    finish,
+    make_workload,
+    positive,
+    settle,
+    verdict,
+)
+from slipstream.cli.options import MODEL_HELP
+from slipstream.config import EngineArgs
+from slipstream.errors import ConfigError
+from slipstream.plan.environment import plain
+
+if TYPE_CHECKING:
+    from slipstream.bench.adapters.openai import Endpoint
+    from slipstream.bench.adapters.slipstream import AsyncSlipstream
+    from slipstream.bench.clients import ClientLoad, Clients
+    from slipstream.bench.load import Arrivals
+    from slipstream.bench.metrics import RequestRecord, Summary
+    from slipstream.bench.rates import RateObjective, RateSearch
+    from slipstream.bench.workload import BenchRequest, Workload
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help=f"{MODEL_HELP}; with --url: whose tokenizer and vocabulary to use")
+    parser.add_argument("--url", help="an endpoint with OpenAI's API; without it an engine is started here")
+    for name, how in (
+        ("--served-model-name", {"metavar": "NAME", "help": "its name at --url (default: the first it lists)"}),
+        ("--api-key", {"metavar": "KEY", "help": "the endpoint's key"}),
+        ("--compare", {"metavar": "URL", "help": "a second endpoint, which takes turns with the first"}),
+        ("--compare-model", {"metavar": "NAME", "help": "the model's name there (default: the first it lists)"}),
+        ("--compare-api-key", {"metavar": "KEY", "help": "the key there"}),
+        ("--clients", {"metavar": "N", "help": "processes that send requests (default: auto, by the load and the cores)"}),
+        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this, if no model is given"}),
+        ("--rounds", {"type": int, "metavar": "N", "help": "runs of each, of which the median counts (default: 1)"}),
+        ("--find-rate-runs", {"type": int, "metavar": "N", "help": "runs that the search may take (default: 10)"}),
+    ):
+        parser.add_argument(name, default=argparse.SUPPRESS, **how)
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="ask the endpoint for answers of full length, an extension that vLLM has too (default: yes)",
+    )
+    arrivals = parser.add_mutually_exclusive_group()
+    for name, metavar, kind, text in (
+        ("--arrivals", "HOW", str, "burst, closed:USERS, poisson:RATE or ramp:FROM:TO:SECONDS (default: burst)"),
+        ("--concurrency", "USERS", "closed:{}".format, "the same as --arrivals closed:USERS"),
+        ("--request-rate", "RATE", "poisson:{}".format, "the same as --arrivals poisson:RATE"),
+    ):
+        arrivals.add_argument(name, dest="arrivals", type=kind, metavar=metavar, help=text)
+    parser.add_argument("--slo", metavar="NAME=S,…", default="", help="objectives for goodput: ttft_s, tpot_s, e2e_s")
+    parser.add_argument(
+        "--find-rate",
+        metavar="NAME=S,…",
+        help="search the highest rate at which these hold, such as ttft_p99=0.2,tpot_p99=0.02, from --request-rate on",
+    )
+    add_workload(parser)
+    finish(parser, run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.bench.load import Poisson, parse_arrivals
+    from slipstream.bench.metrics import parse_objectives
+    from slipstream.bench.rates import parse_rate_objectives
+
+    args.arrivals = args.arrivals or "burst"
+    arrivals, objectives = parse_arrivals(args.arrivals), parse_objectives(args.slo)
+    rate_objectives = parse_rate_objectives(args.find_rate) if args.find_rate is not None else ()
+    if args.url is None and args.model is None:
+        raise ConfigError("give a model to start here, or the --url of a server", field="model")
+    if rate_objectives and not isinstance(arrivals, Poisson):
+        raise ConfigError("--find-rate needs --request-rate, the first rate to try", field="find_rate")
+    settle(args)
+    positive(args, "rounds", "find_rate_runs")
+    settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
+    return asyncio.run(_Bench(args, settings, arrivals, objectives).run(rate_objectives))
+
+
+@dataclasses.dataclass(slots=True)
+class _Target:
+    """A server, or the engine started here, and what was measured there."""
+
+    name: str
+    engine: Endpoint | AsyncSlipstream
+    rounds: list[tuple[Summary, ClientLoad | None]] = dataclasses.field(default_factory=list)
+    tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    async def describe(self) -> dict[str, Any]:
+        from slipstream.bench.adapters.openai import Endpoint
+
+        return self.engine.describe() if isinstance(self.engine, Endpoint) else await self.engine.describe()
+
+    def median(self) -> tuple[Summary, ClientLoad | None]:
+        return sorted(self.rounds, key=lambda done: done[0].output_throughput)[(len(self.rounds) - 1) // 2]
+
+
+class _Bench:
+    """One call of the command. Each round has prompts of its own, so that no server finds them in a prefix cache."""
+
+    def __init__(
+        self, args: argparse.Namespace, settings: EngineArgs, arrivals: Arrivals, objectives: dict[str, float]
+    ) -> None:
+        self.args, self.settings, self.arrivals, self.objectives = args, settings, arrivals, objectives
+        self.workload = make_workload(args, settings)
+        self.clients: Clients | None = None
+
+    async def run(self, rate_objectives: tuple[RateObjective, ...]) -> int:
+        async with AsyncExitStack() as stack:
+            targets = await self._targets(stack)
+            if rate_objectives:
+                return await self._find_rate(targets, rate_objectives)
+            for number in range(self.args.rounds):
+                for target in targets:
+                    summary, load = await self._measure(target, self.arrivals, number)
+                    target.rounds.append((summary, load))
+                    if len(targets) > 1 or self.args.rounds > 1:
+                        said = f"round {number + 1} of {self.args.rounds}, {target.name}: "
+                        say(f"{said}{summary.output_throughput:,.1f} output tok/s, {summary.num_failed} failed")
+            return await self._report(targets)
+
+    async def _targets(self, stack: AsyncExitStack) -> list[_Target]:
+        args = self.args
+        if args.url is None:
+            from slipstream.bench.adapters.slipstream import AsyncSlipstream
+
+            with phases(f"starting {args.model}") as on_phase:
+                engine = await AsyncSlipstream.start(self.settings, progress=on_phase)
+            return [_Target(args.model, await stack.enter_async_context(engine))]
+        from slipstream.bench.clients import Clients, num_clients
+
+        servers = [(args.url, args.served_model_name, args.api_key)]
+        if args.compare is not None:
+            servers.append((args.compare, args.compare_model, args.compare_api_key))
+        targets = [_Target(url, await self._endpoint(url, model, key)) for url, model, key in servers]
+        count = num_clients(self.arrivals, args.num_requests) if args.clients == "auto" else _whole(args.clients)
+        self.clients = await stack.enter_async_context(await Clients.start(count))
+        return targets
+
+    async def _endpoint(self, url: str, model: str | None, api_key: str | None) -> Endpoint:
+        import msgspec
+
+        from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
+
+        endpoint = Endpoint(
+            url=url, model=model or "", api_key=api_key, ignore_eos=self.args.ignore_eos, send_text=True
+        )
+        if model is None:
+            async with OpenAIEndpoint(endpoint) as server:
+                names = await server.served_models()
+            if not names:
+                raise ConfigError(f"{url} serves no model", field="url")
+            endpoint = msgspec.structs.replace(endpoint, model=names[0])
+        return endpoint
+
+    async def _measure(self, target: _Target, arrivals: Arrivals, number: int) -> tuple[Summary, ClientLoad | None]:
+        """The warm-up and one run, the `number`th."""
+        from slipstream.bench.load import Burst
+        from slipstream.bench.metrics import summarize
+        from slipstream.bench.workload import warmup
+
+        workload = self._workload(number)
+        if self.args.warmup:
+            first, _ = await self._send(target, warmup(workload, self.args.warmup), Burst())
+            if all(not record.ok for record in first):
+                raise ConfigError(f"{target.name}: every warm-up request failed: {first[0].error}", field="url")
+        with progress_bar(f"{target.name}: requests") as advance:
+            total = len(workload.requests)
+            records, load = await self._send(target, workload.requests, arrivals, lambda done: advance(done, total))
+        return summarize(records, self.objectives), load
+
+    def _workload(self, number: int) -> Workload:
+        if number == 0:
+            return self.workload
+        return make_workload(self.args, dataclasses.replace(self.settings, seed=self.settings.seed + number))
+
+    async def _send(
+        self,
+        target: _Target,
+        requests: Sequence[BenchRequest],
+        arrivals: Arrivals,
+        on_done: Callable[[int], None] = lambda done: None,
+    ) -> tuple[list[RequestRecord], ClientLoad | None]:
+        from slipstream.bench.adapters.openai import Endpoint
+        from slipstream.bench.load import run_load
+
+        seed, engine = self.settings.seed, target.engine
+        if isinstance(engine, Endpoint):
+            assert self.clients is not None
+            return await self.clients.run(engine, requests, arrivals, seed=seed, on_done=on_done)
+        return await run_load(engine, requests, arrivals, seed=seed, on_done=on_done), None
+
+    async def _report(self, targets: list[_Target]) -> int:
+        from slipstream.bench.report import compare_rows, document, print_definitions, print_summary, print_table
+
+        args, workload = self.args, self.workload
+        parts = []
+        for target in targets:
+            summary, load = target.median()
+            parts.append(
+                {
+                    "engine": await target.describe(),
+                    "results": summary,
+                    "clients": load,
+                    "output_throughput_of_each_round": [done.output_throughput for done, _ in target.rounds],
+                }
+            )
+        result = document(
+            "serve",
+            workload=workload.describe(),
+            arrivals=_arrivals(self.arrivals),
+            **parts[0],
+            **({"compared": parts[1]} if len(parts) > 1 else {}),
+        )
+        deliver(args, result)
+        for target in targets:
+            summary, load = target.median()
+            if not args.json:
+                print_summary(f"{target.name}, {workload.name} × {len(workload.requests)}, {args.arrivals}", summary)
+            _warn(load)
+        if len(targets) > 1 and not args.json:
+            ours, theirs = (target.median()[0] for target in targets)
+            columns = ("", *(target.name for target in targets), "first / second")
+            print_table(f"median of {args.rounds} alternating rounds", columns, compare_rows(ours, theirs))
+        if not args.json:
+            print_definitions()
+        return max(verdict(summary) for target in targets for summary, _ in target.rounds)
+
+    async def _find_rate(self, targets: list[_Target], objectives: tuple[RateObjective, ...]) -> int:
+        from slipstream.bench.load import Poisson
+        from slipstream.bench.rates import RateSearch, holds
+        from slipstream.bench.report import document, print_table
+
+        args = self.args
+        assert isinstance(self.arrivals, Poisson)
+        searches = [RateSearch(self.arrivals.rate, args.find_rate_runs) for _ in targets]
+        for number in range(args.find_rate_runs):
+            for target, search in zip(targets, searches, strict=True):
+                if (rate := search.rate) is None:
+                    continue
+                summary, load = await self._measure(target, Poisson(rate=rate), number)
+                held = holds(summary, objectives)
+                search.tell(held)
+                values = {objective.name: objective.value(summary) for objective in objectives}
+                target.tried.append({"rate": rate, "held": held, **values, "results": summary, "clients": load})
+                shown = ", ".join(f"{name} {_ms(value)}" for name, value in values.items())
+                failed = f", {summary.num_failed} failed" if summary.num_failed else ""
+                say(f"{target.name}, {rate:g} requests/s: {shown}{failed}: {'holds' if held else 'does not hold'}")
+                _warn(load)
+        found = [
+            {"engine": await target.describe(), "rate": search.best, "runs": target.tried}
+            for target, search in zip(targets, searches, strict=True)
+        ]
+        wanted = {objective.name: objective.most for objective in objectives}
+        deliver(args, document("find-rate", workload=self.workload.describe(), objectives=wanted, results=found))
+        if not args.json:
+            for target, search in zip(targets, searches, strict=True):
+                self._print_search(target, search, wanted, print_table)
+        return 0 if all(search.best is not None for search in searches) else 1
+
+    def _print_search(self, target: _Target, search: RateSearch, wanted: dict[str, float], table: Any) -> None:
+        columns = ("requests/s", *(f"{name} ≤ {_ms(most)}" for name, most in wanted.items()), "failed", "held")
+        rows = [
+            (
+                f"{run['rate']:g}",
+                *(_ms(run[name]) for name in wanted),
+                f"{run['results'].num_failed}",
+                "yes" if run["held"] else "no",
+            )
+            for run in sorted(target.tried, key=lambda run: run["rate"])
+        ]
+        best = "no rate that was tried" if search.best is None else f"{search.best:g} requests/s"
+        table(f"{target.name}: the objectives hold at {best}", columns, rows)
+
+
+def _warn(load: ClientLoad | None) -> None:
+    if load is not None and (text := load.warning()) is not None:
+        say(f"warning: {text}")
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"clients={text!r} is neither auto nor a whole number above 0", field="clients")
+    return int(text)
+
+
+def _arrivals(arrivals: Arrivals) -> dict[str, Any]:
+    return {"kind": type(arrivals).__name__.lower(), **plain(arrivals)}
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:,.1f} ms"

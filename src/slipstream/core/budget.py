@@ -1,0 +1,178 @@
+"""How many prompt tokens a step may take beside decodes, so that it ends within an objective for the time between tokens.
+
+1. The time of a step is predicted as a + b·decodes + c·prompt tokens + d·(prompt tokens × the context that each attends to).
+   The four are learned from the steps that have ended, by Kalman filters: they drift as contexts grow, and old steps count
+   less and less. Steps of decodes alone teach a and b, so every `PROBE_EVERY`th step with decodes has nothing else. What steps
+   with prompts take beyond that teaches c and d.
+2. A step takes the prompt tokens with which the prediction stays within the objective, less twice what predictions were wrong
+   by.
+3. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all that was
+   measured says nothing. The first step of all has `MIN_CHUNK`.
+4. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many tokens of it as are predicted to
+   take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`. So prompts go on where decodes alone take longer than it.
+
+Nothing here reads a clock: the same times give the same budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from slipstream.types import ScheduledRequest
+
+MIN_CHUNK = 32
+PATIENCE_S = 0.5
+LEAST_SHARE = 0.25
+PROBE_EVERY = 64
+
+Pair = tuple[float, float]
+
+NUM_DECODES, NUM_TOKENS, ATTENTION = 100.0, 1000.0, 1e6
+"""Units of the features, so that all coefficients are times of about a step."""
+
+NOISE = 0.1
+"""Two steps alike differ by this share of their time."""
+
+DRIFT = 0.02
+"""A coefficient changes by this share of itself from one step to the next."""
+
+NUM_FIRST = 4
+"""Before so many steps nothing is an outlier, and predictions are not judged."""
+
+OUTLIER = 4.0
+"""A step that took longer than so many times the prediction counts as one that took just so long: it compiled a kernel, or the
+machine was busy with something else."""
+
+
+class Filter:
+    """Learns the two coefficients of a time, which are never negative, by a Kalman filter (a random walk)."""
+
+    def __init__(self, deviations: Pair) -> None:
+        """`deviations`: how large the coefficients may be before anything is measured, in seconds."""
+        self.coefficients = [0.0, 0.0]
+        self._deviations = deviations
+        self._variances = [deviations[0] ** 2, deviations[1] ** 2]
+        self._covariance = 0.0
+
+    def predict(self, x: Pair) -> float:
+        return self.coefficients[0] * x[0] + self.coefficients[1] * x[1]
+
+    def learn(self, x: Pair, seconds: float, noise_s: float) -> None:
+        """A time that was measured, give or take `noise_s`."""
+        predicted = self.predict(x)
+        for i, most in enumerate(self._deviations):
+            drift = DRIFT * max(self.coefficients[i], most * predicted / 10)
+            self._variances[i] += drift**2
+            if self._variances[i] > most**2:
+                self._covariance *= most / self._variances[i] ** 0.5
+                self._variances[i] = most**2
+        (first, second), both = self._variances, self._covariance
+        spread = first * x[0] + both * x[1], both * x[0] + second * x[1]
+        scale = spread[0] * x[0] + spread[1] * x[1] + noise_s**2
+        if not scale:
+            return  # a clock that stands still
+        for i in (0, 1):
+            self.coefficients[i] = max(0.0, self.coefficients[i] + spread[i] / scale * (seconds - predicted))
+            self._variances[i] -= spread[i] ** 2 / scale
+        self._covariance -= spread[0] * spread[1] / scale
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step's time depends on."""
+
+    num_decodes: int
+    num_tokens: int  # of prompts
+    attention: float  # positions that the prompts' tokens look at
+
+    @classmethod
+    def of(cls, num_decodes: int, prompts: Sequence[ScheduledRequest]) -> Self:
+        attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
+        return cls(num_decodes, sum(s.num_tokens for s in prompts), attention)
+
+    @property
+    def decodes(self) -> Pair:
+        return 1.0, self.num_decodes / NUM_DECODES
+
+    @property
+    def prompts(self) -> Pair:
+        return self.num_tokens / NUM_TOKENS, self.attention / ATTENTION
+
+
+class StepCost:
+    """The time of a step, learned."""
+
+    def __init__(self) -> None:
+        self.decodes = Filter((1.0, 1.0))
+        # The attention of 1,000 tokens to 1,000 others takes less time than all else that is done for 1,000 tokens.
+        self.prompts = Filter((1.0, 0.2))
+        self.error = 0.0  # mean share of a step's time that its prediction was wrong by, of the last steps
+        self.num_steps = 0
+        self.largest = 0  # prompt tokens of a step
+
+    def predict(self, step: StepSize) -> float:
+        return self.decodes.predict(step.decodes) + self.prompts.predict(step.prompts)
+
+    def learn(self, step: StepSize, seconds: float) -> None:
+        predicted = self.predict(step)
+        self.num_steps += 1
+        if predicted > 0 and self.num_steps > NUM_FIRST:
+            seconds = min(seconds, OUTLIER * predicted)
+            self.error += (min(1.0, abs(seconds - predicted) / max(seconds, predicted)) - self.error) / 16
+        noise_s = NOISE * max(seconds, predicted)
+        if step.num_tokens:
+            self.largest = max(self.largest, step.num_tokens)
+            self.prompts.learn(step.prompts, max(0.0, seconds - self.decodes.predict(step.decodes)), noise_s)
+        else:
+            self.decodes.learn(step.decodes, seconds, noise_s)
+
+    def tokens_within(self, seconds: float, computed: int, most: int) -> int:
+        """How many prompt tokens behind `computed` ones take so long; `most` if they seem to take no time."""
+        if seconds <= 0:
+            return 0
+        # c·n + d·(n·computed + n²/2) = seconds
+        of_token, of_attention = self.prompts.coefficients
+        linear = of_token / NUM_TOKENS + of_attention / ATTENTION * computed
+        whole = linear + (linear * linear + 2 * of_attention / ATTENTION * seconds) ** 0.5
+        return most if 2 * seconds >= most * whole else int(2 * seconds / whole)
+
+
+class Pace:
+    """Chooses the prompt tokens of steps with decodes for an objective of `target_s` seconds between tokens."""
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s = target_s
+        self.cost = StepCost()
+        self._in_flight: dict[int, tuple[float, StepSize]] = {}
+        self._last_end = float("-inf")
+        self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts
+
+    def launched(self, step_id: int, now: float, num_decodes: int, prompts: Sequence[ScheduledRequest]) -> None:
+        self._in_flight[step_id] = now, StepSize.of(num_decodes, prompts)
+        if num_decodes:
+            self._since_probe = self._since_probe + 1 if prompts else 0
+
+    def ended(self, step_id: int, now: float) -> None:
+        """A step takes from its launch, or the end of the step before it if that is later, to its own end."""
+        if (launched := self._in_flight.pop(step_id, None)) is not None:
+            begin, step = launched
+            self.cost.learn(step, now - max(begin, self._last_end))
+        self._last_end = now
+
+    def forget_steps(self) -> None:
+        """The steps in flight will not end."""
+        self._in_flight.clear()
+
+    def prompt_tokens(self, num_decodes: int, prompts: Sequence[ScheduledRequest], computed: int, age_s: float) -> int:
+        """How many tokens prompts may take in a step that holds `num_decodes` and `prompts` already. The first of them in line
+        has `computed` tokens done, and came `age_s` ago."""
+        if self._since_probe >= PROBE_EVERY - 1:
+            return 0
+        most = max(MIN_CHUNK, 2 * self.cost.largest)
+        spare = self.target_s / (1 + 2 * self.cost.error) - self.cost.predict(StepSize.of(num_decodes, prompts))
+        fits = min(most, self.cost.tokens_within(spare, computed, most))
+        if age_s < PATIENCE_S:
+            return fits
+        return max(fits, 1, min(MIN_CHUNK, self.cost.tokens_within(self.target_s * LEAST_SHARE, computed, MIN_CHUNK)))

@@ -1,0 +1,264 @@
+"""The budget of steps by an objective for the time between tokens: on a clock that the steps themselves move."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, Pace, StepCost, StepSize
+from slipstream.core.scheduler import Scheduler
+from slipstream.types import ScheduledRequest, StepResult
+from tests.core.configs import config
+from tests.core.test_scheduler import Engine, request
+
+
+def chunk(num_tokens, computed=0):
+    return ScheduledRequest("r", computed, num_tokens, 0)
+
+
+def seconds(num_decodes, prompts):
+    """Of a step, as of a GPU: 6 ms, 20 µs a decode, 15 µs a prompt token, 2 ms for 1,000 tokens that attend to 1,000."""
+    step = StepSize.of(num_decodes, prompts)
+    return 6e-3 + 20e-6 * num_decodes + 15e-6 * step.num_tokens + 2e-9 * step.attention
+
+
+def test_the_cost_is_learned():
+    cost, rng = StepCost(), random.Random(1)
+    for _ in range(400):
+        prompts = [chunk(rng.randrange(16, 1024), rng.randrange(8192))] * (rng.random() < 0.5)
+        num_decodes = rng.randrange(128)
+        cost.learn(StepSize.of(num_decodes, prompts), seconds(num_decodes, prompts) * rng.gauss(1, 0.03))
+    for num_decodes, prompts in ((64, []), (64, [chunk(512)]), (1, [chunk(128, 4096)]), (100, [chunk(64), chunk(300, 900)])):
+        assert cost.predict(StepSize.of(num_decodes, prompts)) == pytest.approx(seconds(num_decodes, prompts), rel=0.1)
+    assert cost.error < 0.06
+
+
+def test_it_follows_a_machine_that_becomes_slower():
+    cost, rng = StepCost(), random.Random(2)
+    for i in range(600):
+        prompts = [chunk(rng.randrange(16, 512))] * (i % 2)
+        cost.learn(StepSize.of(32, prompts), seconds(32, prompts) * (1 if i < 200 else 2))
+    assert cost.predict(StepSize.of(32, [chunk(256)])) == pytest.approx(2 * seconds(32, [chunk(256)]), rel=0.1)
+
+
+def test_a_step_that_compiled_something_changes_little():
+    cost = StepCost()
+    for i in range(100):
+        prompts = [chunk(100 + i)] * (i % 2)
+        cost.learn(StepSize.of(32, prompts), seconds(32, prompts))
+    before = cost.predict(StepSize.of(32, [chunk(128)]))
+    cost.learn(StepSize.of(32, [chunk(128)]), 5.0)
+    assert cost.predict(StepSize.of(32, [chunk(128)])) < 4 * before
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 9000), st.integers(0, 10**6), st.floats(0, 100)), max_size=40
+    ),
+    target=st.floats(1e-4, 10),
+    position=st.integers(0, 10**6),
+    age=st.floats(0, 100),
+)
+def test_budgets_are_sane_whatever_was_measured(steps, target, position, age):
+    pace, now = Pace(target), 0.0
+    for i, (num_decodes, num_tokens, computed, took) in enumerate(steps):
+        pace.launched(i, now, num_decodes, [chunk(num_tokens, computed)] * (num_tokens > 0))
+        now += took
+        pace.ended(i, now)
+        assert all(0 <= c < float("inf") for f in (pace.cost.decodes, pace.cost.prompts) for c in f.coefficients)
+    pace.launched(len(steps), now, 10, [])  # of decodes alone, which is due from time to time
+    fits = pace.prompt_tokens(10, [], position, age)
+    largest = max((tokens for _, tokens, _, _ in steps), default=0)
+    assert (age >= PATIENCE_S) <= fits <= max(MIN_CHUNK, 2 * largest)
+    assert fits == pace.prompt_tokens(10, [], position, age)
+
+
+def test_the_budget_meets_the_objective():
+    pace, now = Pace(0.02), 0.0
+    for i in range(200):
+        prompts = [chunk(64 + 5 * i, 40 * i)] * (i % 2)
+        pace.launched(i, now, 64, prompts)
+        now += seconds(64, prompts)
+        pace.ended(i, now)
+    pace.launched(200, now, 64, [])
+    for position in (0, 8192, 30000):
+        fits = pace.prompt_tokens(64, [], position, 0.0)
+        assert 0.016 < seconds(64, [chunk(fits, position)]) <= 0.0205
+    assert pace.prompt_tokens(1000, [], 0, PATIENCE_S / 2) == 0  # decodes alone take 26 ms
+    assert pace.prompt_tokens(1000, [], 0, PATIENCE_S) == MIN_CHUNK
+    pace.target_s = 1e-3  # a quarter of it is the time of 16 tokens
+    assert pace.prompt_tokens(64, [], 0, PATIENCE_S) == pytest.approx(0.25e-3 / 15e-6, abs=2)
+    pace.target_s = 1e-9
+    assert pace.prompt_tokens(64, [], 0, PATIENCE_S) == 1
+
+
+def test_one_step_of_many_has_decodes_alone():
+    pace, sizes = Pace(1.0), []
+    for i in range(3 * PROBE_EVERY):
+        fits = pace.prompt_tokens(4, [], 0, 9.0)
+        sizes.append(fits)
+        pace.launched(i, float(i), 4, [chunk(fits)] if fits else [])
+        pace.ended(i, i + seconds(4, [chunk(fits)]))
+    assert [i for i, fits in enumerate(sizes) if not fits] == [0, PROBE_EVERY, 2 * PROBE_EVERY]
+
+
+def test_steps_in_flight_are_timed_from_the_end_of_the_one_before():
+    pace = Pace(1.0)
+    learned = []
+    pace.cost.learn = lambda x, took: learned.append(took)
+    pace.launched(1, 0.0, 1, [])
+    pace.launched(2, 0.5, 1, [])
+    pace.ended(1, 1.0)
+    pace.ended(2, 1.75)
+    pace.launched(3, 10.0, 1, [])  # the engine had nothing to do meanwhile
+    pace.ended(3, 10.5)
+    assert learned == [1.0, 0.75, 0.5]
+    pace.launched(4, 11.0, 1, [])
+    pace.forget_steps()
+    pace.launched(5, 30.0, 1, [])
+    pace.ended(5, 30.5)
+    assert learned == [1.0, 0.75, 0.5, 0.5]
+
+
+def timed(engine, times):
+    """The engine, whose launches take `times` on its clock."""
+    launch = engine.worker.launch
+
+    def timed_launch(plan):
+        engine.planned = plan
+        engine.now += next(times)
+        return launch(plan)
+
+    engine.worker.launch = timed_launch
+    return engine
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12
+    ),
+    times=st.lists(st.floats(0, 2), min_size=1, max_size=20),
+    target=st.floats(1e-3, 5),
+    max_num_seqs=st.integers(1, 6),
+    more=st.integers(0, 20),
+    depth=st.integers(1, 2),
+)
+def test_whatever_steps_take_all_requests_end(requests, times, target, max_num_seqs, more, depth):
+    """`Engine` checks the plans and what each sequence sees."""
+    sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs + more + 1}
+    made = config(**sizes, max_num_mixed_tokens=max_num_seqs + more, num_blocks=40, target_itl_ms=target * 1e3)
+    engine = timed(Engine(made, depth), itertools.cycle(times))
+    arrivals, step = sorted((at, i, n_in, n_out) for i, (at, n_in, n_out) in enumerate(requests)), 0
+    while arrivals or engine.scheduler.has_requests or engine.in_flight:
+        while arrivals and arrivals[0][0] <= step:
+            _, i, n_in, n_out = arrivals.pop(0)
+            n_in = min(n_in, 64 - n_out)
+            engine.scheduler.add(request(f"r{i}", range(i, i + n_in), max_tokens=n_out, arrival=engine.now))
+        engine.now += 1e-3
+        engine.step()
+        step += 1
+        assert step < 20000, "requests starve"
+    assert len(engine.ends) == len(requests)
+    engine.scheduler.pool.check()
+
+
+def test_a_prompt_goes_on_where_decodes_alone_take_longer_than_the_objective():
+    """A step takes 0.125 s, and 1 ms more a prompt token: after half a second the prompt has 10 ms' worth in each."""
+    sizes = {"max_num_batched_tokens": 60, "max_model_len": 400, "num_blocks": 200}
+    engine = Engine(config(**sizes, target_itl_ms=40.0))
+    engine = timed(engine, (0.125 + 1e-3 * max(s.num_tokens for s in engine.planned.scheduled) for _ in itertools.count()))
+    engine.scheduler.add(request("short", [1], max_tokens=90))
+    for _ in range(8):
+        engine.step()
+    engine.scheduler.add(request("long", range(300), max_tokens=2, arrival=engine.now))
+    chunks = []
+    while "long" not in engine.ends:
+        engine.step()
+        chunks.append(next((s.num_tokens for s in engine.plans[-1].scheduled if s.request_id == "long"), 0))
+    assert chunks[:4] == [0] * 4
+    assert all(0 < chunk <= MIN_CHUNK for chunk in chunks[4:])
+    assert 8 <= chunks[20] <= 12
+    assert "short" not in engine.ends
+
+
+def test_the_same_times_give_the_same_steps():
+    def plans():
+        rng = random.Random(3)
+        times = (rng.uniform(0.01, 0.05) for _ in itertools.count())
+        engine = timed(Engine(config(num_blocks=60, max_num_batched_tokens=40, target_itl_ms=30.0)), times)
+        for i in range(8):
+            engine.scheduler.add(request(f"r{i}", range(i, i + 30), max_tokens=9))
+        while engine.scheduler.has_requests or engine.in_flight:
+            engine.step()
+        return [plan.scheduled for plan in engine.plans]
+
+    assert plans() == plans()
+
+
+class Simulation:
+    """A server with `num_users` that each wait for an answer and ask again, beside prompts of 8,192 tokens at intervals. Two
+    steps are in flight, and a step takes `seconds`, give or take 3 %."""
+
+    def __init__(self, target_itl_ms, *, num_users=64, every_s=2.0, end_s=16.0, warm_s=4.0):
+        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 16384, "num_blocks": 200_000}
+        made = config(**sizes, target_itl_ms=target_itl_ms, enable_prefix_caching=False)
+        self.now, self.rng, self.count = 0.0, random.Random(5), 0
+        self.scheduler = Scheduler(**made, clock=lambda: self.now)
+        self.tokens, self.ttft, self.long_ttft = {}, [], []
+        for _ in range(num_users):
+            self.ask()
+        next_long, in_flight, gaps, self.num_tokens = warm_s / 2, [], [], 0
+        while self.now < end_s:
+            if self.now >= next_long:
+                self.add("long", 8192, 64)
+                next_long += every_s
+            plan = self.scheduler.schedule()
+            in_flight.append((plan, self.now))
+            if len(in_flight) < 2:
+                continue
+            done, _ = in_flight.pop(0)
+            prompts = [s for s in done.scheduled if s.num_tokens > 1]
+            self.now += seconds(len(done.scheduled) - len(prompts), prompts) * self.rng.gauss(1, 0.03)
+            sampled = [5] * sum(s.num_sampled for s in done.scheduled)
+            for o in self.scheduler.update(done, StepResult(done.step_id, sampled)):
+                name, (arrival, times) = o.request_id, self.tokens[o.request_id]
+                times.append(self.now)
+                if len(times) == 1 and self.now > warm_s:
+                    (self.long_ttft if name.startswith("long") else self.ttft).append(self.now - arrival)
+                if o.finish_reason is not None:
+                    if name.startswith("user"):
+                        self.ask()
+                    del self.tokens[name]
+                    gaps += [b - a for a, b in pairwise(times) if a > warm_s]
+        self.gaps = sorted(gaps)
+        self.tokens_per_s = len(gaps) / (end_s - warm_s)
+
+    def ask(self):
+        self.add("user", self.rng.randrange(20, 400), self.rng.randrange(50, 400))
+
+    def add(self, kind, num_prompt, num_answer):
+        self.count += 1
+        name = f"{kind}{self.count}"
+        self.tokens[name] = self.now, []
+        self.scheduler.add(request(name, range(num_prompt), max_tokens=num_answer, arrival=self.now))
+
+    def gap(self, share):
+        return self.gaps[int(share * (len(self.gaps) - 1))]
+
+
+def test_gaps_stay_even_while_long_prompts_arrive():
+    """Without an objective a long prompt holds all others up for a step of 0.2 s. The objective is 1.4 of the median then."""
+    free, paced = Simulation(None), Simulation(10.5)
+    assert free.gap(0.5) == pytest.approx(7.4e-3, rel=0.02)
+    assert free.gap(1.0) > 0.19
+    assert paced.gap(0.99) <= 1.5 * free.gap(0.5)
+    assert paced.gap(0.99) <= 1.5 * paced.gap(0.5)
+    assert paced.gap(1.0) <= 11.5e-3
+    assert paced.tokens_per_s >= 0.9 * free.tokens_per_s
+    assert max(paced.long_ttft) < 1.5
