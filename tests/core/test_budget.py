@@ -107,6 +107,16 @@ def test_one_step_of_many_has_decodes_alone():
     assert [i for i, fits in enumerate(sizes) if not fits] == [0, PROBE_EVERY, 2 * PROBE_EVERY]
 
 
+def test_requests_that_check_guesses_are_decodes():
+    checks = [ScheduledRequest("a", 20, 4, 4), ScheduledRequest("b", 30, 3, 3)]
+    assert StepSize.of(2, [*checks, chunk(10, 5)]) == StepSize(9, 10, 100.0)
+    pace = Pace(1.0)
+    assert pace.prompt_tokens(0, checks, 0, 9.0) == 0  # a step without prompts is due
+    pace.launched(1, 0.0, 0, checks)
+    pace.ended(1, 0.1)
+    assert pace.prompt_tokens(0, checks, 0, 9.0) == MIN_CHUNK
+
+
 def test_steps_in_flight_are_timed_from_the_end_of_the_one_before():
     pace = Pace(1.0)
     learned = []

@@ -88,9 +88,12 @@ class StepSize:
     attention: float  # positions that the prompts' tokens look at
 
     @classmethod
-    def of(cls, num_decodes: int, prompts: Sequence[ScheduledRequest]) -> Self:
+    def of(cls, num_decodes: int, longer: Sequence[ScheduledRequest]) -> Self:
+        """`longer`: the requests of more than one token. One that samples at each of them checks guesses: so many decodes."""
+        prompts = [s for s in longer if s.num_sampled < s.num_tokens]
+        guesses = sum(s.num_tokens for s in longer if s.num_sampled == s.num_tokens)
         attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
-        return cls(num_decodes, sum(s.num_tokens for s in prompts), attention)
+        return cls(num_decodes + guesses, sum(s.num_tokens for s in prompts), attention)
 
     @property
     def decodes(self) -> Pair:
@@ -149,10 +152,11 @@ class Pace:
         self._last_end = float("-inf")
         self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts
 
-    def launched(self, step_id: int, now: float, num_decodes: int, prompts: Sequence[ScheduledRequest]) -> None:
-        self._in_flight[step_id] = now, StepSize.of(num_decodes, prompts)
-        if num_decodes:
-            self._since_probe = self._since_probe + 1 if prompts else 0
+    def launched(self, step_id: int, now: float, num_decodes: int, longer: Sequence[ScheduledRequest]) -> None:
+        step = StepSize.of(num_decodes, longer)
+        self._in_flight[step_id] = now, step
+        if step.num_decodes:
+            self._since_probe = self._since_probe + 1 if step.num_tokens else 0
 
     def ended(self, step_id: int, now: float) -> None:
         """A step takes from its launch, or the end of the step before it if that is later, to its own end."""
@@ -165,13 +169,13 @@ class Pace:
         """The steps in flight will not end."""
         self._in_flight.clear()
 
-    def prompt_tokens(self, num_decodes: int, prompts: Sequence[ScheduledRequest], computed: int, age_s: float) -> int:
-        """How many tokens prompts may take in a step that holds `num_decodes` and `prompts` already. The first of them in line
+    def prompt_tokens(self, num_decodes: int, longer: Sequence[ScheduledRequest], computed: int, age_s: float) -> int:
+        """How many tokens prompts may take in a step that holds `num_decodes` and `longer` already. The first of them in line
         has `computed` tokens done, and came `age_s` ago."""
         if self._since_probe >= PROBE_EVERY - 1:
             return 0
         most = max(MIN_CHUNK, 2 * self.cost.largest)
-        spare = self.target_s / (1 + 2 * self.cost.error) - self.cost.predict(StepSize.of(num_decodes, prompts))
+        spare = self.target_s / (1 + 2 * self.cost.error) - self.cost.predict(StepSize.of(num_decodes, longer))
         fits = min(most, self.cost.tokens_within(spare, computed, most))
         if age_s < PATIENCE_S:
             return fits
