@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from slipstream.config.settings import (
     BATCH_WINDOW_S,
@@ -19,6 +19,7 @@ from slipstream.config.settings import (
     Origin,
     SchedulingConfig,
 )
+from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
@@ -53,6 +54,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
         cache=cache,
         scheduling=scheduling,
         device=device_config,
+        speculation=speculation_section(args, model.spec),
         origins={**given, **model_origins, **cache_origins, **scheduling_origins, **device_origins},
     )
 
@@ -357,7 +359,7 @@ def _check_values(args: EngineArgs) -> None:
     hints = get_type_hints(EngineArgs)
     for declared in dataclasses.fields(args):
         name, value, hint = declared.name, getattr(args, declared.name), hints[declared.name]
-        kinds = get_args(hint) or (hint,)
+        kinds = tuple(get_origin(kind) or kind for kind in (get_args(hint) or (hint,)))
         fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
         if not fits or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -369,8 +371,6 @@ def _check_values(args: EngineArgs) -> None:
 def _refuse_unsupported(args: EngineArgs) -> None:
     """A public setting whose work is not done yet is refused, never accepted and ignored."""
     for name, only, what in (
-        ("speculative_model", None, "speculative decoding is"),
-        ("num_speculative_tokens", None, "speculative decoding is"),
         ("tensor_parallel_size", 1, "tensor parallelism is"),
         ("pipeline_parallel_size", 1, "pipeline parallelism is"),
     ):

@@ -115,8 +115,13 @@ class EngineArgs:
     )
     tensor_parallel_size: int = setting(1, "only 1 so far")
     pipeline_parallel_size: int = setting(1, "only 1 so far")
-    speculative_model: str | None = setting(None, "not supported yet")
-    num_speculative_tokens: int | None = setting(None, "not supported yet")
+    speculative_config: dict[str, Any] | None = setting(
+        None,
+        'guess tokens and verify them, as JSON: {"method": "ngram", "suffix" or "draft", "num_speculative_tokens": 5 or "auto"}',
+        unset="no speculation",
+    )
+    speculative_model: str | None = setting(None, "short for speculative_config: ngram, suffix, or a draft model")
+    num_speculative_tokens: int | None = setting(None, "with speculative_model: tokens to guess", unset="chosen at each step")
     download_dir: str | None = setting(None, "where models are kept, instead of the user's cache")
     seed: int = setting(0, "seed of requests without their own, and of dummy weights")
     load_format: str = setting(
@@ -184,6 +189,16 @@ class SchedulingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
+
+    method: Literal["ngram", "suffix"]
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
+    prompt_lookup_max: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     info: DeviceInfo
     kernels: Literal["auto", "reference", "cpu", "torch", "triton"]
@@ -200,6 +215,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduling: SchedulingConfig
     device: DeviceConfig
+    speculation: SpeculationConfig | None = None
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property

@@ -91,6 +91,8 @@ class RowTable:
         if plan.new:
             self._add(plan.new)
         self._update(plan.scheduled)
+        if drafted := [s for s in plan.scheduled if s.drafts]:
+            self._put_drafts(drafted)
 
     def _add(self, new: Sequence[NewRequest]) -> None:
         width = self.tokens.shape[1]
@@ -125,6 +127,15 @@ class RowTable:
             self.block_tables.view(-1).index_copy_(
                 0, self._upload(np.asarray(where, dtype=np.int64)), self._upload(np.asarray(blocks, dtype=np.int32))
             )
+
+    def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
+        """Guessed tokens to their places, the last ones of their requests' shares."""
+        width, where = self.tokens.shape[1], list[int]()
+        for s in drafted:
+            end = self.rows[s.request_id].index * width + s.num_computed_tokens + s.num_tokens
+            where.extend(range(end - len(s.drafts), end))
+        tokens = np.array([token for s in drafted for token in s.drafts], np.int32)
+        self.tokens.view(-1).index_copy_(0, self._upload(np.array(where, np.int64)), self._upload(tokens))
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """The sampled tokens [N] to their places: what the next step reads."""

@@ -58,6 +58,7 @@ from slipstream.worker.sampler import (
     best_logprobs,
     prompt_positions,
     sampling_tensors,
+    verified,
 )
 from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
@@ -125,6 +126,8 @@ class InFlightStep:
                 found.setdefault(ids[i], []).append(value)
             extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
         num_tokens = None if self.sampled is None else self.sampled.num_tokens
+        if num_tokens is not None and self.sampled is not None:
+            tokens, num_tokens = verified(self.sampled.requests, tokens)
         return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))
 
 

@@ -91,6 +91,28 @@ def _bias(
     return np.array(where, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
 
 
+def verified(requests: Sequence[ScheduledRequest], tokens: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    """Of the `tokens` that were sampled at all positions of `requests` those that count, and how many each request got: its
+    drafts up to the first that was not sampled, and the token that was sampled there.
+
+    This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. There a draft d is accepted with
+    probability p(d), and otherwise a token is drawn from p without d: as if one token was drawn from p and compared with d. So
+    nothing is drawn that would not be drawn without drafts, and a seed gives the same answer with and without.
+    """
+    kept: list[int] = []
+    counts = []
+    begin = 0
+    for s in requests:
+        end = begin + s.num_sampled
+        last = end - 1 - len(s.drafts)  # of the positions before which nothing is guessed
+        pairs = zip(s.drafts, tokens[last:end], strict=False)
+        last += next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(s.drafts))
+        kept += tokens[begin : last + 1]
+        counts.append(last + 1 - begin)
+        begin = end
+    return kept, tuple(counts)
+
+
 def best_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of raw logits [N, V] and a token for each row: (its log-probability, its rank, the best ids, their
     log-probabilities), the last two [N, num_top]. float32."""
