@@ -476,7 +476,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         encoder=st.sampled_from([False, False, True]),
         windows=st.sampled_from([(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]),
         speculation=st.sampled_from(
-            [None, None, *(SpeculationConfig(method=m, num_speculative_tokens=n) for m in ("ngram", "suffix") for n in (None, 3))]
+            [
+                *(None, None),
+                *(SpeculationConfig(method=m, num_speculative_tokens=n) for m in ("ngram", "suffix") for n in (None, 3)),
+            ]
         ),
     )
     def start(

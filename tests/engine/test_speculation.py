@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -41,9 +42,9 @@ SETTINGS = {
 
 
 class Told(LookUp):
-    """Knows the answers, and errs at every third token: long accepted runs, and rejections."""
+    """Knows the answers, and errs at every fifth token: long accepted runs, and rejections."""
 
-    answers: dict[tuple[int, ...], list[int]] = {}
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}
 
     def propose(self, tokens, most):
         for prompt, answer in self.answers.items():
@@ -94,25 +95,27 @@ def test_answers_are_the_same(plain, speculating, name):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("name", "more"),
     [
-        {},
-        {"kernels": "torch"},
-        {"kernels": "reference"},
-        {"enable_prefix_caching": False},
-        {"kv_cache_dtype": "int8"},
-        {"kv_cache_bytes": 61_440, "max_model_len": 96, "enable_prefix_caching": False},
-        {"max_num_mixed_tokens": 6, "max_num_batched_tokens": 16},
-        {"num_threads": 2},  # a step is under way while the next is planned
+        ("greedy", {}),
+        ("penalised", {}),
+        ("several", {}),
+        ("greedy", {"num_threads": 2}),  # a step is under way while the next is planned
+        ("greedy", {"kernels": "torch"}),
+        ("penalised", {"kernels": "reference"}),
+        ("greedy", {"enable_prefix_caching": False}),
+        ("penalised", {"kv_cache_dtype": "int8"}),
+        ("greedy", {"kv_cache_bytes": 61_440, "max_model_len": 96, "enable_prefix_caching": False}),
+        ("several", {"max_num_mixed_tokens": 6, "max_num_batched_tokens": 16}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["greedy", "penalised", "several"])
-def test_long_accepted_runs(path, monkeypatch, more, name):
+def test_long_accepted_runs(path, monkeypatch, name, more):
     """Drafts of which most are right, with all that the engine can do beside: the same answers in fewer steps."""
     sizes, sampling = {**SIZES, **more}, SETTINGS[name]
     with LLM(str(path), **sizes) as llm:
         expected = llm.generate(PROMPTS, sampling)
+        assert (llm.core.stats().num_preemptions > 0) == ("kv_cache_bytes" in more)
         num_steps = llm.core.stats().num_steps
     told = {tuple(p["prompt_token_ids"]): o.outputs[0].token_ids for p, o in zip(PROMPTS, expected, strict=True)}
     monkeypatch.setattr(Told, "answers", told)

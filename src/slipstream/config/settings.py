@@ -115,10 +115,8 @@ class EngineArgs:
     )
     tensor_parallel_size: int = setting(1, "only 1 so far")
     pipeline_parallel_size: int = setting(1, "only 1 so far")
-    speculative_config: dict[str, Any] | None = setting(
-        None,
-        'guess tokens and verify them, as JSON: {"method": "ngram", "suffix" or "draft", "num_speculative_tokens": 5 or "auto"}',
-        unset="no speculation",
+    speculative_config: dict[str, Any] | None = setting(  # noqa: RUF009 - its default is None
+        None, 'guess tokens and verify them, such as {"method": "suffix"}; docs/speculation.md', unset="off"
     )
     speculative_model: str | None = setting(None, "short for speculative_config: ngram, suffix, or a draft model")
     num_speculative_tokens: int | None = setting(None, "with speculative_model: tokens to guess", unset="chosen at each step")

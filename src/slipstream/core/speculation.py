@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -51,12 +52,12 @@ STALE = 256
 GUESSED_SLOPE = 0.04
 """Share of a plain step's time that each further token is taken to cost until it was measured. Low: then it is tried."""
 
-COUNTS = tuple([*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)])
+COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
 """Numbers of sequences, and of tokens, whose steps are timed apart. Beyond 64 they are apart by an eighth."""
 
 
 class Acceptance:
-    """How many drafts were tried and accepted, by the length of their match. Old ones count less: beyond `memory` both halve."""
+    """How many drafts were tried and accepted, by the length of their match. Beyond `memory` tries both numbers halve."""
 
     __slots__ = ("_accepted", "_memory", "_tried")
 
@@ -105,7 +106,7 @@ class StepCosts:
         if self._step - self._measured[key] > STALE:
             del self._times[key]
             return None
-        return median(times)
+        return float(median(times))
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
         """What is known of steps of so many sequences: (tokens, seconds), the plain step's first."""
@@ -128,7 +129,7 @@ def seconds_at(line: Sequence[tuple[int, float]], num_tokens: int) -> float:
         (a, first), (b, second) = line[i - 1], line[i]
         return first + (second - first) * (num_tokens - a) / (b - a)
     plain, (last, seconds) = line[0][1], line[-1]
-    slope = GUESSED_SLOPE * plain / max(1, line[0][0]) ** 0.5
+    slope = GUESSED_SLOPE * plain / sqrt(line[0][0])
     if len(line) > 1:
         slope = max(slope, (seconds - plain) / (last - line[0][0]))
     return seconds + slope * (num_tokens - last)
@@ -195,7 +196,7 @@ class Speculation:
 
     def _traffic_of(self, request: Request) -> Traffic:
         salt = request.spec.cache_salt
-        found = self._traffic[salt] = self._traffic.pop(salt, None) or Traffic()  # now the latest
+        found = self._traffic[salt] = self._traffic.pop(salt, Traffic())  # now the latest
         if len(self._traffic) > MOST_SALTS:
             del self._traffic[next(iter(self._traffic))]
         return found
@@ -270,5 +271,5 @@ def _near(count: int) -> int:
     """The largest of `COUNTS` that is not more; beyond the last a multiple of an eighth of the power of two below."""
     if count <= COUNTS[-1]:
         return COUNTS[bisect_right(COUNTS, count) - 1]
-    step = 1 << (count.bit_length() - 4)
-    return count // step * step
+    below = 1 << (count.bit_length() - 4)
+    return count // below * below

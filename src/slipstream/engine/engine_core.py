@@ -44,8 +44,14 @@ class EngineCore:
         if self.description.spec.is_encoder:
             self.scheduler = TextScheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks)
         else:
-            sizes = {"max_model_len": longest, "num_blocks": num_blocks}
-            self.scheduler = Scheduler(scheduling, cache, **sizes, salt=salt, speculation=self.config.speculation)
+            self.scheduler = Scheduler(
+                scheduling,
+                cache,
+                max_model_len=longest,
+                num_blocks=num_blocks,
+                salt=salt,
+                speculation=self.config.speculation,
+            )
         self._texts = TextSequences()  # of a decoder
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
