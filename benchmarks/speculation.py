@@ -55,10 +55,9 @@ PROMPTS = {
 
 def prompts(kind: str, round_: int, count: int) -> list[list[dict[str, str]]]:
     forms = PROMPTS[kind]
-    words = [NAMES[(round_ * count + i) % len(NAMES)] for i in range(count)]
-    return [
-        [{"role": "user", "content": forms[i % len(forms)].format(word, 100 + round_ * count + i)}] for i, word in enumerate(words)
-    ]
+    numbers = range(round_ * count, (round_ + 1) * count)
+    texts = [forms[n % len(forms)].format(NAMES[n % len(NAMES)], 100 + n) for n in numbers]
+    return [[{"role": "user", "content": text}] for text in texts]
 
 
 def run(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +109,8 @@ def main() -> None:
             plain_steps = sum(r["steps"] for r in of_kind["plain"])
             share = f"{accepted} of {drafted} guesses right, {plain_steps / steps:.2f} x fewer steps"
             print(f"{kind:8} {name:60} {ratio:5.2f} x plain   ({share})")
-    common.save(args.output, "speculation", settings=settings, load_average=[load, os.getloadavg()[0]], ratios=ratios, runs=runs)
+    loads = [load, os.getloadavg()[0]]
+    common.save(args.output, "speculation", settings=settings, load_average=loads, ratios=ratios, runs=runs)
 
 
 if __name__ == "__main__":

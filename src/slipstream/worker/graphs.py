@@ -283,8 +283,8 @@ class MixedInputs:
 def mixed_inputs(
     table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
-    """A step's inputs for the graph of `size`, the sequences that sample, and at how many positions. The null row stands in the decodes' free
-    places. The prompt tokens too many are a sequence of the null row, all at position 0."""
+    """A step's inputs for the graph of `size`, the sequences that sample, and at how many positions. The null row stands in the
+    decodes' free places. The prompt tokens too many are a sequence of the null row, all at position 0."""
     num_decodes = num_leading_decodes(scheduled)
     host = np.zeros(MixedInputs.length(size), np.int32)
     to, first = MixedInputs(host, size), size[0]
