@@ -209,6 +209,10 @@ class TableUpdate:
     block_ids: tuple[int, ...]
 
 
+FROM_MODEL = -1
+"""A draft that the worker's draft model is to propose."""
+
+
 class ScheduledRequest(NamedTuple):
     """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
 

@@ -161,18 +161,96 @@ def test_an_encoder_decoder(tmp_path):
         assert llm.core.stats().spec_accepted_tokens > 0
 
 
+# --- A draft model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draft_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft")
+    tiny_models.build(folder, "llama", seed=1, num_hidden_layers=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("greedy", {}),
+        ("drawn", {}),
+        ("penalised", {"kernels": "torch"}),
+        ("several", {}),
+        ("biased", {"num_threads": 2}),
+        ("greedy", {"kv_cache_bytes": 72_000, "max_model_len": 96, "enable_prefix_caching": False}),
+        ("several", {"max_num_mixed_tokens": 6, "max_num_batched_tokens": 16}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_draft_model(path, draft_path, name, more, same):
+    """The model itself, whose drafts are all right; and another, whose drafts are mostly wrong. The answers are the same."""
+    sizes, sampling = {**SIZES, **more}, SETTINGS[name]
+    config = {"method": "draft", "model": str(path if same else draft_path), "num_speculative_tokens": 4}
+    with LLM(str(path), **sizes) as llm:
+        expected, num_steps, one_block = answers(llm, sampling), llm.core.stats().num_steps, llm.ledger.block_bytes
+    with LLM(str(path), speculative_config=config, **sizes) as llm:
+        assert answers(llm, sampling) == expected
+        assert answers(llm, sampling) == expected  # behind prefix hits
+        stats = llm.core.stats()
+        assert llm.ledger.block_bytes == (2 if same else 1.5) * one_block
+    assert stats.num_free_blocks == stats.num_blocks
+    if same:
+        assert stats.spec_accepted_tokens == stats.spec_draft_tokens
+        assert stats.num_steps < 0.8 * 2 * num_steps
+    assert stats.spec_draft_tokens > 0
+
+
+def test_a_draft_model_computes_nothing_twice(path):
+    """It sees each token once, and all of them in time: a prompt, and then what was verified since."""
+    config = {"method": "draft", "model": str(path), "num_speculative_tokens": 3}
+    with LLM(str(path), speculative_config=config, **SIZES) as llm:
+        draft, seen = llm.core.executor.runner.draft, []
+        step = draft._step
+
+        def noted(shares, rows):
+            seen.extend((s.num_computed_tokens, s.num_tokens) for s in shares)
+            step(shares, rows)
+
+        draft._step = noted
+        llm.generate(PROMPTS[1:2], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+    # After the first token, of which the target's step made one: 11 tokens and the prompt's answer, two drafts more, and so on.
+    assert seen == [(0, 12), (12, 1), (13, 1), (14, 2), (16, 1), (17, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 300}, "has 300 tokens and the model"),
+        ({"max_position_embeddings": 64}, "made for 64 tokens"),
+        ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20}, "sliding windows"),
+    ],
+    ids=str,
+)
+def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
+    family = changes.get("model_type", "llama")
+    tiny_models.build(tmp_path, family, **{k: v for k, v in changes.items() if k != "model_type"})
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(str(path), speculative_model=str(tmp_path), **SIZES)
+    assert caught.value.field == "speculative_config"
+
+
 # --- The settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "field", "message"),
     [
-        ({"speculative_config": {}}, "speculative_config", "method=None is not one of ngram, suffix"),
+        ({"speculative_config": {}}, "speculative_config", "method=None is not one of ngram, suffix, draft"),
         ({"speculative_config": {"method": "eagle"}}, "speculative_config", "'eagle' is not one of"),
         ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "speculative_config", "mean 'prompt_lookup_max'"),
         ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "speculative_config", "takes no"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "speculative_config", "of at least 1, or"),
         ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 9}}, "speculative_config", "is above"),
+        ({"speculative_config": {"method": "draft"}}, "speculative_config", "needs 'model', a text, got None"),
+        ({"speculative_config": {"method": "draft", "model": "x", "quantization": "int3"}}, "speculative_config", "not one of"),
         ({"speculative_config": "ngram"}, "speculative_config", "must be dict or None"),
         ({"speculative_model": "ngram", "speculative_config": NGRAM}, "speculative_model", "give one of them"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens", "only with speculative_model"),

@@ -190,10 +190,12 @@ class SchedulingConfig:
 class SpeculationConfig:
     """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft"]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 5
+    model: str | None = None  # draft: the smaller model, and the scheme that its weights are rounded by at load
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,12 @@ from typing import Any
 from slipstream.config.settings import EngineArgs, SpeculationConfig
 from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
+from slipstream.spec.scheme import SCHEMES
 
 KEYS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("method", "num_speculative_tokens"),
+    "draft": ("method", "num_speculative_tokens", "model", "quantization"),
 }
 """What each method takes."""
 
@@ -28,6 +30,8 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
         given, field = args.speculative_config, "speculative_config"
     else:
         given, field = {"method": args.speculative_model}, "speculative_model"
+        if args.speculative_model not in ("ngram", "suffix"):
+            given = {"method": "draft", "model": args.speculative_model}
         if args.num_speculative_tokens is not None:
             given["num_speculative_tokens"] = args.num_speculative_tokens
         if args.speculative_config is not None:
@@ -55,6 +59,11 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             other = ', or "auto"' if key == "num_speculative_tokens" else ""
             raise ConfigError(f"{key} must be a whole number of at least {least}{other}, got {value!r}")
+    for key, wanted in (("model", method == "draft"), ("quantization", "quantization" in values)):
+        if wanted and not isinstance(values.get(key), str):
+            raise ConfigError(f"method {method!r} needs {key!r}, a text, got {values.get(key)!r}")
+    if values.get("quantization") not in (None, *SCHEMES):
+        raise ConfigError(f"quantization={values['quantization']!r} is not one of {', '.join(SCHEMES)}")
     config = SpeculationConfig(**values)
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(f"prompt_lookup_min={config.prompt_lookup_min} is above prompt_lookup_max={config.prompt_lookup_max}")

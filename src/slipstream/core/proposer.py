@@ -10,8 +10,7 @@ Both find earlier runs as LZ77 compressors do (Ziv and Lempel 1977): a table say
 chain leads to the places before. A token costs well under a microsecond and some 150 bytes, where a suffix automaton in Python
 costs ten times as much. Only the `MOST_PLACES` latest places are compared.
 
-Their drafts are certain: a token is proposed with probability 1. A draft model's tokens are drawn by the worker
-(`worker/draft_model.py`), which keeps their probabilities.
+A draft model's tokens are drawn by the worker (`worker/draft_model.py`); here only their number is chosen.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from slipstream.types import FROM_MODEL
 
 MOST_PLACES = 32
 """Earlier places of a pair that are compared."""
@@ -50,6 +51,15 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Up to `most` tokens that may follow `tokens`."""
+
+
+class ModelDrafts(Proposer):
+    """As many as may be, from the worker's draft model. Its first is trusted like a match of so many tokens."""
+
+    MATCH = 8
+
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        return Proposal((FROM_MODEL,) * most, self.MATCH)
 
 
 class PairIndex:

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from slipstream.config import SpeculationConfig
-from slipstream.core.proposer import LookUp, Proposal, Proposer, Traffic
+from slipstream.core.proposer import LookUp, ModelDrafts, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
 
 MOST_DRAFTS = 16
@@ -192,6 +192,8 @@ class Speculation:
         config, text = self.config, request.spec.encoder_token_ids
         if config.method == "ngram":
             return LookUp(least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text)
+        if config.method == "draft":
+            return ModelDrafts()
         return LookUp(text=text, traffic=self._traffic_of(request))
 
     def _traffic_of(self, request: Request) -> Traffic:

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.spec.model import CacheGroup
-from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TextsPlan
+from slipstream.types import FROM_MODEL, NewRequest, SamplingParams, ScheduledRequest, StepPlan, TextsPlan
 
 LongArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
@@ -37,6 +37,7 @@ class Row:
     seed: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
+    num_drafted: int = 0  # tokens that the draft model has computed; those of wrong drafts are computed again
     is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class RowTable:
         if plan.new:
             self._add(plan.new)
         self._update(plan.scheduled)
-        if drafted := [s for s in plan.scheduled if s.drafts]:
+        if drafted := [s for s in plan.scheduled if s.drafts and FROM_MODEL not in s.drafts]:
             self._put_drafts(drafted)
 
     def _add(self, new: Sequence[NewRequest]) -> None:
