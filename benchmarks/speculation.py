@@ -40,7 +40,20 @@ arrived by then.
 
 Yours sincerely,
 the accounts department"""
-NAMES = ("settings", "colours", "prices", "routes", "limits", "labels", "fields", "ports", "names", "users", "rates", "keys")
+NAMES = (
+    "settings",
+    "colours",
+    "prices",
+    "routes",
+    "limits",
+    "labels",
+    "fields",
+    "ports",
+    "names",
+    "users",
+    "rates",
+    "keys",
+)
 PROMPTS = {
     "quoting": (
         "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n" + CODE + "```",

@@ -245,12 +245,24 @@ def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
     [
         ({"speculative_config": {}}, "speculative_config", "method=None is not one of ngram, suffix, draft"),
         ({"speculative_config": {"method": "eagle"}}, "speculative_config", "'eagle' is not one of"),
-        ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "speculative_config", "mean 'prompt_lookup_max'"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}},
+            "speculative_config",
+            "mean 'prompt_lookup_max'",
+        ),
         ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "speculative_config", "takes no"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "speculative_config", "of at least 1, or"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},
+            "speculative_config",
+            "of at least 1, or",
+        ),
         ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 9}}, "speculative_config", "is above"),
         ({"speculative_config": {"method": "draft"}}, "speculative_config", "needs 'model', a text, got None"),
-        ({"speculative_config": {"method": "draft", "model": "x", "quantization": "int3"}}, "speculative_config", "not one of"),
+        (
+            {"speculative_config": {"method": "draft", "model": "x", "quantization": "int3"}},
+            "speculative_config",
+            "not one of",
+        ),
         ({"speculative_config": "ngram"}, "speculative_config", "must be dict or None"),
         ({"speculative_model": "ngram", "speculative_config": NGRAM}, "speculative_model", "give one of them"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens", "only with speculative_model"),

@@ -23,7 +23,8 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
     if args.speculative_model is None:
         if args.num_speculative_tokens is not None:
             raise ConfigError(
-                "num_speculative_tokens has an effect only with speculative_model; leave it out", field="num_speculative_tokens"
+                "num_speculative_tokens has an effect only with speculative_model; leave it out",
+                field="num_speculative_tokens",
             )
         if args.speculative_config is None:
             return None
@@ -53,7 +54,9 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
             near = difflib.get_close_matches(str(key), KEYS[method], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(KEYS[method])}"
             raise ConfigError(f"method {method!r} takes no {key!r}{hint}")
-    values = {key: value for key, value in given.items() if not (key == "num_speculative_tokens" and value in ("auto", None))}
+    values = {
+        key: value for key, value in given.items() if not (key == "num_speculative_tokens" and value in ("auto", None))
+    }
     for key, least in (("num_speculative_tokens", 1), ("prompt_lookup_min", 2), ("prompt_lookup_max", 2)):
         value = values.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -66,5 +69,7 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
         raise ConfigError(f"quantization={values['quantization']!r} is not one of {', '.join(SCHEMES)}")
     config = SpeculationConfig(**values)
     if config.prompt_lookup_min > config.prompt_lookup_max:
-        raise ConfigError(f"prompt_lookup_min={config.prompt_lookup_min} is above prompt_lookup_max={config.prompt_lookup_max}")
+        raise ConfigError(
+            f"prompt_lookup_min={config.prompt_lookup_min} is above prompt_lookup_max={config.prompt_lookup_max}"
+        )
     return config

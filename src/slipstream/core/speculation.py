@@ -160,7 +160,9 @@ class Speculation:
     def choose(self, running: Iterable[Request]) -> bool:
         """Put drafts behind the last tokens of running requests, where that pays. True: nothing must be scheduled before the
         step in flight is done, since its tokens are needed for that."""
-        decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1]
+        decodes = [
+            r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
+        ]
         for request in decodes:
             request.drafts = ()
         most = self.config.num_speculative_tokens

@@ -103,7 +103,8 @@ class DraftModel:
         self._catch_up(drafted, rows)
         for i in range(1, max(len(s.drafts) for s in drafted)):
             self._step(
-                [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in drafted if len(s.drafts) > i], rows
+                [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in drafted if len(s.drafts) > i],
+                rows,
             )
         where: list[int] = []
         width = rows.tokens.shape[1]
@@ -138,7 +139,9 @@ class DraftModel:
             output.running.synchronize()
         elif sampled.requests:
             assert output.hidden is not None
-            hidden = output.hidden if output.sample_index is None else output.hidden.index_select(0, output.sample_index)
+            hidden = (
+                output.hidden if output.sample_index is None else output.hidden.index_select(0, output.sample_index)
+            )
             tokens = output.forward.greedy(hidden) if batch.is_greedy else None
             if tokens is None:
                 tokens = self.ops.sample(output.forward.logits(hidden), sampling_tensors(rows, sampled))
