@@ -209,11 +209,16 @@ class TableUpdate:
     block_ids: tuple[int, ...]
 
 
+FROM_MODEL = -1
+"""A draft that the worker's draft model is to propose."""
+
+
 class ScheduledRequest(NamedTuple):
     """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
 
-    The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, more where
-    guessed tokens are checked.
+    The last `num_sampled` of these positions are sampled: none while a prompt is not complete, one for a decode, one more for
+    each of `drafts`. These are the last of the tokens to compute; the worker has all others. Of what is sampled the tokens up
+    to the first that is not the draft behind its position come back.
     """
 
     request_id: str
@@ -221,6 +226,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int
     num_sampled: int
     table_updates: tuple[TableUpdate, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +339,8 @@ class TokenOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
+    num_drafted: int = 0  # tokens that were guessed and verified for these
+    num_accepted: int = 0  # and how many of them are among these
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +413,8 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_drafted: int = 0  # tokens that speculative decoding guessed
+    num_accepted: int = 0  # and of them those that the model confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +491,10 @@ class SchedulerStats:
     num_preemptions: int = 0
     kv_allocated_tokens: int = 0  # that the blocks in use have room for, each in the layers of its group
     kv_wasted_tokens: int = 0  # of them allocated and not written
+    spec_num_drafts: int = 0  # runs of guessed tokens that steps verified
+    spec_draft_tokens: int = 0  # the tokens in them
+    spec_accepted_tokens: int = 0  # those that were right
+    spec_accepted_by_position: tuple[int, ...] = ()  # how often the first of a run was, the second, …
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

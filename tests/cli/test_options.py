@@ -39,6 +39,8 @@ def test_every_field_can_be_set(field):
     flag = "--" + field.name.replace("_", "-")
     if "bool" in str(field.type):
         words, value = [flag if not field.default else flag.replace("--", "--no-", 1)], not field.default
+    elif "dict" in str(field.type):
+        words, value = [flag, '{"method": "suffix"}'], {"method": "suffix"}
     elif "str" in str(field.type) or field.metadata["choices"]:
         words, value = [flag, "word"], "word"
     elif field.type == "float":
@@ -78,3 +80,10 @@ def test_plain_bytes(count):
 def test_no_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="no size"):
         options.parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "why"), [("suffix", "is no JSON"), ("[1]", "is no JSON object")])
+def test_an_object_is_json(text, why, capsys):
+    with pytest.raises(SystemExit):
+        parse("--speculative-config", text)
+    assert why in capsys.readouterr().err

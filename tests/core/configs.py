@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.spec.model import CacheGroup
 
 BLOCK = 4
@@ -22,6 +22,7 @@ def config(
     num_blocks: int = 20,
     enable_prefix_caching: bool = True,
     groups: tuple[CacheGroup, ...] = (FULL,),
+    speculation: SpeculationConfig | None = None,
     **scheduling: Any,
 ) -> dict[str, Any]:
     """Arguments of `Scheduler` and `TextScheduler`."""
@@ -48,4 +49,5 @@ def config(
         "cache": cache,
         "max_model_len": max_model_len,
         "num_blocks": num_blocks,
+        **({} if speculation is None else {"speculation": speculation}),
     }

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
@@ -37,8 +38,7 @@ MOST_READ = 9  # tokens of an encoder's text
 
 
 class Worker:
-    """Rows, block tables and slots, as the model runner keeps them. Tokens follow from the sequence: hash modulo 11. Of guessed
-    tokens the first `num_right` are right."""
+    """Rows, block tables and slots, as the model runner keeps them. Tokens follow from the sequence: hash modulo 11."""
 
     def __init__(self, groups) -> None:
         self.groups = groups
@@ -49,10 +49,16 @@ class Worker:
         self.pooled: set[str] = set()
         self.texts: dict[str, tuple[int, ...]] = {}  # what an encoder read, by the name that choices share
         self.num_read: dict[str, int] = {}
-        self.num_right = 1
 
     def next_token(self, name, tokens):
         return hash((name.split("/")[0], tuple(tokens))) % 11
+
+    def guess(self, name, num_drafts, num_right):
+        """Drafts for the worker's tokens, of which the first `num_right` are right."""
+        known = list(self.tokens[name])
+        for i in range(num_drafts):
+            known.append((self.next_token(name, known) + (i >= num_right)) % 11)
+        return known[len(known) - num_drafts :]
 
     def launch(self, plan: StepPlan) -> StepResult:
         for request_id in plan.released:
@@ -87,11 +93,11 @@ class Worker:
             tokens = self.tokens[s.request_id]
             start, end = s.num_computed_tokens, s.num_computed_tokens + s.num_tokens
             known, right = list(tokens), 0
-            for i in range(s.num_sampled - 1):  # guesses stand behind the known tokens
+            assert len(s.drafts) == max(0, s.num_sampled - 1)
+            for i, draft in enumerate(s.drafts):  # they stand behind the known tokens
                 assert end - s.num_sampled + 1 == len(tokens)
-                is_right = i < self.num_right
-                right += is_right
-                known.append((self.next_token(s.request_id, known) + (not is_right)) % 11)
+                right += right == i and draft == self.next_token(s.request_id, known)
+                known.append(draft)
             guessed[s.request_id] = known, right
             for position in range(start, end):
                 for g in self.own:
@@ -469,8 +475,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
         encoder=st.sampled_from([False, False, True]),
         windows=st.sampled_from([(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]),
+        speculation=st.sampled_from(
+            [
+                *(None, None),
+                *(SpeculationConfig(method=m, num_speculative_tokens=n) for m in ("ngram", "suffix") for n in (None, 3)),
+            ]
+        ),
     )
-    def start(self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy, encoder, windows):
+    def start(
+        self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, policy, encoder, windows, speculation
+    ):
         self.encoder = encoder
         groups = [FULL if w is None else window(w) for w in windows] + [CROSS] * encoder
         num_blocks *= len(windows)
@@ -486,6 +500,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_chunked_prefill=chunked,
                 policy=policy,
                 groups=tuple(groups),
+                speculation=speculation,
             ),
             depth,
         )
@@ -551,8 +566,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def guess(self, data, num_drafts, num_right):
         running = sorted(r.request_id for r in self.engine.scheduler._running)
         if running:
-            self.engine.worker.num_right = num_right
-            self.engine.scheduler.draft(data.draw(st.sampled_from(running)), num_drafts)
+            name = data.draw(st.sampled_from(running))
+            self.engine.scheduler._requests[name].draft(self.engine.worker.guess(name, num_drafts, num_right))
 
     @rule()
     def forget_prefixes(self):
@@ -815,11 +830,11 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     engine = Engine(config(max_num_batched_tokens=32))
     engine.scheduler.add(request("a", range(6), max_tokens=20))
     engine.step()
-    engine.worker.num_right = num_right
-    engine.scheduler.draft("a", 3)
+    drafts = engine.worker.guess("a", 3, num_right)
+    engine.scheduler._requests["a"].draft(drafts)
     plan = engine.scheduler.schedule()
     (s,) = plan.scheduled
-    assert (s.num_computed_tokens, s.num_tokens, s.num_sampled) == (6, 4, 4)
+    assert (s.num_computed_tokens, s.num_tokens, s.num_sampled, s.drafts) == (6, 4, 4, tuple(drafts))
     own = engine.scheduler._requests["a"]
     num_blocks = len(own.blocks[0])
     assert engine.scheduler.schedule() is None  # nobody knows where it goes on
@@ -836,7 +851,7 @@ def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
     engine.scheduler.add(request("high", range(4), max_tokens=9))
     engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
     engine.step()
-    engine.scheduler.draft("low", 2)
+    engine.scheduler._requests["low"].draft(engine.worker.guess("low", 2, 1))
     plans = [engine.scheduler.schedule()]
     results = [engine.worker.launch(plans[0])]
     low = engine.scheduler._requests["low"]
@@ -858,7 +873,7 @@ def test_an_end_among_several_tokens_cuts_the_rest():
     plan = engine.scheduler.schedule()
     engine.scheduler.update(plan, StepResult(plan.step_id, [1, 2]))
     for name in "ab":
-        engine.scheduler.draft(name, 4)
+        engine.scheduler._requests[name].draft([0] * 4)
     plan = engine.scheduler.schedule()
     assert {s.request_id: s.num_sampled for s in plan.scheduled} == {"a": 5, "b": 2}  # "b" has room for two
     counts = {s.request_id: s.num_sampled for s in plan.scheduled}
@@ -877,7 +892,7 @@ def test_guesses_give_way_to_other_decodes():
         engine.scheduler.add(request(name, range(ord(name), ord(name) + 6), max_tokens=9))
     engine.step()
     for name in "ab":
-        engine.scheduler.draft(name, 2)
+        engine.scheduler._requests[name].draft([0] * 2)
     plan = engine.scheduler.schedule()
     assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [("a", 3), ("b", 2), ("c", 1)]
     assert plan.scheduled[0].request_id == "c"  # of one token: first
@@ -894,3 +909,28 @@ def test_log_probabilities_come_with_their_tokens():
     first, second = scheduler.update(plan, StepResult(plan.step_id, [5, 6], None, extras))
     assert (first.request_id, first.logprobs, first.prompt_logprobs) == ("a", found[:1], None)
     assert (second.request_id, second.logprobs, second.prompt_logprobs) == ("b", (), extras[1])
+
+
+@pytest.mark.parametrize("most", [None, 4], ids=["auto", "4"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_answers_are_the_same_with_drafts(method, most):
+    """Whatever is proposed for texts that repeat, at whatever depth: the same tokens, in fewer steps."""
+    tokens, num_steps = {}, {}
+    for speculation in (None, SpeculationConfig(method=method, num_speculative_tokens=most)):
+        engine = Engine(config(num_blocks=200, max_num_batched_tokens=64, max_model_len=200, speculation=speculation), 2)
+        engine.worker.next_token = lambda name, known: known[-7] if len(known) % 20 else 3
+        for i in range(3):
+            engine.scheduler.add(request(f"r{i}", range(i, i + 9), max_tokens=150))
+        while engine.scheduler.has_requests or engine.in_flight:
+            engine.now += 0.001 * (3 + (engine.in_flight[0][0].num_tokens if engine.in_flight else 0) / 10)
+            engine.step()
+        stats = engine.scheduler.stats()
+        tokens[speculation], num_steps[speculation] = engine.tokens, len(engine.plans)
+        assert stats.num_free_blocks == stats.num_blocks
+    assert tokens[speculation] == tokens[None]
+    assert num_steps[speculation] < 0.6 * num_steps[None]
+    counts = stats.spec_accepted_by_position
+    assert stats.spec_accepted_tokens == sum(counts) <= stats.spec_draft_tokens
+    assert list(counts) == sorted(counts, reverse=True)
+    assert len(counts) == 4 if most else len(counts) > 4
+    assert stats.spec_num_drafts >= counts[0]

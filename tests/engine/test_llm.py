@@ -365,7 +365,6 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype"),
         ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv_cache_dtype"),
         ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size"),
-        ({"speculative_model": "ngram"}, ConfigError, "speculative_model"),
         ({"device": "tpu"}, ConfigError, "device"),
         ({"dtype": "int3"}, ConfigError, "dtype"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),

@@ -47,8 +47,8 @@ def test_layers_may_differ():
 @given(budget=st.integers(-(10**6), 10**9), block_size=st.integers(1, 64), element=st.sampled_from([1, 2, 4]))
 def test_plan_kv_fills_the_budget_and_no_more(budget, block_size, element):
     spec = make_spec(kv_heads=(2, 2))
-    num = plan_kv(budget_bytes=budget, spec=spec, block_size=block_size, dtype_bytes=element)
     one = block_bytes(spec, block_size, element)
+    num = plan_kv(budget_bytes=budget, block_bytes=one)
     assert num >= 0
     assert num * one <= max(0, budget) < (num + 1) * one
 

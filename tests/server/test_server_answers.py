@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from slipstream.compress.context import Shortener
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
+from slipstream.server.metrics import Metrics
+from slipstream.types import EngineStats, FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 
@@ -42,7 +44,22 @@ def test_completion(client, shared):
     assert (choice.text, choice.index, choice.finish_reason, choice.logprobs) == ("abcab", 0, "length", None)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 5, 9)
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer.usage.completion_tokens_details is None
     assert answer._request_id in answer.id
+
+
+def test_guessed_tokens_are_counted(client, shared, monkeypatch):
+    def delta(*given):
+        return dataclasses.replace(FakeEngine._delta(shared.engine, *given), num_drafted=3, num_accepted=1)
+
+    monkeypatch.setattr(shared.engine, "_delta", delta)
+    details = client.completions.create(model="fake", prompt="abc", max_tokens=5, n=2).usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 20)
+    stats = EngineStats(spec_num_drafts=4, spec_draft_tokens=9, spec_accepted_tokens=3, spec_accepted_by_position=(2, 1))
+    text = Metrics("m").render(stats).decode()
+    for name, count in (("num_drafts", 4), ("num_draft_tokens", 9), ("num_accepted_tokens", 3)):
+        assert f'slipstream:spec_decode_{name}_total{{model_name="m"}} {count}.0' in text
+    assert 'slipstream:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0' in text
 
 
 @pytest.mark.parametrize("prompt_steps", [0, 2])  # a long prompt is computed in several steps

@@ -102,6 +102,17 @@ def test_padded_steps_say_the_same(tmp_path, family):
     assert {decodes for decodes, prompts in graphs.used if prompts} == {0, 8}
 
 
+def test_drafts_are_verified_by_graphs(tmp_path):
+    tiny_models.build(tmp_path, "llama")
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+    more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
+    expected, _ = answers(str(tmp_path), False, sampling)
+    found, graphs = answers(str(tmp_path), True, sampling, **more)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    scheduled = ScheduledRequest("a", 9, 1, 1), ScheduledRequest("b", 9, 6, 6, (), (1, 2, 3, 4, 5))
+    assert graphs.covers(InputBatch(graphs.kv, StepPlan(1, scheduled), None)) is None
+
+
 def test_what_has_no_graph(tmp_path):
     tiny_models.build(tmp_path, "llama")
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
@@ -177,14 +188,14 @@ def test_the_inputs_of_a_mixed_step():
     """Against what is said of each token and sequence one by one."""
     table = RowTable(9, 200, 16, ReferenceOps(), torch.device("cpu"), 0)
     scheduled, size = [], (16, 64)
-    for i, (computed, tokens, samples) in enumerate([(30, 1, True), (7, 1, True), (0, 5, True), (16, 20, False), (3, 2, True)]):
+    for i, (computed, tokens, samples) in enumerate([(30, 1, 1), (7, 1, 1), (0, 5, 3), (16, 20, 0), (3, 2, 1)]):
         table.rows[str(i)] = SimpleNamespace(index=8 - i)
         scheduled.append(ScheduledRequest(str(i), computed, tokens, samples))
-    host, sampled = mixed_inputs(table, tuple(scheduled), size)
+    host, sampled, n = mixed_inputs(table, tuple(scheduled), size)
     parts = MixedInputs(host, size)
     assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
-    assert parts.sample_rows[:4].tolist() == [8, 7, 6, 4]
-    assert parts.sample_positions[:4].tolist() == [31, 8, 5, 5]
+    assert parts.sample_rows[:n].tolist() == [8, 7, 6, 6, 6, 4]
+    assert parts.sample_positions[:n].tolist() == [31, 8, 3, 4, 5, 5]
     expected = {0: [(8, 30)], 1: [(7, 7)], 18: [(4, 3), (4, 4)], 19: [(9, 0)] * (64 - 27)}
     expected |= {16: [(6, p) for p in range(5)], 17: [(5, p) for p in range(16, 36)]}
     starts = parts.starts.tolist()
@@ -198,7 +209,8 @@ def test_the_inputs_of_a_mixed_step():
         if i != 19:
             assert parts.seq_lens[i] == (known[-1][1] + 1 if known else 0)
     assert parts.seq_lens[19] == 64 - 27
-    assert [starts[i + 1] - 1 for i in (0, 1, 16, 18)] == parts.sample_index[:4].tolist()
+    ends = [starts[i + 1] for i in (0, 1, 16, 18)]
+    assert parts.sample_index[:n].tolist() == [ends[0] - 1, ends[1] - 1, *range(ends[2] - 3, ends[2]), ends[3] - 1]
 
 
 def test_sizes_that_are_ready_stand_in_for_others(tmp_path):

@@ -241,7 +241,7 @@ def estimate(args: EngineArgs, description: ModelDescription) -> tuple[EngineCon
     # What a host has free changes by the minute: there a model is described also where it would not fit just now.
     taken = weights if info.is_cuda else 0
     allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
-    num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=block_size, dtype_bytes=element)
+    num_blocks = plan_kv(budget_bytes=budget, block_bytes=one_block)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     config = config.with_memory_limits(num_blocks - 1, one_block)

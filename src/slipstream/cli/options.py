@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -77,6 +78,17 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"method": "suffix"}}')
+    return found
+
+
 def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) -> None:
     hint = get_type_hints(owner)[name]
     kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
@@ -84,4 +96,6 @@ def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) 
     how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
     if name.endswith("_bytes"):
         how["type"] = parse_bytes
+    if get_origin(kind) is dict:
+        how["type"] = parse_object
     parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)

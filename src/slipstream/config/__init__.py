@@ -18,6 +18,7 @@ from slipstream.config.settings import (
     ModelConfig,
     Origin,
     SchedulingConfig,
+    SpeculationConfig,
     setting_help,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "Origin",
     "SchedulingConfig",
+    "SpeculationConfig",
     "held_products",
     "resolve",
     "setting_help",

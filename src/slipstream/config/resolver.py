@@ -19,6 +19,7 @@ from slipstream.config.settings import (
     Origin,
     SchedulingConfig,
 )
+from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import HELD_PRODUCTS, SCHEMES
@@ -51,6 +52,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
         cache=cache,
         scheduling=scheduling,
         device=device_config,
+        speculation=speculation_section(args, model.spec),
         origins={**given, **model_origins, **cache_origins, **scheduling_origins, **device_origins},
     )
 
@@ -365,7 +367,8 @@ def _check_values(args: EngineArgs) -> None:
     hints = get_type_hints(EngineArgs)
     for declared in dataclasses.fields(args):
         name, value, hint = declared.name, getattr(args, declared.name), hints[declared.name]
-        kinds = (str,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
+        plain = tuple(get_origin(kind) or kind for kind in (get_args(hint) or (hint,)))
+        kinds = (str,) if get_origin(hint) is Literal else plain
         fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
         if not fits or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -377,8 +380,6 @@ def _check_values(args: EngineArgs) -> None:
 def _refuse_unsupported(args: EngineArgs) -> None:
     """A public setting whose work is not done yet is refused, never accepted and ignored."""
     for name, only, what in (
-        ("speculative_model", None, "speculative decoding is"),
-        ("num_speculative_tokens", None, "speculative decoding is"),
         ("tensor_parallel_size", 1, "tensor parallelism is"),
         ("pipeline_parallel_size", 1, "pipeline parallelism is"),
     ):

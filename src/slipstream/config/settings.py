@@ -121,8 +121,11 @@ class EngineArgs:
     )
     tensor_parallel_size: int = setting(1, "only 1 so far")
     pipeline_parallel_size: int = setting(1, "only 1 so far")
-    speculative_model: str | None = setting(None, "not supported yet")
-    num_speculative_tokens: int | None = setting(None, "not supported yet")
+    speculative_config: dict[str, Any] | None = setting(
+        None, 'guess tokens and verify them, such as {"method": "suffix"}; docs/speculation.md', unset="off"
+    )
+    speculative_model: str | None = setting(None, "short for speculative_config: ngram, suffix, or a draft model")
+    num_speculative_tokens: int | None = setting(None, "with speculative_model: tokens to guess", unset="chosen at each step")
     download_dir: str | None = setting(None, "where models are kept, instead of the user's cache")
     seed: int = setting(0, "seed of requests without their own, and of dummy weights")
     load_format: LoadFormat = setting("auto", "dummy makes random weights from a config.json", choices=get_args(LoadFormat))
@@ -189,6 +192,18 @@ class SchedulingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
+
+    method: Literal["ngram", "suffix", "draft"]
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
+    prompt_lookup_max: int = 5
+    model: str | None = None  # draft: the smaller model, and the scheme that its weights are rounded by at load
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     info: DeviceInfo
     kernels: Kernels
@@ -205,6 +220,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduling: SchedulingConfig
     device: DeviceConfig
+    speculation: SpeculationConfig | None = None
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property

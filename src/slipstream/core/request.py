@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from slipstream.types import EngineRequest
+
+if TYPE_CHECKING:
+    from slipstream.core.speculation import Drafting
 
 
 class Status(Enum):
@@ -27,13 +32,14 @@ class Request:
         "block_keys",
         "blocks",
         "decodes_until",
+        "drafting",
+        "drafts",
         "end",
         "forks",
         "in_worker",
         "needs_copy",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_drafts",
         "num_passed",
         "num_pending",
         "num_pending_drafts",
@@ -67,12 +73,18 @@ class Request:
         self.num_registered = 0  # leading blocks offered to the prefix cache
         self.needs_copy = False  # the blocks it writes next may be shared
         self.decodes_until = 0  # before this position a step needs nothing but the next token: no block, copy or check
-        self.num_drafts = 0  # guessed tokens behind the last one, to be checked by the next step
+        self.drafts: tuple[int, ...] = ()  # guessed tokens behind the last one, to be verified by the next step
         self.num_pending_drafts = 0  # of the step in flight: nobody knows yet how many of them are right
+        self.drafting: Drafting | None = None  # what drafts are made from, once there were to be some
         self.in_worker = False
         self.forks: list[Request] = []  # wait for our prompt
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+
+    def draft(self, tokens: Sequence[int]) -> None:
+        """Guess that `tokens` follow the last one. The next step computes them with that token and samples at each; `update`
+        then takes the tokens up to the first wrong guess, and one more."""
+        self.drafts, self.decodes_until = tuple(tokens), 0
 
     @property
     def num_tokens(self) -> int:

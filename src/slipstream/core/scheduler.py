@@ -40,13 +40,14 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.budget import Pace
 from slipstream.core.length import check_length
 from slipstream.core.policy import make_policy
 from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key
 from slipstream.core.request import Request, Status
+from slipstream.core.speculation import Speculation
 from slipstream.core.step import StepBuilder
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.types import (
@@ -80,6 +81,7 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         salt: str = "",
+        speculation: SpeculationConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduling = scheduling
@@ -88,6 +90,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.policy = make_policy(scheduling)
         self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3)
+        self.speculation = None if speculation is None else Speculation(speculation)
         self._salt = salt
         self._clock = clock
         self._block_size = cache.block_size
@@ -102,7 +105,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._released: list[str] = []
         self._outputs: list[EngineOutput] = []
-        self._in_flight: dict[int, tuple[list[Request], dict[Request, int]]] = {}  # step -> who sampled; checked guesses
+        self._in_flight: dict[int, tuple[list[Request], dict[Request, int]]] = {}  # step -> who sampled; drafts
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._counter = 0
         self._step_id = 0
@@ -150,12 +153,6 @@ class Scheduler:
         self.pool.forget_all()
         return outputs
 
-    def draft(self, request_id: str, num_drafts: int) -> None:
-        """So many guessed tokens stand behind a decoding request's last one in the worker's row. Its next step computes them
-        with that token and samples at each; `update` then takes the tokens up to the first wrong guess, and one more."""
-        request = self._requests[request_id]
-        request.num_drafts, request.decodes_until = num_drafts, 0
-
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
@@ -186,9 +183,13 @@ class Scheduler:
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now."""
+        """The next step, or None if there is nothing to compute now, or drafts are to be made from the step in flight."""
         now, scheduling = self._clock(), self.scheduling
         self._expire(now)
+        if self.speculation is not None and (
+            any(drafts for _, drafts in self._in_flight.values()) or self.speculation.choose(self._running)
+        ):
+            return None
         self._admit_forks()
         step = StepBuilder(scheduling.max_num_batched_tokens)
         unfinished: list[Request] = []  # prompts under way
@@ -228,11 +229,11 @@ class Scheduler:
         """A decode, with what guesses the step has room for. It makes room by preempting whoever is last."""
         position = request.num_computed_tokens
         count = 1
-        if request.num_drafts:
+        if request.drafts:
             # Every running request may still want a token of a mixed step, and every token sampled needs a place.
             spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget
             spare -= len(self._running) - len(step.scheduled)
-            count += max(0, min(request.num_drafts, spare, request.end - request.num_tokens - 1))
+            count += max(0, min(len(request.drafts), spare, request.end - request.num_tokens - 1))
             if count > 1 and not self._take_blocks(step, request, position + count):
                 count = 1
         while not self._take_blocks(step, request, position + count):
@@ -348,10 +349,10 @@ class Scheduler:
         num_sampled = 0 if request.spec.pooled else max(0, end - known + 1)
         request.num_computed_tokens = end
         step.budget -= count
-        step.add(request, computed, count, num_sampled)
+        step.add(request, computed, count, num_sampled, request.drafts[: num_sampled - 1] if num_sampled else ())
         if num_sampled:
             request.num_pending += num_sampled
-            request.num_drafts = 0
+            request.drafts = ()
             if num_sampled > 1:
                 step.drafts[request] = request.num_pending_drafts = num_sampled - 1
             room = len(request.blocks[self._own[0]]) * self._block_size
@@ -390,8 +391,9 @@ class Scheduler:
                 continue
             known, request_id = request.token_ids, request.request_id
             first = len(known) == request.num_prompt_tokens
-            if request in drafts:
-                self._roll_back(request, drafts[request], len(tokens))
+            num_drafts, num_accepted = drafts.get(request, 0), len(tokens) - 1
+            if num_drafts:
+                self._roll_back(request, num_drafts, len(tokens))
             request.num_pending -= 1
             reason = stop = None
             for i, token in enumerate(tokens):
@@ -407,6 +409,8 @@ class Scheduler:
             if result.extras:
                 own = logprobs.get(request_id, ())[: len(tokens)]
                 output = output._replace(logprobs=own, prompt_logprobs=of_prompts.pop(request_id, None))
+            if num_drafts:
+                output = output._replace(num_drafted=num_drafts, num_accepted=min(num_accepted, len(tokens)))
             outputs.append(output)
             if reason is not None:
                 ended = True
@@ -424,16 +428,23 @@ class Scheduler:
         outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in of_prompts.items() if i in self._requests]
         if ended:
             self._drop_finished()
+        if self.speculation is not None:
+            only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
+            sizes = len(plan.scheduled), plan.num_tokens
+            self.speculation.step_done(self._clock(), *sizes, only_decodes=only_decodes, idle=not self._running)
         return outputs
 
     # --- Pieces -------------------------------------------------------------------------------------------------------
 
-    def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Of the tokens that a step sampled with `num_drafts` guesses only the first `num_accepted` count."""
+    def _roll_back(self, request: Request, num_drafts: int, num_tokens: int) -> None:
+        """Of the tokens that a step sampled with `num_drafts` drafts only the first `num_tokens` count: the drafts that were
+        right, and the token behind them."""
+        if self.speculation is not None:
+            self.speculation.verified(request, num_drafts, num_tokens - 1)
         request.num_pending_drafts = 0
         request.num_pending -= num_drafts
         if request.status is Status.RUNNING:  # else it has lost its blocks, and nothing is computed
-            request.num_computed_tokens -= num_drafts + 1 - num_accepted
+            request.num_computed_tokens -= num_drafts + 1 - num_tokens
 
     def _cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
         if not self.cache.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
@@ -516,7 +527,7 @@ class Scheduler:
             self.pool.release(table[request.num_passed[g] :])
             request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
-        request.num_drafts = request.decodes_until = 0
+        request.drafts, request.decodes_until = (), 0
         request.needs_copy = False
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
@@ -524,6 +535,8 @@ class Scheduler:
         self._give_back(request)
         self._drop_from_worker(request)
         request.status = Status.FINISHED
+        if self.speculation is not None:
+            self.speculation.ended(request)
         for child in request.forks:
             if child.status is Status.FORKING:
                 self._wait(child)
@@ -581,6 +594,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             kv_allocated_tokens=used * size,
             kv_wasted_tokens=wasted,
+            **({} if self.speculation is None else self.speculation.stats()),
         )
 
 

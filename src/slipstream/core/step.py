@@ -40,9 +40,9 @@ class StepBuilder:
         self.copies: list[tuple[int, int]] = []
         self.copied: list[int] = []  # the copies' sources, held until the plan is made: none may be a target too
 
-    def add(self, request: Request, computed: int, count: int, num_sampled: int) -> None:
-        """`count` tokens of the request behind the `computed` ones, in blocks that it has. What the worker does not know of it
-        yet, it is told."""
+    def add(self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]) -> None:
+        """`count` tokens of the request behind the `computed` ones, the last of them `drafts`, in blocks that it has. What the
+        worker does not know of it yet, it is told."""
         request_id = request.request_id
         if request.in_worker:
             updates = tuple(self.updates.pop(request_id, ()))
@@ -50,7 +50,7 @@ class StepBuilder:
             request.in_worker = True
             updates = tuple([TableUpdate(group, 0, tuple(table)) for group, table in enumerate(request.blocks) if table])
             self.new.append(self._introduced(request))
-        entry = ScheduledRequest(request_id, computed, count, num_sampled, updates)
+        entry = ScheduledRequest(request_id, computed, count, num_sampled, updates, drafts)
         self.scheduled.add(request)
         (self.decodes if count == 1 else self.prompts).append(entry)
         if num_sampled:

@@ -125,8 +125,8 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
             if not isinstance(output, TokenOutput):
                 vectors.append(output)
                 continue
-            request_id, ids, reason, _, cached, logprobs, of_prompt, _ = output
-            if reason or cached or logprobs or of_prompt or len(ids) != 1 or request_id in told:
+            request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, _ = output
+            if drafted or reason or cached or logprobs or of_prompt or len(ids) != 1 or request_id in told:
                 told.add(request_id)
                 tokens.append(output)
             else:

@@ -44,7 +44,14 @@ class EngineCore:
         if self.description.spec.is_encoder:
             self.scheduler = TextScheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks)
         else:
-            self.scheduler = Scheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks, salt=salt)
+            self.scheduler = Scheduler(
+                scheduling,
+                cache,
+                max_model_len=longest,
+                num_blocks=num_blocks,
+                salt=salt,
+                speculation=self.config.speculation,
+            )
         self._texts = TextSequences()  # of a decoder
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
@@ -117,6 +124,7 @@ class EngineCore:
             self._last_step = time.monotonic()
             self._generated_tokens += sum(len(o.token_ids) for o in tokens_of(new))
             outputs += new
+            self._stalled = False  # drafts may follow
         return self._texts.joined(outputs)
 
     @property

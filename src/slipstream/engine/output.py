@@ -52,6 +52,8 @@ class _Choice:
     detokenizer: IncrementalDetokenizer | None
     can_wait: bool  # no stop string or log-probability is asked for
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
+    num_drafted: int = 0  # for them, and how many of them are accepted drafts
+    num_accepted: int = 0
     done: bool = False
 
 
@@ -142,6 +144,8 @@ class OutputProcessor:
             choice = state.choices[output.request_id]
             if choice.done:
                 continue  # a stop string ended it; these tokens came after
+            choice.num_drafted += output.num_drafted
+            choice.num_accepted += output.num_accepted
             if until_done and choice.can_wait and output.finish_reason is None and state.first_token is not None:
                 choice.waiting += output.token_ids
                 continue
@@ -214,6 +218,8 @@ class OutputProcessor:
                 reason, stop_reason = FinishReason.STOP, detokenizer.stop_reason
         if output.error is not None:
             stop_reason = output.error
+        drafted, accepted = choice.num_drafted, choice.num_accepted
+        choice.num_drafted = choice.num_accepted = 0
         return CompletionOutput(
             index=choice.index,
             text=text,
@@ -223,6 +229,8 @@ class OutputProcessor:
             else None,
             finish_reason=None if reason is None else str(reason),
             stop_reason=stop_reason,
+            num_drafted=drafted,
+            num_accepted=accepted,
         )
 
     def _delta(self, state: _State) -> RequestOutput:
@@ -284,6 +292,8 @@ def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
     """What is new of a choice behind what was before."""
     whole.text += new.text
     whole.token_ids += new.token_ids
+    whole.num_drafted += new.num_drafted
+    whole.num_accepted += new.num_accepted
     if new.logprobs is not None and whole.logprobs is not None:
         whole.logprobs += new.logprobs
     whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason

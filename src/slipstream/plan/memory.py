@@ -78,9 +78,9 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
     return spec.block_bytes_per_token(dtype_bytes) * block_size
 
 
-def plan_kv(*, budget_bytes: int, spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
+def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
     """Whole blocks that fit in `budget_bytes`, the null block included; 0 if the budget is spent already."""
-    return max(0, budget_bytes) // block_bytes(spec, block_size, dtype_bytes)
+    return max(0, budget_bytes) // block_bytes
 
 
 def scratch_blocks(config: EngineConfig) -> int:

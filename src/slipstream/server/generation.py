@@ -53,6 +53,8 @@ class Choice:
     """One of the answers so far. Text and log-probabilities are kept only if they are to be collected."""
 
     num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     first_token: float = 0.0  # time.monotonic()
     last_token: float = 0.0
     finish_reason: str | None = None
@@ -139,13 +141,18 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.record.num_prompt_tokens, self.record.num_output_tokens
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info)},
             **self.more_usage,
         }
+        if drafted := sum(choice.num_drafted for choice in self.choices):
+            accepted = sum(choice.num_accepted for choice in self.choices)
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+            usage["completion_tokens_details"] = details
+        return usage
 
     async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
         """The events of a stream, but for those that `write` took and the last, which `end` has. Of an answer that is collected
@@ -211,6 +218,8 @@ class Answer:
 
     def note(self, delta: CompletionOutput, now: float) -> None:
         choice, record, metrics = self.choices[delta.index], self.record, self.state.metrics
+        choice.num_drafted += delta.num_drafted
+        choice.num_accepted += delta.num_accepted
         if delta.token_ids:
             if choice.num_tokens:
                 metrics.itl.observe(now - choice.last_token)

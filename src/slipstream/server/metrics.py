@@ -39,6 +39,9 @@ _ENGINE_METRICS = (
     ("prefix_hits", "prefix_cache_hits", True, "Prompt tokens found in the prefix cache"),
     ("prompt_tokens_total", "prompt_tokens", True, "Prompt tokens of requests taken in"),
     ("generation_tokens_total", "generation_tokens", True, "Tokens generated"),
+    ("spec_num_drafts", "spec_decode_num_drafts", True, "Runs of guessed tokens that were verified"),
+    ("spec_draft_tokens", "spec_decode_num_draft_tokens", True, "Guessed tokens that were verified"),
+    ("spec_accepted_tokens", "spec_decode_num_accepted_tokens", True, "Guessed tokens that the model confirmed"),
 )
 
 
@@ -126,6 +129,13 @@ class Metrics(Collector):
             family = (CounterMetricFamily if grows else GaugeMetricFamily)(_PREFIX + name, text, labels=["model_name"])
             family.add_metric([model], getattr(self.stats, field))
             yield family
+        if self.stats is not None and self.stats.spec_accepted_by_position:
+            text = "Guessed tokens that the model confirmed, by their place in the run"
+            name = _PREFIX + "spec_decode_num_accepted_tokens_per_pos"
+            places = CounterMetricFamily(name, text, labels=["model_name", "position"])
+            for position, count in enumerate(self.stats.spec_accepted_by_position):
+                places.add_metric([model, str(position)], count)
+            yield places
         if self.stats is not None and self.stats.expert_load:
             text = "Tokens that an expert of a layer was chosen for"
             load = CounterMetricFamily(_PREFIX + "expert_tokens", text, labels=["model_name", "layer", "expert"])

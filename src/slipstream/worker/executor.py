@@ -158,6 +158,10 @@ def load_runner(
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     runner = ModelRunner(config, description, tiles, weights_folder=weights_folder(args.download_dir))
     runner.phases["resolve"] = found
+    if config.speculation is not None and config.speculation.model is not None:
+        progress("draft model")
+        draft = read_spec(resolve_model(config.speculation.model, download_dir=args.download_dir))
+        runner.load_draft(draft, weights_folder(args.download_dir))
     return description, runner, tiles
 
 
@@ -169,12 +173,15 @@ def _fit(
     element, size = DTYPE_BYTES[config.cache.dtype], config.cache.block_size
     one_block = block_bytes(spec, size, element)
     weights, rows = runner.model.weights_bytes, runner.rows_bytes()
+    if runner.draft is not None:
+        one_block += runner.draft.block_bytes
+        weights += runner.draft.model.weights_bytes
     graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
     runner.platform.release_unused()
     free, total = runner.platform.memory()  # now, with the weights loaded
     taken = activation_bytes + graphs + rows
     allowed, budget = kv_budget(config, one_block, total_bytes=total, free_bytes=free, taken_bytes=taken)
-    num_blocks = plan_kv(budget_bytes=budget, spec=spec, block_size=size, dtype_bytes=element)
+    num_blocks = plan_kv(budget_bytes=budget, block_bytes=one_block)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     config = config.with_memory_limits(num_blocks - 1, one_block)  # block 0 is the null block

@@ -151,8 +151,6 @@ class StepGraphs(Graphs, Forward):
         num_decodes = num_leading_decodes(scheduled)
         if not self.prompt_sizes or batch.num_tokens - num_decodes > self.prompt_sizes[-1]:
             return Reason("more prompt tokens than a graph holds")
-        if any(s.num_sampled > 1 for s in scheduled):
-            return Reason("several positions of a sequence are sampled")
         if num_decodes > self.decode_sizes[-1] or len(scheduled) - num_decodes >= MIXED_PROMPTS:
             return Reason("more sequences than a mixed graph holds")
         size = self._mixed_size_for(num_decodes, batch.num_tokens - num_decodes)
@@ -255,16 +253,16 @@ class StepGraphs(Graphs, Forward):
         num_decodes = num_leading_decodes(scheduled)
         size = self._mixed_size_for(num_decodes, num_tokens - num_decodes)
         captured = self._graph(size)
-        host, sequences = mixed_inputs(self.rows, scheduled, size)
+        host, sequences, n = mixed_inputs(self.rows, scheduled, size)
         captured.inputs.copy_(self.platform.upload(host), non_blocking=True)
         captured.graph.replay()
-        parts, n = MixedInputs(captured.inputs, size), len(sequences)
+        parts = MixedInputs(captured.inputs, size)
         sampled = SampledRows(requests=sequences, rows=parts.sample_rows[:n], positions=parts.sample_positions[:n])
         index, padding = parts.sample_index[:n], size[0] - num_decodes
         return Output(self, captured.output, sampled, index, num_decodes=num_decodes, padding=padding)
 
     def _mixed_graph(self, size: Size) -> Captured:
-        idle, _ = mixed_inputs(self.rows, (), size)
+        idle, _, _ = mixed_inputs(self.rows, (), size)
         return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
 
     def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
@@ -282,23 +280,23 @@ class MixedInputs:
 
     def __init__(self, inputs: Any, size: Size) -> None:
         num_tokens, num_seqs = sum(size), size[0] + MIXED_PROMPTS
-        ends = np.cumsum([num_tokens, num_tokens, *(5 * [num_seqs]), num_seqs + 1]).tolist()
+        ends = np.cumsum([*(5 * [num_tokens]), num_seqs, num_seqs, num_seqs + 1]).tolist()
         parts = [inputs[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         self.token_rows, self.positions = parts[:2]  # of each token [T]
-        self.seq_lens, self.rows = parts[2:4]  # of each sequence [S]
-        self.sample_index, self.sample_rows, self.sample_positions = parts[4:7]  # of those that sample: last token, new token
+        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # of those that are sampled: it, what follows
+        self.seq_lens, self.rows = parts[5:7]  # of each sequence [S]
         self.starts = parts[7]  # where sequences begin [S + 1]
 
     @staticmethod
     def length(size: Size) -> int:
-        return 2 * sum(size) + 6 * (size[0] + MIXED_PROMPTS) + 1
+        return 5 * sum(size) + 3 * (size[0] + MIXED_PROMPTS) + 1
 
 
 def mixed_inputs(
     table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size
-) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...]]:
-    """A step's inputs for the graph of `size`, and the sequences that sample. The null row stands in the decodes' free
-    places. The prompt tokens too many are a sequence of the null row, all at position 0."""
+) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
+    """A step's inputs for the graph of `size`, the sequences that sample, and at how many positions. The null row stands in the
+    decodes' free places. The prompt tokens too many are a sequence of the null row, all at position 0."""
     num_decodes = num_leading_decodes(scheduled)
     host = np.zeros(MixedInputs.length(size), np.int32)
     to, first = MixedInputs(host, size), size[0]
@@ -320,13 +318,13 @@ def mixed_inputs(
     to.seq_lens[first + num_prompts] = size[1] - total
     to.starts[first : first + num_prompts + 1] = first + begins
     to.starts[first + num_prompts + 1 :] = sum(size)
-    which = [i for i, s in enumerate(scheduled) if s.num_sampled]
-    n, chosen = len(which), np.array(which, np.int64)
-    last = np.concatenate((np.arange(num_decodes), first + begins[1:] - 1))
-    to.sample_index[:n] = last[chosen]
-    to.sample_rows[:n] = own[chosen]
-    to.sample_positions[:n] = (computed + lengths)[chosen]
-    return host, tuple(scheduled[i] for i in which)
+    counts = np.array([s.num_sampled for s in scheduled], np.int64)
+    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))  # of the sequences, in the step
+    rows, index, _ = laid_out(own, ends - counts, counts)
+    n = len(rows)
+    to.sample_rows[:n], to.sample_index[:n] = rows, index
+    to.sample_positions[:n] = laid_out(own, computed + lengths - counts, counts)[1] + 1
+    return host, tuple(s for s in scheduled if s.num_sampled), n
 
 
 def mixed_step(

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.spec.model import CacheGroup
-from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TextsPlan
+from slipstream.types import FROM_MODEL, NewRequest, SamplingParams, ScheduledRequest, StepPlan, TextsPlan
 
 LongArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
@@ -37,6 +37,7 @@ class Row:
     seed: int
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
+    num_drafted: int = 0  # tokens that the draft model has computed; those of wrong drafts are computed again
     is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
 
     def __post_init__(self) -> None:
@@ -91,6 +92,8 @@ class RowTable:
         if plan.new:
             self._add(plan.new)
         self._update(plan.scheduled)
+        if drafted := [s for s in plan.scheduled if s.drafts and FROM_MODEL not in s.drafts]:
+            self._put_drafts(drafted)
 
     def _add(self, new: Sequence[NewRequest]) -> None:
         width = self.tokens.shape[1]
@@ -125,6 +128,15 @@ class RowTable:
             self.block_tables.view(-1).index_copy_(
                 0, self._upload(np.asarray(where, dtype=np.int64)), self._upload(np.asarray(blocks, dtype=np.int32))
             )
+
+    def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
+        """Guessed tokens to their places, the last ones of their requests' shares."""
+        width, where = self.tokens.shape[1], list[int]()
+        for s in drafted:
+            end = self.rows[s.request_id].index * width + s.num_computed_tokens + s.num_tokens
+            where.extend(range(end - len(s.drafts), end))
+        tokens = np.array([token for s in drafted for token in s.drafts], np.int32)
+        self.tokens.view(-1).index_copy_(0, self._upload(np.array(where, np.int64)), self._upload(tokens))
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """The sampled tokens [N] to their places: what the next step reads."""

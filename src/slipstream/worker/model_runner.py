@@ -49,6 +49,7 @@ from slipstream.types import (
     TextVectors,
     TokenLogprobs,
 )
+from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
 from slipstream.worker.input_batch import RowTable, SampledRows, encoder_batch
@@ -58,6 +59,7 @@ from slipstream.worker.sampler import (
     best_logprobs,
     prompt_positions,
     sampling_tensors,
+    verified,
 )
 from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
 
@@ -101,6 +103,7 @@ class InFlightStep:
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
+    drafts: Tensor | None = None  # int64 [N] on the host, which the draft model proposed
     vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
 
     @property
@@ -125,6 +128,9 @@ class InFlightStep:
                 found.setdefault(ids[i], []).append(value)
             extras += [SampledLogprobs(request_id, tuple(own)) for request_id, own in found.items()]
         num_tokens = None if self.sampled is None else self.sampled.num_tokens
+        if num_tokens is not None and self.sampled is not None:
+            drafts = () if self.drafts is None else self.drafts.tolist()
+            tokens, num_tokens = verified(self.sampled.requests, tokens, drafts)
         return StepResult(self.plan.step_id, tokens, num_tokens, tuple(extras))
 
 
@@ -183,6 +189,20 @@ class ModelRunner:
         self._under_way: tuple[Tensor, Running, SampledRows] | None = None  # on a CPU: its tokens, and whose they are
         self.graphs: StepGraphs | None = None
         self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
+        self.draft: DraftModel | None = None
+
+    def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
+        """The model that proposes tokens."""
+        with self._phase("draft model"):
+            self.draft = DraftModel(
+                self.config,
+                description,
+                self.model.spec,
+                ops=self.ops,
+                device=self.device,
+                dtype=self.dtype,
+                weights_folder=None if self.config.model.weights_cache == "off" else weights_folder,
+            )
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -194,7 +214,8 @@ class ModelRunner:
             num_rows = few_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
-                num_tokens, known = min(num_tokens, PROBE_TOKENS), num_tokens * per_token
+                known = num_tokens * (per_token + (self.draft.forwards.token_bytes or 0 if self.draft is not None else 0))
+                num_tokens = min(num_tokens, PROBE_TOKENS)
                 few_rows = min(num_rows, FEW_ROWS)
             length = min(self.config.model.max_model_len, num_tokens)
             kv = self.make_cache(1)
@@ -204,6 +225,8 @@ class ModelRunner:
                 self.forwards.encode(tokens, kv, meta)
             if self._has_latents:  # of a prompt that has something in the cache, whose queries are wider
                 self.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
+            if self.draft is not None:
+                self.draft.forwards.hidden(tokens, self.draft.make_cache(1), meta)
             hidden = self.forwards.hidden(tokens, kv, meta)
             if not self.model.spec.generates:
                 pool(self.ops, hidden, meta.query_start_loc, "mean")
@@ -223,6 +246,8 @@ class ModelRunner:
         try:
             with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
+                if self.draft is not None:
+                    self.draft.allocate(num_blocks)
                 self.rows = None if self.model.spec.is_encoder else self._make_rows()
                 self.platform.synchronize()
         except RuntimeError as error:
@@ -289,7 +314,11 @@ class ModelRunner:
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
         batch = self.prepare(plan)
-        return self.sample(batch, self.forwards.run(batch))
+        drafts = self.draft.propose(plan, batch.table) if self.draft is not None and batch.table is not None else None
+        step = self.sample(batch, self.forwards.run(batch))
+        if drafts is not None:
+            step.drafts, step.done = self.platform.to_host(drafts), self.platform.record()
+        return step
 
     def prepare(self, plan: StepPlan) -> InputBatch:
         """Rows dropped, made and extended, shared blocks copied, new prompts encoded."""
@@ -301,6 +330,8 @@ class ModelRunner:
             pairs = self.platform.upload(np.array(plan.block_copies, dtype=np.int64))
             for layer in {layer.k.data_ptr(): layer for layer in self.kv}.values():  # groups share tensors
                 self.ops.copy_blocks(layer, pairs[:, 0], pairs[:, 1])
+            if self.draft is not None:
+                self.draft.copy_blocks(pairs[:, 0], pairs[:, 1])
         if (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.types import ScheduledRequest, TokenLogprobs
+from slipstream.types import FROM_MODEL, ScheduledRequest, TokenLogprobs
 from slipstream.worker.input_batch import Row, RowTable, SampledRows, upload
 
 PROMPT_LOGPROB_ROWS = 256
@@ -89,6 +89,33 @@ def _bias(
         return None
     where, tokens, values = zip(*entries, strict=True)
     return np.array(where, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
+
+
+def verified(
+    requests: Sequence[ScheduledRequest], tokens: Sequence[int], from_model: Sequence[int] = ()
+) -> tuple[list[int], tuple[int, ...]]:
+    """Of the `tokens` that were sampled at all positions of `requests` those that count, and how many each request got: its
+    drafts up to the first that was not sampled, and the token that was sampled there. `from_model`: the drafts that the plan
+    left to the draft model.
+
+    This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. There a draft d is accepted with
+    probability p(d), and otherwise a token is drawn from p without d: as if one token was drawn from p and compared with d. So
+    nothing is drawn that would not be drawn without drafts, and a seed gives the same answer with and without.
+    """
+    kept: list[int] = []
+    counts = []
+    begin = 0
+    proposed = iter(from_model)
+    for s in requests:
+        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in s.drafts]
+        end = begin + s.num_sampled
+        last = end - 1 - len(s.drafts)  # of the positions before which nothing is guessed
+        pairs = zip(drafts, tokens[last:end], strict=False)
+        last += next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+        kept += tokens[begin : last + 1]
+        counts.append(last + 1 - begin)
+        begin = end
+    return kept, tuple(counts)
 
 
 def best_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,130 @@
+"""Speculative decoding beside plain decoding: engines of one process take turns at the same prompts.
+
+    python benchmarks/speculation.py [MODEL] [--config JSON ...] [--num-seqs 1] [--max-tokens 192] [--rounds 5]
+
+Prompts are of two kinds: those whose answers quote them (editing, extracting), and those whose answers don't. Each round runs
+every engine once on every kind, in an order that turns round by round, so that a machine whose speed changes treats them
+alike. The ratio is the median over rounds of plain seconds over speculating seconds, of the same round. Answers are greedy and
+of a fixed length. Answers of earlier rounds are not to help later ones, so each round has prompts of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import common
+
+from slipstream import LLM, SamplingParams
+
+CODE = """def read_{0}(path):
+    result = {{}}
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, value = line.split("=", 1)
+            result[key.strip()] = value.strip()
+    return result
+"""
+LETTER = """Dear Mrs {0},
+
+thank you for your letter of 3 May. We have looked at the invoice number 48-{1} again, and you are right: the second item was
+charged twice. We will return the amount of 312 euros to your account within ten days. Please write to us if it has not
+arrived by then.
+
+Yours sincerely,
+the accounts department"""
+NAMES = (
+    "settings",
+    "colours",
+    "prices",
+    "routes",
+    "limits",
+    "labels",
+    "fields",
+    "ports",
+    "names",
+    "users",
+    "rates",
+    "keys",
+)
+PROMPTS = {
+    "quoting": (
+        "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n" + CODE + "```",
+        "Copy this letter word by word and correct nothing but the number of days, which is twelve:\n\n" + LETTER,
+    ),
+    "other": (
+        "Write a short story about a fisherman who finds a machine for {0} on the beach.",
+        "Explain to a child of ten years why ships of iron float. Begin with an example about {0}.",
+    ),
+}
+
+
+def prompts(kind: str, round_: int, count: int) -> list[list[dict[str, str]]]:
+    forms = PROMPTS[kind]
+    numbers = range(round_ * count, (round_ + 1) * count)
+    texts = [forms[n % len(forms)].format(NAMES[n % len(NAMES)], 100 + n) for n in numbers]
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def run(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict[str, Any]:
+    before, begin = llm.core.stats(), time.perf_counter()
+    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
+    for answer in llm.chat(prompts(kind, round_, args.num_seqs), sampling):
+        assert len(answer.outputs[0].token_ids) == args.max_tokens
+    seconds, after = time.perf_counter() - begin, llm.core.stats()
+    return {
+        "seconds": seconds,
+        "steps": after.num_steps - before.num_steps,
+        "drafted": after.spec_draft_tokens - before.spec_draft_tokens,
+        "accepted": after.spec_accepted_tokens - before.spec_accepted_tokens,
+    }
+
+
+def main() -> None:
+    parser = common.parser(__doc__, "speculation")
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--config", type=json.loads, action="append", help="a speculative_config; may be repeated")
+    parser.add_argument("--num-seqs", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--num-threads", type=int)
+    args = parser.parse_args()
+    configs = [None, *(args.config or [{"method": "ngram"}, {"method": "suffix"}])]
+    settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": 1024, "dtype": args.dtype}
+    settings["num_threads"] = args.num_threads
+    llms = [LLM(args.model, speculative_config=config, **settings) for config in configs]
+    names = ["plain", *(json.dumps(config) for config in configs[1:])]
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {name: [] for name in names} for kind in PROMPTS}
+    load = os.getloadavg()[0]
+    for round_ in range(-1, args.rounds):  # the first warms caches, and the tables of costs
+        turns = list(zip(names, llms, strict=True))
+        turns = turns[round_ % len(turns) :] + turns[: round_ % len(turns)]
+        for kind in PROMPTS:
+            for name, llm in turns:
+                found = run(llm, kind, round_ + 1, args)
+                if round_ >= 0:
+                    runs[kind][name].append(found)
+    ratios: dict[str, dict[str, float]] = {}
+    for kind, of_kind in runs.items():
+        ratios[kind] = {}
+        for name in names[1:]:
+            pairs = zip(of_kind["plain"], of_kind[name], strict=True)
+            ratio = ratios[kind][name] = statistics.median(p["seconds"] / s["seconds"] for p, s in pairs)
+            drafted, accepted, steps = (sum(r[key] for r in of_kind[name]) for key in ("drafted", "accepted", "steps"))
+            plain_steps = sum(r["steps"] for r in of_kind["plain"])
+            share = f"{accepted} of {drafted} guesses right, {plain_steps / steps:.2f} x fewer steps"
+            print(f"{kind:8} {name:60} {ratio:5.2f} x plain   ({share})")
+    loads = [load, os.getloadavg()[0]]
+    common.save(args.output, "speculation", settings=settings, load_average=loads, ratios=ratios, runs=runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Guesses how a request goes on, from its own tokens or from recent answers, without a model.
+
+A `Proposer` is given a request's tokens and answers with draft tokens. The two here look for the longest run of tokens that
+ends the text and that has occurred before, and propose what followed it there:
+
+    ngram     prompt look-up: in the request's own prompt and answer, runs of up to a few tokens
+    suffix    runs of any length, in prompt and answer and in answers that ended recently
+
+Both find earlier runs as LZ77 compressors do (Ziv and Lempel 1977): a table says where each pair of tokens was seen last, and a
+chain leads to the places before. A token costs well under a microsecond and some 150 bytes, where a suffix automaton in Python
+costs ten times as much. Only the `MOST_PLACES` latest places are compared.
+
+A draft model's tokens are drawn by the worker (`worker/draft_model.py`); here only their number is chosen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from slipstream.types import FROM_MODEL
+
+MOST_PLACES = 32
+"""Earlier places of a pair that are compared."""
+
+MOST_MATCH = 32
+"""Tokens of a run that are compared: a longer one is not a better sign."""
+
+MOST_INDEXED = 32_768
+"""Tokens of a request that are searched, the latest when its first is proposed."""
+
+MOST_TRAFFIC = 65_536
+"""Tokens of ended answers that are searched, of each salt."""
+
+SEPARATOR = -1
+"""Stands between two answers. No request has it."""
+
+
+class Proposal(NamedTuple):
+    """`match`: the length of the run that was found. The longer it is, the likelier the tokens."""
+
+    tokens: tuple[int, ...] = ()
+    match: int = 0
+
+
+class Proposer(ABC):
+    """Of one request. `tokens` are always the same list, which only grows."""
+
+    @abstractmethod
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        """Up to `most` tokens that may follow `tokens`."""
+
+
+class ModelDrafts(Proposer):
+    """As many as may be, from the worker's draft model. Its first is trusted like a match of so many tokens."""
+
+    MATCH = 8
+
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        return Proposal((FROM_MODEL,) * most, self.MATCH)
+
+
+class PairIndex:
+    """Where each pair of adjacent tokens of a growing sequence stands, by the place of its second token."""
+
+    __slots__ = ("_before", "_begin", "_end", "_latest")
+
+    def __init__(self, begin: int = 0) -> None:
+        self._begin = begin  # the first place of `_before`
+        self._end = begin + 1  # pairs that end before this place are in
+        self._latest: dict[int, int] = {}
+        self._before = array("i", [-1])  # of each place the one before with the same pair
+
+    def add(self, tokens: Sequence[int], end: int) -> None:
+        """Take in the pairs that end before `end`."""
+        latest, before = self._latest, self._before
+        for i in range(self._end, end):
+            pair = tokens[i - 1] << 32 | tokens[i]
+            before.append(latest.get(pair, -1))
+            latest[pair] = i
+        self._end = max(self._end, end)
+
+    def longest(self, own: Sequence[int], tokens: Sequence[int], most: int) -> tuple[int, int]:
+        """(place, length) of the longest run in `tokens`, the indexed ones, that ends `own`; of equals the latest. (−1, 0) if
+        not even the last pair is there. Lengths are counted up to `most`."""
+        place, found = self._latest.get(own[-2] << 32 | own[-1], -1), (-1, 0)
+        last = len(own) - 1
+        for _ in range(MOST_PLACES):
+            if place < 0:
+                break
+            length, limit = 2, min(most, place - self._begin + 1, last + 1)
+            while length < limit and own[last - length] == tokens[place - length]:
+                length += 1
+            if length > found[1]:
+                found = place, length
+                if length >= most:
+                    break
+            place = self._before[place - self._begin]
+        return found
+
+
+class Traffic:
+    """Answers that ended recently, of requests with one salt, in two generations: when the newer is full, it takes the place of
+    the older."""
+
+    def __init__(self) -> None:
+        self.generations: list[tuple[list[int], PairIndex]] = [([], PairIndex())]
+
+    def add(self, answer: Sequence[int]) -> None:
+        tokens, index = self.generations[0]
+        if len(tokens) > MOST_TRAFFIC // 2:
+            tokens, index = [], PairIndex()
+            self.generations = [(tokens, index), self.generations[0]]
+        tokens += [*answer[-MOST_TRAFFIC // 2 :], SEPARATOR]
+        index.add(tokens, len(tokens))
+
+
+class LookUp(Proposer):
+    """Finds runs of `least` to `most_match` tokens. `text`: tokens that stand before the request's own, an encoder's."""
+
+    __slots__ = ("_index", "_least", "_most_match", "_text", "_traffic")
+
+    def __init__(
+        self, *, least: int = 2, most_match: int = MOST_MATCH, text: Sequence[int] = (), traffic: Traffic | None = None
+    ) -> None:
+        self._least, self._most_match, self._traffic = least, most_match, traffic
+        self._index: PairIndex | None = None
+        self._text: tuple[Sequence[int], PairIndex] | None = None
+        if len(text) > 1:
+            self._text = text, PairIndex()
+            self._text[1].add(text, len(text))
+
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        if self._index is None:
+            self._index = PairIndex(max(0, len(tokens) - MOST_INDEXED))
+        if len(tokens) < 2:
+            return Proposal()
+        self._index.add(tokens, len(tokens) - 1)  # the last pair is not to find itself
+        source, (place, match) = tokens, self._index.longest(tokens, tokens, self._most_match)
+        others = [] if self._text is None else [self._text]
+        others += self._traffic.generations if self._traffic is not None else []
+        for other, index in others:
+            if match >= self._most_match:
+                break
+            at, length = index.longest(tokens, other, self._most_match)
+            if length > match and at + 1 < len(other):
+                source, place, match = other, at, length
+        if match < self._least:
+            return Proposal()
+        drafts = list(source[place + 1 : place + 1 + most])
+        if source is tokens:  # a run that reaches the end goes on in itself
+            period = len(tokens) - 1 - place
+            while len(drafts) < most:
+                drafts.append(drafts[len(drafts) - period])
+        elif SEPARATOR in drafts:
+            drafts = drafts[: drafts.index(SEPARATOR)]
+        return Proposal(tuple(drafts), match)

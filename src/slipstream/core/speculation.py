@@ -1,0 +1,279 @@
+"""Chooses the drafts that a step verifies: how many, of which requests.
+
+A draft is a guessed token behind a request's last one. The step computes it with the others and samples at each position as
+always. A draft counts if it is the token that was sampled before it; the first that is not ends the run.
+
+With `num_speculative_tokens="auto"` the choice is by goodput, the tokens that a step is expected to yield per second:
+
+1. A draft survives with the product of the acceptance rates up to it. A rate is the request's own, drawn towards the engine's
+   while the request has few. It is kept by the length of the match, which grows along a proposal.
+2. What a step costs is measured, by its number of sequences and tokens (`StepCosts`).
+3. Drafts are added by falling survival. The number with the most tokens a second is taken, if that beats a step without.
+
+A step without drafts runs ahead of its predecessor's tokens; a step with drafts needs them. So while some request has a
+proposal that pays, nothing is scheduled before the step in flight is done. That loses what overlap hides, for all requests of
+the step, and it is part of the measured costs: plain steps are timed with overlap, those with drafts without. Holding back only
+the requests with drafts would cost more: they would miss every second step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from statistics import median
+from typing import Any
+
+from slipstream.config import SpeculationConfig
+from slipstream.core.proposer import LookUp, ModelDrafts, Proposal, Proposer, Traffic
+from slipstream.core.request import Request
+
+MOST_DRAFTS = 16
+"""Drafts of a request in a step, where the number is chosen."""
+
+MOST_SALTS = 64
+"""Salts whose recent answers are kept."""
+
+LEVELS = (3, 4, 5, 7, 9, 13, 17, 25)
+"""Lengths of matches at which another acceptance rate begins."""
+
+MARGIN = 1.03
+"""How much better than plain a step with drafts must promise to be."""
+
+LEAST_SURVIVAL = 0.02
+
+NUM_TIMES = 5
+"""Times of a size of step that are kept; their median counts. A size counts as measured with half as many."""
+
+STALE = 256
+"""Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
+
+GUESSED_SLOPE = 0.04
+"""Share of a plain step's time that each further token is taken to cost until it was measured. Low: then it is tried."""
+
+COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
+"""Numbers of sequences, and of tokens, whose steps are timed apart. Beyond 64 they are apart by an eighth."""
+
+
+class Acceptance:
+    """How many drafts were tried and accepted, by the length of their match. Beyond `memory` tries both numbers halve."""
+
+    __slots__ = ("_accepted", "_memory", "_tried")
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._tried, self._accepted = [0.0] * (len(LEVELS) + 1), [0.0] * (len(LEVELS) + 1)
+
+    def add(self, match: int, num_drafts: int, num_accepted: int) -> None:
+        for i in range(min(num_drafts, num_accepted + 1)):
+            level = bisect_right(LEVELS, match + i)
+            self._tried[level] += 1
+            self._accepted[level] += i < num_accepted
+            if self._tried[level] > self._memory:
+                self._tried[level] /= 2
+                self._accepted[level] /= 2
+
+    def rate(self, level: int, expected: float, weight: float = 4.0) -> float:
+        """`expected` counts like so many tries."""
+        return (self._accepted[level] + weight * expected) / (self._tried[level] + weight)
+
+
+class StepCosts:
+    """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], deque[float]] = {}
+        self._measured: dict[tuple[int, int], int] = {}  # in which step it was last
+        self._lines: dict[int, list[tuple[int, float]]] = {}  # by sequences: (tokens, seconds), ascending
+        self._step = 0
+
+    def add(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
+        self._step += 1
+        key = (_near(num_seqs), _near(num_tokens))
+        if self._step - self._measured.get(key, self._step) > STALE:
+            del self._times[key]
+        self._times.setdefault(key, deque(maxlen=NUM_TIMES)).append(max(seconds, 1e-6))
+        self._measured[key] = self._step
+        self._lines.pop(key[0], None)
+
+    def plain(self, num_seqs: int) -> float | None:
+        """Of a step with a token of each sequence. None: that is to be measured first."""
+        key = (_near(num_seqs), _near(num_seqs))
+        times = self._times.get(key, ())
+        if len(times) <= NUM_TIMES // 2:
+            return None
+        if self._step - self._measured[key] > STALE:
+            del self._times[key]
+            return None
+        return float(median(times))
+
+    def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
+        """What is known of steps of so many sequences: (tokens, seconds), the plain step's first."""
+        first = _near(num_seqs)
+        line = self._lines.get(first)
+        if line is None:
+            known = [(n, median(t)) for (s, n), t in self._times.items() if s == first and n > first]
+            line = self._lines[first] = sorted(
+                (n, t) for n, t in known if self._step - self._measured[first, n] <= STALE
+            )
+        return [(num_seqs, plain), *(point for point in line if point[0] > num_seqs)]
+
+
+def seconds_at(line: Sequence[tuple[int, float]], num_tokens: int) -> float:
+    """On the straight lines between what is known; beyond, as the last one goes on, if it rises."""
+    i = 1
+    while i < len(line) and line[i][0] < num_tokens:
+        i += 1
+    if i < len(line):
+        (a, first), (b, second) = line[i - 1], line[i]
+        return first + (second - first) * (num_tokens - a) / (b - a)
+    plain, (last, seconds) = line[0][1], line[-1]
+    slope = GUESSED_SLOPE * plain / sqrt(line[0][0])
+    if len(line) > 1:
+        slope = max(slope, (seconds - plain) / (last - line[0][0]))
+    return seconds + slope * (num_tokens - last)
+
+
+class Drafting:
+    """What is kept of one request that drafts are proposed for."""
+
+    __slots__ = ("acceptance", "match", "proposer")
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.acceptance = Acceptance(memory=32)
+        self.match = 0  # of the proposal that is being verified
+
+
+class Speculation:
+    def __init__(self, config: SpeculationConfig) -> None:
+        self.config = config
+        self.costs = StepCosts()
+        self.num_drafts = self.num_tokens = 0  # runs of drafts, and the tokens in them
+        self.accepted_by_position: list[int] = []  # how often the i-th draft of a run was accepted
+        self._acceptance = Acceptance(memory=1024)  # of all requests
+        self._traffic: dict[str, Traffic] = {}
+        self._last: float | None = None  # when the last step was done, if there was something to do since
+        self._was_plain = False
+
+    def choose(self, running: Iterable[Request]) -> bool:
+        """Put drafts behind the last tokens of running requests, where that pays. True: nothing must be scheduled before the
+        step in flight is done, since its tokens are needed for that."""
+        decodes = [
+            r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
+        ]
+        for request in decodes:
+            request.drafts = ()
+        most = self.config.num_speculative_tokens
+        plain = None if most is not None else self.costs.plain(len(decodes))
+        if not decodes or (most is None and plain is None):
+            return False
+        proposals = [self._propose(request, most or MOST_DRAFTS) for request in decodes]
+        counts = [len(p.tokens) for p in proposals]
+        if plain is not None and any(counts):
+            counts = self._best(decodes, proposals, plain)
+        chosen = [(r, p, n) for r, p, n in zip(decodes, proposals, counts, strict=True) if n]
+        if any(request.num_pending for request, *_ in chosen):
+            return True
+        for request, proposal, count in chosen:
+            request.draft(proposal.tokens[:count])
+            assert request.drafting is not None
+            request.drafting.match = proposal.match
+        return False
+
+    def _propose(self, request: Request, most: int) -> Proposal:
+        most = min(most, request.end - request.num_tokens - 1)
+        if most <= 0 or request.spec.pooled:
+            return Proposal()
+        if request.drafting is None:
+            request.drafting = Drafting(self._proposer(request))
+        return request.drafting.proposer.propose(request.token_ids, most)
+
+    def _proposer(self, request: Request) -> Proposer:
+        config, text = self.config, request.spec.encoder_token_ids
+        if config.method == "ngram":
+            return LookUp(least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text)
+        if config.method == "draft":
+            return ModelDrafts()
+        return LookUp(text=text, traffic=self._traffic_of(request))
+
+    def _traffic_of(self, request: Request) -> Traffic:
+        salt = request.spec.cache_salt
+        found = self._traffic[salt] = self._traffic.pop(salt, Traffic())  # now the latest
+        if len(self._traffic) > MOST_SALTS:
+            del self._traffic[next(iter(self._traffic))]
+        return found
+
+    def _best(self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float) -> list[int]:
+        """How many tokens of each proposal make the most tokens a second."""
+        ranked: list[tuple[float, int, int]] = []
+        for i, (request, proposal) in enumerate(zip(decodes, proposals, strict=True)):
+            survival = 1.0
+            for j in range(len(proposal.tokens)):
+                survival *= self._rate(request, proposal.match + j)
+                if survival < LEAST_SURVIVAL:
+                    break
+                ranked.append((-survival, j, i))
+        ranked.sort()
+        num_seqs, line = len(decodes), self.costs.line(len(decodes), plain)
+        expected, best, num_best = float(num_seqs), MARGIN * num_seqs / plain, 0
+        for n, (survival, _, _) in enumerate(ranked, 1):
+            expected -= survival
+            rate = expected / seconds_at(line, num_seqs + n)
+            if rate > best:
+                best, num_best = rate, n
+        counts = [0] * num_seqs
+        for _, _, i in ranked[:num_best]:
+            counts[i] += 1
+        return counts
+
+    def _rate(self, request: Request, match: int) -> float:
+        level = bisect_right(LEVELS, match)
+        of_all = self._acceptance.rate(level, match / (match + 2))
+        return request.drafting.acceptance.rate(level, of_all) if request.drafting is not None else of_all
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `SchedulerStats`."""
+        counts = tuple(self.accepted_by_position)
+        return {
+            "spec_num_drafts": self.num_drafts,
+            "spec_draft_tokens": self.num_tokens,
+            "spec_accepted_tokens": sum(counts),
+            "spec_accepted_by_position": counts,
+        }
+
+    # --- What came of it ------------------------------------------------------------------------------------------------
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_tokens += num_drafts
+        counts = self.accepted_by_position
+        counts += [0] * (num_drafts - len(counts))
+        for i in range(num_accepted):
+            counts[i] += 1
+        if (own := request.drafting) is not None:
+            for acceptance in (own.acceptance, self._acceptance):
+                acceptance.add(own.match, num_drafts, num_accepted)
+
+    def step_done(self, now: float, num_seqs: int, num_tokens: int, *, only_decodes: bool, idle: bool) -> None:
+        """A step's tokens came `now`. `idle`: and there is nothing to go on with."""
+        is_plain = num_tokens == num_seqs
+        # The first plain step behind one with drafts was not launched ahead.
+        if only_decodes and self._last is not None and (self._was_plain or not is_plain):
+            self.costs.add(num_seqs, num_tokens, now - self._last)
+        self._last = None if idle else now
+        self._was_plain = only_decodes and is_plain
+
+    def ended(self, request: Request) -> None:
+        """Its answer may help others with the same salt."""
+        if self.config.method == "suffix" and request.drafting is not None:
+            self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
+
+
+def _near(count: int) -> int:
+    """The largest of `COUNTS` that is not more; beyond the last a multiple of an eighth of the power of two below."""
+    if count <= COUNTS[-1]:
+        return COUNTS[bisect_right(COUNTS, count) - 1]
+    below = 1 << (count.bit_length() - 4)
+    return count // below * below

@@ -1,0 +1,186 @@
+"""How many drafts are verified: by acceptance and measured costs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import SpeculationConfig
+from slipstream.core.proposer import Proposal, Proposer
+from slipstream.core.request import Request
+from slipstream.core.speculation import (
+    COUNTS,
+    LEVELS,
+    NUM_TIMES,
+    STALE,
+    Acceptance,
+    Drafting,
+    Speculation,
+    StepCosts,
+    _near,
+    seconds_at,
+)
+from slipstream.types import EngineRequest, SamplingParams
+
+
+class Always(Proposer):
+    def __init__(self, match=9, count=16):
+        self.match, self.count = match, count
+
+    def propose(self, tokens, most):
+        return Proposal((1,) * min(most, self.count), self.match)
+
+
+def decoding(proposer, name="a", max_tokens=100):
+    spec = EngineRequest(request_id=name, prompt_token_ids=(1, 2, 3), sampling=SamplingParams(), max_tokens=max_tokens)
+    request = Request(spec, (0, 0.0, 0), b"", 1)
+    request.num_computed_tokens = 2
+    request.drafting = Drafting(proposer)
+    return request
+
+
+def timed(costs, *known):
+    for num_seqs, num_tokens, seconds in known:
+        for _ in range(NUM_TIMES):
+            costs.add(num_seqs, num_tokens, seconds)
+
+
+def auto(*known):
+    speculation = Speculation(SpeculationConfig(method="ngram"))
+    timed(speculation.costs, *known)
+    return speculation
+
+
+def test_nothing_before_plain_steps_were_timed():
+    request = decoding(Always())
+    assert not auto().choose([request])
+    assert request.drafts == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds_of_17", "expected"),
+    [(1.05, range(8, 17)), (17.0, range(1)), (5.0, range(1, 10))],
+    ids=["free", "as many steps", "a quarter each"],
+)
+def test_as_many_as_pay(seconds_of_17, expected):
+    """A step of 17 tokens that costs like one, like 17, or like five."""
+    speculation, request = auto((1, 1, 1.0), (1, 16, seconds_of_17)), decoding(Always())
+    speculation._acceptance.add(9, 16, 8)
+    assert not speculation.choose([request])
+    assert len(request.drafts) in expected
+
+
+def test_those_that_survive_go_first():
+    """Of two requests the one with the longer match, and the one that was right more often."""
+    speculation = auto((2, 2, 1.0), (2, 8, 2.2))
+    first, second = decoding(Always(2), "a"), decoding(Always(20), "b")
+    speculation.choose([first, second])
+    assert len(first.drafts) < len(second.drafts)
+    first, second = decoding(Always(9), "a"), decoding(Always(9), "b")
+    for request, right in ((first, 4), (second, 0)):
+        for _ in range(20):
+            request.drafting.acceptance.add(9, 4, right)
+    speculation.choose([first, second])
+    assert len(first.drafts) > len(second.drafts) == 0
+
+
+def test_drafts_wait_for_the_tokens_that_they_follow():
+    speculation = auto((1, 1, 1.0), (1, 16, 1.1))
+    request = decoding(Always())
+    request.num_computed_tokens, request.num_pending = 3, 1
+    assert speculation.choose([request])
+    assert request.drafts == ()
+    nothing = decoding(Always(count=0))
+    nothing.num_computed_tokens, nothing.num_pending = 3, 1
+    assert not speculation.choose([nothing])  # it runs ahead
+
+
+def test_no_drafts_beyond_the_end():
+    request = decoding(Always(), max_tokens=4)
+    assert not auto((1, 1, 1.0), (1, 16, 1.1)).choose([request])
+    assert len(request.drafts) == 3
+
+
+def test_a_bad_proposer_is_left_alone():
+    """Drafts that are never right are tried a few times, and a step with them costs three plain ones."""
+    speculation, request, tried = auto((1, 1, 1.0)), decoding(Always()), 0
+    for _ in range(200):
+        assert not speculation.choose([request])
+        if request.drafts:
+            tried += 1
+            speculation.verified(request, len(request.drafts), 0)
+        num = 1 + len(request.drafts)
+        speculation.costs.add(1, num, 1.0 if num == 1 else 3.0)
+    assert tried < 15
+
+
+def test_plain_steps_are_timed_behind_plain_ones_only():
+    """Those are launched ahead; the first behind drafts is not."""
+    speculation = auto()
+    steps = [(4, False), (1, True), (1, True), (1, True), (5, True), (1, True), (1, True), (1, True)]
+    now = 0.0
+    for num_tokens, only_decodes in steps:
+        now += 1.0
+        speculation.step_done(now, 1, num_tokens, only_decodes=only_decodes, idle=False)
+    times = speculation.costs._times
+    assert len(times[1, 1]) == 4
+    assert list(times[1, 5]) == [1.0]
+    speculation.step_done(now + 1, 1, 1, only_decodes=True, idle=True)
+    speculation.step_done(now + 9, 1, 5, only_decodes=True, idle=False)  # nobody knows since when it ran
+    assert len(times[1, 5]) == 1
+
+
+def test_old_times_are_forgotten():
+    costs = StepCosts()
+    timed(costs, (1, 1, 1.0), (1, 4, 2.0))
+    assert costs.line(1, 1.0) == [(1, 1.0), (4, 2.0)]
+    timed(costs, *[(2, 2, 1.0)] * (STALE // NUM_TIMES + 2))
+    assert costs.plain(1) is None
+    costs._lines.clear()
+    assert costs.line(1, 1.0) == [(1, 1.0)]
+
+
+def test_between_and_beyond_what_is_known():
+    assert seconds_at([(1, 1.0), (5, 2.0), (9, 4.0)], 3) == 1.5
+    assert seconds_at([(1, 1.0), (5, 2.0), (9, 4.0)], 9) == 4.0
+    assert seconds_at([(1, 1.0), (5, 3.0)], 7) == 4.0
+    assert 1.0 < seconds_at([(1, 1.0)], 2) < 1.1  # to be tried
+
+
+@given(st.integers(1, 5000))
+def test_near_counts(count):
+    near = _near(count)
+    assert near <= count < near * 1.34
+    assert _near(near) == near
+    assert near in COUNTS or near > COUNTS[-1]
+
+
+def test_acceptance_by_length_of_match():
+    acceptance = Acceptance(memory=10)
+    acceptance.add(2, 4, 2)  # at matches of 2 and 3 right, at 4 wrong, at 5 not tried
+    assert [acceptance.rate(i, 0.5, 1.0) for i in range(4)] == [0.75, 0.75, 0.25, 0.5]
+    assert LEVELS[:3] == (3, 4, 5)
+    for _ in range(100):
+        acceptance.add(2, 1, 1)
+    assert acceptance._tried[0] <= 10
+
+
+def test_a_salts_answers_stay_with_it(monkeypatch):
+    monkeypatch.setattr("slipstream.core.speculation.MOST_SALTS", 2)
+    speculation = Speculation(SpeculationConfig(method="suffix", num_speculative_tokens=2))
+
+    def ask(salt, *answer):
+        made = decoding(None)
+        made.spec = SimpleNamespace(encoder_token_ids=(), cache_salt=salt, pooled=False)
+        made.token_ids += answer
+        made.drafting = Drafting(speculation._proposer(made))
+        return made
+
+    speculation.ended(ask("x", 7, 8, 9))
+    assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == (9,)
+    assert ask("y", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
+    ask("z")
+    assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()  # of three salts the oldest is gone

@@ -1,0 +1,377 @@
+"""Speculative decoding changes no answer: on tiny random models, token by token, against the engine without it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.config import SpeculationConfig
+from slipstream.core.proposer import LookUp, Proposal
+from slipstream.errors import ConfigError
+from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, filter_probs, scaled_probs
+from slipstream.types import NewRequest, ScheduledRequest, StepPlan
+from slipstream.worker.input_batch import RowTable, gather
+from slipstream.worker.sampler import sampling_tensors, verified
+from tests import tiny_models
+
+SIZES = dict(
+    dtype="float32", device="cpu", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48, num_threads=1,
+    skip_tokenizer_init=True, block_size=4,
+)  # fmt: skip
+PROMPTS = [{"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 3 for i in range(6 + 5 * j)]} for j in range(7)]
+NGRAM, SUFFIX = {"method": "ngram", "num_speculative_tokens": 3}, {"method": "suffix", "num_speculative_tokens": 6}
+AUTO = {"method": "suffix"}
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=50),
+    "drawn": SamplingParams(temperature=0.7, seed=3, max_tokens=40),
+    "filtered": SamplingParams(temperature=0.4, top_k=9, top_p=0.8, min_p=0.02, seed=4, max_tokens=40),
+    "penalised": SamplingParams(
+        temperature=0.3, seed=5, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
+    ),
+    "biased": SamplingParams(temperature=0.5, seed=5, max_tokens=40, logit_bias={7: 3.0, 9: -2.0}, min_tokens=30),
+    "several": SamplingParams(n=3, temperature=0.4, seed=6, max_tokens=30),
+    "stopped": SamplingParams(temperature=0, max_tokens=50, stop_token_ids=tuple(range(40)), min_tokens=12),
+    "log-probabilities": SamplingParams(temperature=0, max_tokens=40, logprobs=2, prompt_logprobs=1),
+}
+
+
+class Told(LookUp):
+    """Knows the answers, and errs at every fifth token: long accepted runs, and rejections."""
+
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}
+
+    def propose(self, tokens, most):
+        for prompt, answer in self.answers.items():
+            done = len(tokens) - len(prompt)
+            if done >= 0 and [*prompt, *answer[:done]] == list(tokens):
+                rest = answer[done : done + most]
+                return Proposal(tuple(t if (done + i) % 5 else t + 1 for i, t in enumerate(rest)), 9)
+        return Proposal()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_models.build(folder, "llama")
+    return folder
+
+
+def answers(llm, sampling, prompts=PROMPTS):
+    return [(c.token_ids, c.finish_reason, c.stop_reason) for o in llm.generate(prompts, sampling) for c in o.outputs]
+
+
+@pytest.fixture(scope="module")
+def plain(path):
+    with LLM(str(path), **SIZES) as llm:
+        yield {name: llm.generate(PROMPTS, sampling) for name, sampling in SETTINGS.items()}
+
+
+@pytest.fixture(scope="module", params=[NGRAM, SUFFIX, AUTO], ids=["ngram", "suffix", "auto"])
+def speculating(path, request):
+    with LLM(str(path), speculative_config=request.param, **SIZES) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_are_the_same(plain, speculating, name):
+    """With a seed also those that are drawn: nothing is drawn that would not be drawn without drafts."""
+    expected, found = plain[name], speculating.generate(PROMPTS, SETTINGS[name])
+    for theirs, ours in zip(expected, found, strict=True):
+        for a, b in zip(theirs.outputs, ours.outputs, strict=True):
+            assert (a.token_ids, a.finish_reason, a.stop_reason) == (b.token_ids, b.finish_reason, b.stop_reason)
+            assert 0 <= b.num_accepted <= b.num_drafted
+            if a.logprobs is not None:
+                assert [p.chosen.token_id for p in a.logprobs] == [p.chosen.token_id for p in b.logprobs]
+                for p, q in zip(a.logprobs, b.logprobs, strict=True):
+                    assert p.chosen.logprob == pytest.approx(q.chosen.logprob, abs=1e-4)
+    stats = speculating.core.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("greedy", {}),
+        ("penalised", {}),
+        ("several", {}),
+        ("greedy", {"num_threads": 2}),  # a step is under way while the next is planned
+        ("greedy", {"kernels": "torch"}),
+        ("penalised", {"kernels": "reference"}),
+        ("greedy", {"enable_prefix_caching": False}),
+        ("penalised", {"kv_cache_dtype": "int8"}),
+        ("greedy", {"kv_cache_bytes": 61_440, "max_model_len": 96, "enable_prefix_caching": False}),
+        ("several", {"max_num_mixed_tokens": 6, "max_num_batched_tokens": 16}),
+    ],
+    ids=str,
+)
+def test_long_accepted_runs(path, monkeypatch, name, more):
+    """Drafts of which most are right, with all that the engine can do beside: the same answers in fewer steps."""
+    sizes, sampling = {**SIZES, **more}, SETTINGS[name]
+    with LLM(str(path), **sizes) as llm:
+        expected = llm.generate(PROMPTS, sampling)
+        assert (llm.core.stats().num_preemptions > 0) == ("kv_cache_bytes" in more)
+        num_steps = llm.core.stats().num_steps
+    told = {tuple(p["prompt_token_ids"]): o.outputs[0].token_ids for p, o in zip(PROMPTS, expected, strict=True)}
+    monkeypatch.setattr(Told, "answers", told)
+    monkeypatch.setattr("slipstream.core.speculation.LookUp", Told)
+    with LLM(str(path), speculative_config=SUFFIX, **sizes) as llm:
+        found = llm.generate(PROMPTS, sampling)
+        stats = llm.core.stats()
+    for theirs, ours in zip(expected, found, strict=True):
+        assert [c.token_ids for c in theirs.outputs] == [c.token_ids for c in ours.outputs]
+    assert stats.spec_accepted_tokens > 0.4 * stats.spec_draft_tokens > 0
+    assert sum(c.num_accepted for o in found for c in o.outputs) == stats.spec_accepted_tokens
+    if sampling.n == 1:
+        assert stats.num_steps < 0.8 * num_steps
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_other_models(tmp_path, monkeypatch, family):
+    """Windows, experts, latents."""
+    tiny_models.build(tmp_path, family)
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    sizes = {**SIZES, "max_model_len": 64, "max_num_batched_tokens": 80}
+    prompts = [p for p in PROMPTS if len(p["prompt_token_ids"]) < 30]
+    with LLM(str(tmp_path), **sizes) as llm:
+        expected = answers(llm, sampling, prompts)
+    told = {tuple(p["prompt_token_ids"]): e[0] for p, e in zip(prompts, expected, strict=True)}
+    monkeypatch.setattr(Told, "answers", told)
+    monkeypatch.setattr("slipstream.core.speculation.LookUp", Told)
+    with LLM(str(tmp_path), speculative_config=NGRAM, **sizes) as llm:
+        assert answers(llm, sampling, prompts) == expected
+        assert llm.core.stats().spec_accepted_tokens > 0
+
+
+def test_an_encoder_decoder(tmp_path):
+    tiny_models.build_t5(tmp_path, "t5")
+    sampling = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    sizes = {**SIZES, "max_model_len": 64, "max_num_batched_tokens": 80}
+    prompts = PROMPTS[:4]
+    with LLM(str(tmp_path), **sizes) as llm:
+        expected = answers(llm, sampling, prompts)
+    with LLM(str(tmp_path), speculative_config=SUFFIX, **sizes) as llm:
+        assert answers(llm, sampling, prompts) == expected
+        assert llm.core.stats().spec_accepted_tokens > 0
+
+
+# --- A draft model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draft_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft")
+    tiny_models.build(folder, "llama", seed=1, num_hidden_layers=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("greedy", {}),
+        ("drawn", {}),
+        ("penalised", {"kernels": "torch"}),
+        ("several", {}),
+        ("biased", {"num_threads": 2}),
+        ("greedy", {"kv_cache_bytes": 72_000, "max_model_len": 96, "enable_prefix_caching": False}),
+        ("several", {"max_num_mixed_tokens": 6, "max_num_batched_tokens": 16}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_draft_model(path, draft_path, name, more, same):
+    """The model itself, whose drafts are all right; and another, whose drafts are mostly wrong. The answers are the same."""
+    sizes, sampling = {**SIZES, **more}, SETTINGS[name]
+    config = {"method": "draft", "model": str(path if same else draft_path), "num_speculative_tokens": 4}
+    with LLM(str(path), **sizes) as llm:
+        expected, num_steps, one_block = answers(llm, sampling), llm.core.stats().num_steps, llm.ledger.block_bytes
+    with LLM(str(path), speculative_config=config, **sizes) as llm:
+        assert answers(llm, sampling) == expected
+        assert answers(llm, sampling) == expected  # behind prefix hits
+        stats = llm.core.stats()
+        assert llm.ledger.block_bytes == (2 if same else 1.5) * one_block
+    assert stats.num_free_blocks == stats.num_blocks
+    if same:
+        assert stats.spec_accepted_tokens == stats.spec_draft_tokens
+        assert stats.num_steps < 0.8 * 2 * num_steps
+    assert stats.spec_draft_tokens > 0
+
+
+def test_a_draft_model_computes_nothing_twice(path):
+    """It sees each token once, and all of them in time: a prompt, and then what was verified since."""
+    config = {"method": "draft", "model": str(path), "num_speculative_tokens": 3}
+    with LLM(str(path), speculative_config=config, **SIZES) as llm:
+        draft, seen = llm.core.executor.runner.draft, []
+        step = draft._step
+
+        def noted(shares, rows):
+            seen.extend((s.num_computed_tokens, s.num_tokens) for s in shares)
+            step(shares, rows)
+
+        draft._step = noted
+        llm.generate(PROMPTS[1:2], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+    # After the first token, of which the target's step made one: 11 tokens and the prompt's answer, two drafts more, and so on.
+    assert seen == [(0, 12), (12, 1), (13, 1), (14, 2), (16, 1), (17, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 300}, "has 300 tokens and the model"),
+        ({"max_position_embeddings": 64}, "made for 64 tokens"),
+        ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20}, "sliding windows"),
+    ],
+    ids=str,
+)
+def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
+    family = changes.get("model_type", "llama")
+    tiny_models.build(tmp_path, family, **{k: v for k, v in changes.items() if k != "model_type"})
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(str(path), speculative_model=str(tmp_path), **SIZES)
+    assert caught.value.field == "speculative_config"
+
+
+# --- The settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "message"),
+    [
+        ({"speculative_config": {}}, "speculative_config", "method=None is not one of ngram, suffix, draft"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config", "'eagle' is not one of"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}},
+            "speculative_config",
+            "mean 'prompt_lookup_max'",
+        ),
+        ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "speculative_config", "takes no"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},
+            "speculative_config",
+            "of at least 1, or",
+        ),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 9}}, "speculative_config", "is above"),
+        ({"speculative_config": {"method": "draft"}}, "speculative_config", "needs 'model', a text, got None"),
+        (
+            {"speculative_config": {"method": "draft", "model": "x", "quantization": "int3"}},
+            "speculative_config",
+            "not one of",
+        ),
+        ({"speculative_config": "ngram"}, "speculative_config", "must be dict or None"),
+        ({"speculative_model": "ngram", "speculative_config": NGRAM}, "speculative_model", "give one of them"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens", "only with speculative_model"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_refused(path, settings, field, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(str(path), **SIZES, **settings)
+    assert caught.value.field == field
+
+
+def test_an_encoder_takes_none(tmp_path):
+    tiny_models.build_encoder(tmp_path)
+    with pytest.raises(ConfigError, match="generates no text"):
+        LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_config=NGRAM)
+
+
+def test_the_short_form(path):
+    with LLM(str(path), speculative_model="ngram", num_speculative_tokens=3, **SIZES) as llm:
+        assert llm.config.speculation == SpeculationConfig(method="ngram", num_speculative_tokens=3)
+
+
+# --- The distribution -----------------------------------------------------------------------------------------------------
+
+VOCAB, START = 5, [0, 3]
+PARAMS = {
+    "plain": SamplingParams(max_tokens=3),
+    "temperature": SamplingParams(max_tokens=3, temperature=0.6),
+    "top_k": SamplingParams(max_tokens=3, top_k=3),
+    "top_p": SamplingParams(max_tokens=3, top_p=0.8),
+    "min_p": SamplingParams(max_tokens=3, min_p=0.2),
+    "penalties": SamplingParams(max_tokens=3, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.9),
+    "bias": SamplingParams(max_tokens=3, logit_bias={1: 1.5, 2: -1.0}),
+}
+PROPOSED = {  # drafts behind a text
+    "right at times": lambda tokens, k: [(tokens[-1] + 1 + i) % VOCAB for i in range(k)],
+    "look-up": lambda tokens, k: [*LookUp().propose(tokens, k).tokens, 0, 0][:k],
+    "always the same": lambda tokens, k: [2] * k,
+}
+LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2  # of the token behind each
+
+
+def expected_counts(sampling: SamplingParams, total: int) -> dict[tuple[int, ...], float]:
+    """How often each answer of three tokens should come, from the probabilities of one token after another."""
+    counts = {(): float(total)}
+    for _ in range(3):
+        longer = {}
+        for answer, count in counts.items():
+            table = RowTable(1, 16, 4, ReferenceOps(), torch.device("cpu"), seed=0)
+            tokens = (*START, *answer)
+            share = ScheduledRequest("a", 0, len(tokens), 1)
+            table.apply(StepPlan(1, (share,), (NewRequest("a", tokens, len(START), sampling),)))
+            params = sampling_tensors(table, gather(table, StepPlan(1, (share,))).sampled)
+            assert isinstance(params, SamplingTensors)
+            logits = apply_bias_and_penalties(LOGITS[tokens[-1]][None].clone(), params)
+            weights = filter_probs(logits, scaled_probs(logits, params), params)[0]
+            for token, p in enumerate((weights / weights.sum()).tolist()):
+                if p:
+                    longer[*answer, token] = count * p
+        counts = longer
+    return counts
+
+
+def drawn_counts(sampling: SamplingParams, propose, num_seeds: int, num_drafts: int) -> Counter[tuple[int, ...]]:
+    """The same by steps with drafts, one request a seed, as the worker does them."""
+    ops, done = ReferenceOps(), Counter[tuple[int, ...]]()
+    table = RowTable(num_seeds, 16, 4, ops, torch.device("cpu"), seed=0)
+    texts = {f"r{i}": list(START) for i in range(num_seeds)}
+    new = tuple(NewRequest(name, tuple(text), len(START), sampling) for name, text in texts.items())
+    while texts:
+        shares = []
+        for name, text in texts.items():
+            drafts = tuple(propose(text, min(num_drafts, len(START) + 2 - len(text))))
+            shares.append(ScheduledRequest(name, len(text) - 1, 1 + len(drafts), 1 + len(drafts), (), drafts))
+        shares.sort(key=lambda s: s.num_tokens > 1)
+        plan = StepPlan(1, tuple(shares), new)
+        new = ()
+        table.apply(plan)
+        batch = gather(table, plan)
+        tokens = ops.sample(LOGITS[batch.token_ids.long()].clone(), sampling_tensors(table, batch.sampled))
+        table.write(batch.sampled.rows, batch.sampled.positions, tokens)
+        kept, counts = verified(batch.sampled.requests, tokens.tolist())
+        ends = list(itertools.accumulate(counts, initial=0))
+        for s, begin, end in zip(batch.sampled.requests, ends, ends[1:], strict=False):
+            texts[s.request_id] += kept[begin:end]
+        done.update(tuple(text[len(START) :]) for text in texts.values() if len(text) == len(START) + 3)
+        texts = {name: text for name, text in texts.items() if len(text) < len(START) + 3}
+    return done
+
+
+def chi_squared_p(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Answers that are rare are counted together. An answer that can't come makes it 0."""
+    if set(found) - set(expected):
+        return 0.0
+    common = {a: e for a, e in expected.items() if e >= 5}
+    pairs = [(found[a], e) for a, e in common.items()]
+    rest = sum(expected.values()) - sum(common.values())
+    if rest >= 5:
+        pairs.append((sum(found.values()) - sum(n for n, _ in pairs), rest))
+    statistic = sum((n - e) ** 2 / e for n, e in pairs)
+    half = torch.tensor([(len(pairs) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*half))
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("proposer", PROPOSED)
+def test_the_distribution_is_that_of_plain_sampling(name, proposer):
+    total = 1500
+    found = drawn_counts(PARAMS[name], PROPOSED[proposer], total, 2)
+    assert sum(found.values()) == total
+    assert chi_squared_p(found, expected_counts(PARAMS[name], total)) > 1e-3
