@@ -52,6 +52,7 @@ from slipstream.engine.core_process import (
     ToChild,
     ToParent,
 )
+from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
@@ -202,6 +203,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
+        if sampling.structured_outputs is not None:
+            await check_in_thread(sampling.structured_outputs)
         request = self._input.prepare(
             prompt,
             sampling,

@@ -17,6 +17,14 @@ import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
 from slipstream.server.errors import FIELDS, bad_request
+from slipstream.server.structured import (
+    JsonSchema,
+    ResponseFormat,
+    Structured,
+    StructuredOutputs,
+    structured,
+    structured_param,
+)
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -41,7 +49,7 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
     protect: Annotated[list[Text], Meta(max_length=64)] = []
 
 
-class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
+class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
     model: str
@@ -83,7 +91,7 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def param(self, field: str | None) -> str | None:
         """This body's own name for a field that an error from the engine names."""
-        raise NotImplementedError
+        return structured_param(self, field) if field and field.startswith("structured_outputs") else field
 
     def sampling(self, model: Mapping[str, float], **special: Any) -> SamplingParams:
         """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
@@ -91,13 +99,14 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
         given = {**model} | {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
+        special.setdefault("structured_outputs", structured(self))
         return SamplingParams(**given, **special)
 
 
 _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
-    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens")
+    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens", "structured_outputs")
 )
 
 
@@ -120,7 +129,7 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
             raise bad_request(f"best_of={self.best_of} is supported only when it equals n", "best_of")
 
     def param(self, field: str | None) -> str | None:
-        return {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs"}.get(field or "", field)
+        return {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs"}.get(field or "") or super().param(field)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
@@ -167,7 +176,6 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    response_format: Raw = _Off
     tools: Raw = _Off
     tool_choice: Raw = _Off
     parallel_tool_calls: Raw = _Off
@@ -177,7 +185,6 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     audio: Raw = _Off
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "response_format": (b"null", b'{"type":"text"}'),
         "tools": (b"null", b"[]"),
         "tool_choice": (b"null", b'"none"'),
         "parallel_tool_calls": (b"null",),
@@ -200,7 +207,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def param(self, field: str | None) -> str | None:
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
-        return {**names, "max_tokens": max_tokens}.get(field or "", field)
+        return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 
 
 class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -334,7 +341,10 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
-_STRUCTS: tuple[type[Struct], ...] = (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart)
+_STRUCTS: tuple[type[Struct], ...] = (
+    *_DECODERS,
+    *(StreamOptions, PromptCompression, Message, TextPart, ResponseFormat, JsonSchema, StructuredOutputs),
+)
 for _struct in _STRUCTS:
     FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")

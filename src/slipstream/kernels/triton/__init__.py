@@ -226,5 +226,8 @@ class TritonOps(OpSet):
             return sampling.argmax(logits)
         return sampling.sample(logits, uniform(params.seeds, params.history_lens), params)
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        sampling.mask_logits(logits, rows, bits)
+
     def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         pointwise.copy_blocks(kv, source, target)
