@@ -59,7 +59,8 @@ class StructuredOutputsParams:
     answer), `choice` (one of these texts), `grammar` (EBNF as llama.cpp writes it, or Lark) and `json_object` (any).
 
     Of JSON, `whitespace_pattern` is a regular expression of what may stand between two tokens of it, and
-    `disable_any_whitespace` allows nothing there.
+    `disable_any_whitespace` allows nothing there. `around` is a Lark grammar in which @answer is what the others describe: so
+    that reasoning may come before it, for one.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -69,6 +70,7 @@ class StructuredOutputsParams:
     json_object: bool = False
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    around: str | None = None
 
     def __post_init__(self) -> None:
         def refuse(message: str, name: str) -> RequestError:
@@ -81,7 +83,7 @@ class StructuredOutputsParams:
                 raise refuse(f"json is not a JSON schema: {error}", "json") from None
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
-        texts = ("json", "regex", "grammar", "whitespace_pattern")
+        texts = ("json", "regex", "grammar", "whitespace_pattern", "around")
         for name in texts:
             if not isinstance(value := getattr(self, name), (str, type(None))):
                 raise refuse(f"{name} must be a text, got {value!r}", name)

@@ -102,7 +102,7 @@ def test_behind_reasoning(name, thinking):
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "harmony"])
 @pytest.mark.parametrize(
     "text",
-    ["Hello, world.\n", "", " ", "{}", '{"a": 1}', "[1, 2]", "[x]", "a < b", "<tool", "<tool_call>", "<tool_call>\n{3}", "[TOOL"],
+    ["Hello.\n", "", " ", "{}", '{"a": 1}', "[1, 2]", "[x]", "a < b", "<tool", "<tool_call>", "<tool_call>\n{3}", "[TOOL"],
 )
 def test_what_is_no_call_is_content(name, text):
     content, reasoning, calls = read(parser_of(name), cut(text, 0))

@@ -50,6 +50,14 @@ Bits = npt.NDArray[np.int32]
 
 def compose(params: StructuredOutputsParams) -> str:
     """The grammar as llguidance takes it. RequestError if it can't be written."""
+    inner = _compose(params)
+    if params.around is None:
+        return inner
+    own = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    return json.dumps({"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]})
+
+
+def _compose(params: StructuredOutputsParams) -> str:
     name, given = _given(params)
     text = given if isinstance(given, str) else json.dumps(given)
     if len(text) > MAX_CHARACTERS:
@@ -106,9 +114,10 @@ async def check_in_thread(params: StructuredOutputsParams) -> None:
 def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
     name, given = _given(params)
     try:
-        message = _invalid(compose(params))
+        message = _invalid(_compose(params))
         if message is None:
-            return None
+            message = None if params.around is None else _invalid(compose(params))
+            return None if message is None else (f"around can't be enforced: {message}", "structured_outputs.around")
         if name == "json" and (path := _culprit(json.loads(given), message)):
             message += f" (in the schema's {path})"
         raise _refused(message, name)

@@ -25,6 +25,18 @@ from slipstream.server.structured import (
     structured,
     structured_param,
 )
+from slipstream.server.tools import (
+    CalledFunction,
+    FunctionSpec,
+    NamedChoice,
+    NamedFunction,
+    ToolCall,
+    ToolChoice,
+    ToolSpec,
+    ToolSpecs,
+    call_dict,
+    check_tools,
+)
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -158,8 +170,9 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | list[dict[str, Raw]] | None = None
     name: str | None = None
     refusal: Raw = _Off
-    tool_calls: Raw = _Off
-    tool_call_id: Raw = _Off
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Raw = _Off
     audio: Raw = _Off
     annotations: Raw = _Off
@@ -176,18 +189,15 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: Raw = _Off
-    tool_choice: Raw = _Off
-    parallel_tool_calls: Raw = _Off
+    tools: ToolSpecs | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Raw = _Off
     function_call: Raw = _Off
     modalities: Raw = _Off
     audio: Raw = _Off
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "tools": (b"null", b"[]"),
-        "tool_choice": (b"null", b'"none"'),
-        "parallel_tool_calls": (b"null",),
         "functions": (b"null", b"[]"),
         "function_call": (b"null", b'"none"'),
         "modalities": (b"null", b'["text"]'),
@@ -197,6 +207,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse_unless_off(self, self.off)
+        check_tools(self)
         if taken := {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ()):
             raise bad_request(f"chat_template_kwargs: {min(taken)} is a field of the request", "chat_template_kwargs")
         if self.top_logprobs is not None and not self.logprobs:
@@ -266,25 +277,30 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 def message_dict(message: Message, path: str) -> dict[str, Any]:
     """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know."""
-    roles = ("system", "developer", "user", "assistant")
+    roles = ("system", "developer", "user", "assistant", "tool")
     if message.role not in roles:
         raise bad_request(f"role {message.role!r} is not supported; use one of {', '.join(roles)}", f"{path}.role")
     refuse_unless_off(message, _MESSAGE_OFF, path + ".")
-    if message.content is None:
+    for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) is not None and message.role != role:
+            raise bad_request(f"{name} is for the role {role!r}", f"{path}.{name}")
+    if message.content is None and not message.tool_calls:
         raise bad_request("a message needs content", f"{path}.content")
     parts = (
-        [message.content]
-        if isinstance(message.content, str)
+        [message.content or ""]
+        if isinstance(message.content, str | None)
         else [_text_part(part, f"{path}.content[{i}]") for i, part in enumerate(message.content)]
     )
-    content = {"role": "system" if message.role == "developer" else message.role, "content": "".join(parts)}
-    return content if message.name is None else {**content, "name": message.name}
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning_content}
+    given: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": "".join(parts)}
+    given |= {name: value for name, value in more.items() if value is not None}
+    if message.tool_calls:
+        given["tool_calls"] = [call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    return given
 
 
 _MESSAGE_OFF = {
     "refusal": (b"null",),
-    "tool_calls": (b"null", b"[]"),
-    "tool_call_id": (b"null",),
     "function_call": (b"null",),
     "audio": (b"null",),
     "annotations": (b"null", b"[]"),
@@ -344,6 +360,7 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
 _STRUCTS: tuple[type[Struct], ...] = (
     *_DECODERS,
     *(StreamOptions, PromptCompression, Message, TextPart, ResponseFormat, JsonSchema, StructuredOutputs),
+    *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
 )
 for _struct in _STRUCTS:
     FIELDS.update(field.name for field in msgspec.structs.fields(_struct))

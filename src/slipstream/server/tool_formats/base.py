@@ -374,7 +374,8 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        """The grammar of one call or, if `parallel`, several: a Lark expression, whose rules go into `writer`."""
+        """The grammar of one call or, if `parallel`, several, behind the first one's trigger: a Lark expression, whose rules go
+        into `writer`."""
 
     def before(self, writer: Writer) -> str:
         """The grammar of what may stand before calls or an answer, if the format says."""
@@ -390,6 +391,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script: ...
+
+
+def again(writer: Writer, call: str, between: str, trigger: str) -> str:
+    """One call or more; each but the first begins with the trigger."""
+    return f"{call} ({between} {writer.text(trigger)} {call})*"
 
 
 def one_of(writer: Writer, tools: Sequence[Tool], call: Callable[[Tool], str]) -> str:

@@ -26,7 +26,7 @@ class DeepSeekV3(ToolFormat):
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
         one = one_of(writer, tools, lambda tool: self.one(tool, writer))
         several = f'{one} ("\\n"? {one})*' if parallel else one
-        return f"{writer.text(CALLS)} {several} {writer.text(CALLS_END)}"
+        return f"{several} {writer.text(CALLS_END)}"
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until((CALLS,), parser.content)):

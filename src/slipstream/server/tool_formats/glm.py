@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name, one_of
+from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
 from slipstream.server.tool_formats.values import ArgumentsInParts, is_text, properties, text_rule
 
 
@@ -26,11 +26,11 @@ class Glm(ToolFormat):
                     return f'{key} {text_rule(schema, writer, f"{tool.name}.{name}", "</arg_value>")} "\\n"'
                 return f'{key} {writer.schema(schema)} {writer.text("</arg_value>")} "\\n"'
 
-            inner = f"{writer.text(tool.name + chr(10))} {properties(tool, argument, self.name)}"
-            return f"{writer.text('<tool_call>')} {inner} {writer.text('</tool_call>')}"
+            arguments = properties(tool, argument, self.name)
+            return f"{writer.text(tool.name + chr(10))} {arguments} {writer.text('</tool_call>')}"
 
         one = one_of(writer, tools, call)
-        return f'{one} ("\\n" {one})*' if parallel else one
+        return again(writer, one, '"\\n"', self.trigger) if parallel else one
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("<tool_call>",), parser.content)):

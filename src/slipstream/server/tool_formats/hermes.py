@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, one_of
+from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, one_of
 
 
 class Hermes(ToolFormat):
@@ -20,11 +20,10 @@ class Hermes(ToolFormat):
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
         def call(tool: Tool) -> str:
             begin = '\n{"name": ' + json.dumps(tool.name) + ', "arguments": '
-            inner = f"{writer.text(begin)} {writer.schema(tool.parameters)}"
-            return f"{writer.text('<tool_call>')} {inner} {writer.text('}' + chr(10))} {writer.text('</tool_call>')}"
+            return f"{writer.text(begin)} {writer.schema(tool.parameters)} {writer.texts('}' + chr(10), '</tool_call>')}"
 
         one = one_of(writer, tools, call)
-        return f'{one} ("\\n" {one})*' if parallel else one
+        return again(writer, one, '"\\n"', self.trigger) if parallel else one
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("<tool_call>",), parser.content)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name, one_of
+from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
 
 
 class Mistral(ToolFormat):
@@ -24,7 +24,7 @@ class Mistral(ToolFormat):
 
         one = one_of(writer, tools, call)
         several = f'{one} (", " {one})*' if parallel else one
-        return f'{writer.text("[TOOL_CALLS]")} " "? "[" {several} "]"'
+        return f'" "? "[" {several} "]"'
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("[TOOL_CALLS]",), parser.content)):
@@ -63,7 +63,7 @@ class MistralArgs(Mistral):
 
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
         def call(tool: Tool) -> str:
-            return f"{writer.texts('[TOOL_CALLS]', tool.name, '[ARGS]')} {writer.schema(tool.parameters)}"
+            return f"{writer.texts(tool.name, '[ARGS]')} {writer.schema(tool.parameters)}"
 
         one = one_of(writer, tools, call)
-        return f"{one}+" if parallel else one
+        return again(writer, one, "", self.trigger) if parallel else one

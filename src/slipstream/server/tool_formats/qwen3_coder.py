@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name, one_of
+from slipstream.server.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, again, drop, is_name, one_of
 from slipstream.server.tool_formats.values import ArgumentsInParts, is_text, properties, text_rule
 
 
@@ -26,12 +26,11 @@ class Qwen3Coder(ToolFormat):
                     return f'{begin} {text_rule(schema, writer, f"{tool.name}.{name}", end)} "\\n"'
                 return f'{begin} {writer.schema(schema)} {writer.text(end)} "\\n"'
 
-            head, tail = writer.text(f"\n<function={tool.name}>\n"), writer.text("</function>\n")
-            inner = f"{head} {properties(tool, argument, self.name)} {tail}"
-            return f"{writer.text('<tool_call>')} {inner} {writer.text('</tool_call>')}"
+            head, tail = writer.text(f"\n<function={tool.name}>\n"), writer.texts("</function>\n", "</tool_call>")
+            return f"{head} {properties(tool, argument, self.name)} {tail}"
 
         one = one_of(writer, tools, call)
-        return f'{one} ("\\n" {one})*' if parallel else one
+        return again(writer, one, '"\\n"', self.trigger) if parallel else one
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while (yield from parser.until(("<tool_call>",), parser.content)):
