@@ -9,8 +9,9 @@ import jsonschema
 import openai
 import pytest
 
-from slipstream.server.tool_formats import FORMATS
+from slipstream.server.tool_formats import FORMATS, REASONING
 
+TILDE = 97
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -125,15 +126,6 @@ def test_auto(client, model, name, strict):
     assert len(entries) == len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
 
 
-def test_strict_calls_are_valid_once_begun(client, model):
-    """Among few tokens the model soon writes the marker: from there on the grammar holds."""
-    model(tool_call_parser="hermes")
-    tools = [{**t, "function": {**t["function"], "strict": True}} for t in TOOLS]
-    begin = {str(ord_token): 100 for ord_token in ()}
-    answer = client.chat.completions.create(**CHAT, tools=tools, seed=0, logit_bias=begin, response_format=None)
-    assert answer.choices[0].message.content is not None or answer.choices[0].message.tool_calls
-
-
 def test_a_schema_or_a_call(client, model):
     """`response_format` beside tools: the answer is either."""
     model(tool_call_parser="hermes")
@@ -151,27 +143,25 @@ def test_a_schema_or_a_call(client, model):
     assert kinds == {"tool_calls", "stop"}
 
 
-def test_reasoning_comes_before_a_schema(client, model):
-    """A prompt that has opened the reasoning: it ends somewhere, and then the schema begins. A bias makes it end soon."""
-    model(THINKING + "{% if add_generation_prompt %}<think>\n{% endif %}")
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": NOTE}}
-    bias = {str(t): 12 for t in encoded(client, "</think>")}
-    for seed in range(20):
-        ask = {**CHAT, "response_format": form, "seed": seed, "logit_bias": bias, "temperature": 1.5}
+@pytest.mark.parametrize("opened", [True, False])
+def test_reasoning_comes_before_a_schema(client, model, monkeypatch, opened):
+    """The markers are a special token and a letter, since a random model writes neither of the usual ones."""
+    monkeypatch.setitem(REASONING, "think", ("<|im_start|>", "~"))
+    end = "{% if add_generation_prompt %}<|im_start|>{% endif %}" if opened else ""
+    model(TEMPLATE + end, reasoning_parser="think")
+    form, reasoned = {"type": "json_schema", "json_schema": {"name": "x", "schema": NOTE}}, 0
+    for seed in range(6):
+        ask = {**CHAT, "response_format": form, "seed": seed, "logit_bias": {"2": 8, str(TILDE): 8}, "temperature": 2}
         answer = client.chat.completions.create(**ask).choices[0]
-        if answer.finish_reason == "stop":
-            break
-    assert answer.finish_reason == "stop"
-    jsonschema.validate(json.loads(answer.message.content), NOTE)
-    assert answer.message.reasoning_content
-    assert streamed(client.chat.completions.create(**ask, stream=True)) == as_streamed(answer)
+        assert answer.finish_reason == "stop"
+        jsonschema.validate(json.loads(answer.message.content), NOTE)
+        reasoned += bool(getattr(answer.message, "reasoning_content", None))
+        assert streamed(client.chat.completions.create(**ask, stream=True)) == as_streamed(answer)
+    assert reasoned
 
 
-def encoded(client, text):
-    import httpx
-
-    url = str(client.base_url).removesuffix("v1/")
-    return httpx.post(f"{url}tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+def test_the_letter(tiny_server):
+    assert tiny_server.engine.tokenizer.encode("~", add_special_tokens=False) == [TILDE]
 
 
 def test_a_prompt_that_ended_the_reasoning(client, model):
@@ -208,6 +198,9 @@ def test_none_tells_of_no_tools(client, model):
     assert none.choices[0].message.content == plain.choices[0].message.content
 
 
+OF_G = {"function": {"name": "g"}}
+
+
 def function(**fields):
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
@@ -216,7 +209,7 @@ def function(**fields):
     ("fields", "param", "says"),
     [
         ({"tools": function(parameters={"properties": {"a": {"not": {}}}})}, "tools[0].function.parameters", "not"),
-        ({"tools": function(), "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name", ""),
+        ({"tools": function(), "tool_choice": {**OF_G, "type": "function"}}, "tool_choice.function.name", "no tool"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": function() * 2}, "tools", "same name"),
         ({"tools": function(name="a b")}, "tools[0].function.name", "match"),

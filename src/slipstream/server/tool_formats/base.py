@@ -337,7 +337,7 @@ class Writer:
             self.rules["ANY"] = "/(?s:.*)/"
             self.rules[name] = f"ANY {self.text(marker)}"
         else:
-            escaped = re.escape(marker).replace("/", "\\/")
+            escaped = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
             self.rules[f"{name}[lazy]"] = f"/(?s:.*){escaped}/"
         return name
 
