@@ -85,8 +85,10 @@ def check_tools(body: WithTools) -> None:
     if len(set(names)) < len(names):
         raise bad_request("two tools have the same name", "tools")
     choice = body.tool_choice
-    if not names and choice not in (None, "none", "auto"):
+    if not names and choice not in (None, "none"):
         raise bad_request("tool_choice needs tools", "tool_choice")
+    if not names and body.parallel_tool_calls is not None:
+        raise bad_request("parallel_tool_calls needs tools", "parallel_tool_calls")
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         raise bad_request(f"there is no tool named {choice.function.name!r}", "tool_choice.function.name")
 
