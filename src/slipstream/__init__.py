@@ -14,6 +14,7 @@ _PUBLIC = {
     "AsyncLLM": "slipstream.engine.async_llm",
     "EngineConfig": "slipstream.config",
     "SamplingParams": "slipstream.types",
+    "StructuredOutputsParams": "slipstream.types",
     "RequestOutput": "slipstream.types",
     "CompletionOutput": "slipstream.types",
     "SlipstreamError": "slipstream.errors",
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.engine.llm import LLM
     from slipstream.errors import SlipstreamError
-    from slipstream.types import CompletionOutput, RequestOutput, SamplingParams
+    from slipstream.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -34,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SlipstreamError",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -10,12 +10,13 @@ dataclass. No torch here.
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from slipstream.errors import RequestError
 
@@ -49,6 +50,56 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # cancelled by the caller
     DEADLINE = "deadline"  # its deadline passed before it was done
     ERROR = "error"  # the engine failed
+    INVALID = "invalid"  # what it asks for turned out to be impossible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the answer must look like: exactly one of `json` (a JSON schema, as text, a dict or a bool), `regex` (the whole
+    answer), `choice` (one of these texts), `grammar` (EBNF as llama.cpp writes it, or Lark) and `json_object` (any).
+
+    Of JSON, `whitespace_pattern` is a regular expression of what may stand between two tokens of it, and
+    `disable_any_whitespace` allows nothing there. `around` is a Lark grammar in which @answer is what the others describe: so
+    that reasoning may come before it, for one.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    around: str | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(message: str, name: str) -> RequestError:
+            return RequestError(message, field=f"structured_outputs.{name}")
+
+        if isinstance(self.json, (dict, bool)):
+            try:
+                object.__setattr__(self, "json", json.dumps(self.json, ensure_ascii=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise refuse(f"json is not a JSON schema: {error}", "json") from None
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        texts = ("json", "regex", "grammar", "whitespace_pattern", "around")
+        for name in texts:
+            if not isinstance(value := getattr(self, name), (str, type(None))):
+                raise refuse(f"{name} must be a text, got {value!r}", name)
+        choice = self.choice
+        if choice is not None and not (isinstance(choice, tuple) and choice and all(isinstance(c, str) and c for c in choice)):
+            raise refuse(f"choice must be a list of non-empty texts, got {choice!r}", "choice")
+        given = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None]
+        given += ["json_object"] * bool(self.json_object)
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            message = f"give exactly one of json, regex, choice, grammar and json_object, got {found}"
+            raise RequestError(message, field="structured_outputs")
+        if given[0] not in ("json", "json_object"):
+            for name in ("disable_any_whitespace", "whitespace_pattern"):
+                if getattr(self, name):
+                    raise refuse(f"{name} is for json and json_object", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +111,8 @@ class SamplingParams:
     `repetition_penalty` looks at prompt and answer (Keskar et al. 2019, CTRL); `presence_penalty` and
     `frequency_penalty` at the answer only (OpenAI). `logprobs=k` returns the chosen token's log-probability and the k
     best at each step, before temperature and filters; `prompt_logprobs=k` the same for the prompt.
-    With a `seed`, the draw at each position depends on the seed and the position alone.
+    With a `seed`, the draw at each position depends on the seed and the position alone. With `structured_outputs` only tokens
+    that its grammar allows are drawn.
     """
 
     n: int = 1
@@ -82,6 +134,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         # Callers pass what they know from other libraries: a string or list for stop, -1 for "no top_k".
@@ -249,6 +302,15 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Which tokens may be drawn at some of a step's sampled positions. `bits` are int32 [len(positions), words] in the
+    machine's order: token t's is bit t % 32 of word t // 32."""
+
+    positions: tuple[int, ...]  # of the N sampled ones, in plan order
+    bits: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class ByteTokenizer:
     def id_to_token(self, token_id):
         return "<s>" if token_id == 0 else chr(token_id)
 
-    chat_template = "{{ reasoning_effort }}"
+    chat_template = tool_template = "{{ reasoning_effort }}"
 
     def apply_chat_template(self, messages, *, add_generation_prompt=True, **variables):
         self.variables = variables

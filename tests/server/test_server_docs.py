@@ -19,4 +19,5 @@ def test_there_are_examples():
 def test_example(number, request):
     """Those with `minilm` against an encoder."""
     server = request.getfixturevalue("tiny_encoder_server" if "minilm" in EXAMPLES[number] else "tiny_server")
-    exec(compile(EXAMPLES[number].replace("http://127.0.0.1:8000", server.url), f"example {number}", "exec"), {})
+    source = EXAMPLES[number].replace("http://127.0.0.1:8000", server.url)
+    exec(compile(source, f"example {number}", "exec", dont_inherit=True), {})

@@ -32,6 +32,8 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--body-timeout", {"type": float, "dest": "body_timeout_s", "help": "seconds for a body to arrive (default: 30)"}),
     ("--ssl-certfile", {"help": "certificate chain (PEM): serve HTTPS"}),
     ("--ssl-keyfile", {"help": "its key, if it is in a file of its own"}),
+    ("--tool-call-parser", {"metavar": "NAME", "help": "format of tool calls (default: as the chat template says); none: off"}),
+    ("--reasoning-parser", {"metavar": "NAME", "help": "format of reasoning (default: as the chat template says); none: off"}),
     ("--log-format", {"choices": ("text", "json"), "help": "one line a request, on standard error (default: text)"}),
 )
 

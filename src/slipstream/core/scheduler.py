@@ -113,9 +113,9 @@ class Scheduler:
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, spec: EngineRequest) -> None:
-        """Queue a request. EngineOverloadedError if the queue is full (forks come in with the request they fork from),
-        ContextLengthError if it could never run."""
+    def add(self, spec: EngineRequest, *, held: bool = False) -> None:
+        """Queue a request; one that is `held` waits for `release`. EngineOverloadedError if the queue is full (forks come in
+        with the request they fork from), ContextLengthError if it could never run."""
         limit = self.scheduling.max_queue
         if spec.request_id in self._requests:
             raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
@@ -133,7 +133,13 @@ class Scheduler:
         if parent is not None and parent.num_computed_tokens < parent.num_prompt_tokens:
             request.status = Status.FORKING
             parent.forks.append(request)
-        else:
+        elif not held:
+            self._wait(request)
+
+    def release(self, request_id: str) -> None:
+        """A request that was held back may be scheduled."""
+        request = self._requests.get(request_id)  # its deadline may have passed
+        if request is not None and request.status is Status.WAITING:
             self._wait(request)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:

@@ -35,6 +35,7 @@ from slipstream.engine.core_process import (
     Stats,
     ToParent,
 )
+from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, merge, raise_on_error
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
@@ -227,6 +228,8 @@ class AsyncLLM:
                 cache_salt=cache_salt,
             )
 
+        if sampling.structured_outputs is not None:
+            await check_in_thread(sampling.structured_outputs)
         request = await beside(prepare, _num_characters(prompt))
         child = self._running_child()
         self._output.add(request, sink.on_token)

@@ -6,7 +6,8 @@ An encoder has a `TextScheduler`, TextsPlans and vectors in their places.
 
 Where launches are asynchronous two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input
 tokens never leave the device. The scheduler knows how many tokens step N will add, if not which. A sequence that turns out to
-have ended in step N is dropped from N + 1's results.
+have ended in step N is dropped from N + 1's results. A step that samples for a grammar is launched in two parts: its forward,
+then, once step N's tokens are known and while the device runs the forward, the masks of what may be drawn.
 
 Not thread-safe: one thread owns a core. No torch.
 """
@@ -21,6 +22,9 @@ from collections.abc import Callable, Iterable
 from slipstream.config import EngineArgs
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.scheduler import Scheduler
+from slipstream.engine.grammar import GrammarError, Grammars
+from slipstream.engine.processor import end_tokens, load_tokenizer
+from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError
 from slipstream.types import (
     EngineOutput,
@@ -28,14 +32,20 @@ from slipstream.types import (
     EngineStats,
     FinishReason,
     Plan,
+    StepPlan,
     TextsRequest,
+    TokenOutput,
     tokens_of,
 )
 from slipstream.worker.executor import Executor, Launched, LocalExecutor
 
+COMPILING_S = 0.001
+"""How often to look whether a grammar is compiled while there is nothing else to do."""
+
 
 class EngineCore:
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> None:
+        """`load_tokenizer` is asked once, when the first grammar comes."""
         self.executor = executor
         self.description, self.config, self.ledger = executor.description, executor.config, executor.ledger
         scheduling, cache, longest = self.config.scheduling, self.config.cache, self.config.model.max_model_len
@@ -53,6 +63,8 @@ class EngineCore:
                 speculation=self.config.speculation,
             )
         self._texts = TextSequences()  # of a decoder
+        rows, description = self.description.spec.vocab_size, self.description
+        self.grammars = Grammars(load_tokenizer, rows, lambda tokenizer: end_tokens(description, tokenizer))
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
         self._stalled = False  # the last look found nothing to compute; only news or time will change that
@@ -62,7 +74,8 @@ class EngineCore:
     @classmethod
     def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
         """Find the model and the device, resolve the settings, load. `progress` is told each phase as it begins."""
-        return cls(LocalExecutor.build(args, progress=progress))
+        executor = LocalExecutor.build(args, progress=progress)
+        return cls(executor, lambda: load_tokenizer(args, executor.description))
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -72,7 +85,8 @@ class EngineCore:
         requests = list(requests)
         assert isinstance(self.scheduler, Scheduler), "an encoder takes texts"
         for request in requests:
-            self.scheduler.add(request)
+            ready = request.sampling.structured_outputs is None or self.grammars.begin(request)
+            self.scheduler.add(request, held=not ready)
         # A prompt that several choices share is one prompt.
         self._prompt_tokens += sum(len(r.encoder_token_ids or r.prompt_token_ids) for r in requests if r.fork_of is None)
 
@@ -87,6 +101,8 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         self._stalled = False
+        request_ids = list(request_ids)
+        self.grammars.forget(request_ids)
         return self.scheduler.abort(self._texts.forget(request_ids), reason)
 
     @property
@@ -104,12 +120,16 @@ class EngineCore:
             self._planned = None
             self.scheduler.fail_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
             self._texts.clear()
+            self.grammars.clear()
             self.executor.forget()
             raise
 
     def _step(self) -> list[EngineOutput]:
+        compiled = self._take_compiled() if self.grammars.is_compiling else []
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         outputs = self.scheduler.drain_outputs()
+        self.grammars.forget(o.request_id for o in outputs)
+        outputs += compiled
         self._stalled = plan is None
         limit = 0 if plan is None else self.executor.max_in_flight(plan)
         if plan is not None and len(self._in_flight) >= limit:
@@ -117,15 +137,63 @@ class EngineCore:
         if plan is not None:
             self._in_flight.append(self.executor.launch(plan))
         waits = plan is None or len(self._in_flight) >= limit
-        while self._in_flight and (waits or self._in_flight[0].is_done):
+        while self._in_flight:
+            if self._in_flight[0].awaits_mask:  # all tokens before it are known by now
+                outputs += self._constrain(self._in_flight[0])
+            if not (waits or self._in_flight[0].is_done):
+                break
             step, waits = self._in_flight.popleft(), False
             new = self.scheduler.update(step.plan, step.result())
+            if self.grammars:
+                new = self._accept(new)
             self._num_steps += 1
             self._last_step = time.monotonic()
             self._generated_tokens += sum(len(o.token_ids) for o in tokens_of(new))
             outputs += new
             self._stalled = False  # drafts may follow
         return self._texts.joined(outputs)
+
+    def _take_compiled(self) -> list[EngineOutput]:
+        """Requests whose grammar is compiled wait no longer."""
+        outputs: list[EngineOutput] = []
+        for request_id, error in self.grammars.compiled():
+            assert isinstance(self.scheduler, Scheduler)
+            if error is None:
+                self.scheduler.release(request_id)
+            else:
+                outputs += self._end(request_id, error)
+        return outputs
+
+    def _constrain(self, step: Launched) -> list[EngineOutput]:
+        """Say what a launched step may draw."""
+        assert isinstance(step.plan, StepPlan)
+        mask, ended = self.grammars.masks(step.plan)
+        self.executor.constrain(step, mask)
+        return [output for request_id, error in ended.items() for output in self._end(request_id, error)]
+
+    def _accept(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Grammars advance by new tokens. An answer after which nothing can follow is complete."""
+        found: list[EngineOutput] = []
+        for output in outputs:
+            found.append(output)
+            if not isinstance(output, TokenOutput) or output.request_id not in self.grammars:
+                continue
+            if output.finish_reason is not None:
+                self.grammars.forget([output.request_id])
+                continue
+            try:
+                if self.grammars.accept(output.request_id, output.token_ids):
+                    self._end(output.request_id, None)
+                    found[-1] = output._replace(finish_reason=FinishReason.STOP)
+            except GrammarError as error:
+                found += self._end(output.request_id, str(error))
+        return found
+
+    def _end(self, request_id: str, error: str | None) -> list[EngineOutput]:
+        """End a request whose answer is complete, or can't be completed."""
+        self.grammars.forget([request_id])
+        ended = self.scheduler.abort([request_id], FinishReason.STOP if error is None else FinishReason.INVALID)
+        return [output._replace(error=error) for output in tokens_of(ended)]
 
     @property
     def can_step(self) -> bool:
@@ -134,7 +202,11 @@ class EngineCore:
 
     def next_wakeup(self) -> float | None:
         """When, in time.monotonic(), a step may become possible without a new request; None if never."""
-        return self.scheduler.next_wakeup()
+        wakeup = self.scheduler.next_wakeup()
+        if self.grammars.is_compiling:
+            soon = time.monotonic() + COMPILING_S
+            return soon if wakeup is None else min(soon, wakeup)
+        return wakeup
 
     def wait(self) -> None:
         """Sleep until `next_wakeup()` (a batching window or a deadline)."""

@@ -262,8 +262,11 @@ class OutputProcessor:
 
 
 def raise_on_error(output: RequestOutput) -> RequestOutput:
-    """EngineError if the engine failed while it worked on a choice; its message is the choice's stop_reason."""
+    """EngineError if the engine failed while it worked on a choice, RequestError if the request turned out to be impossible;
+    the message is the choice's stop_reason."""
     for choice in output.outputs:
+        if choice.finish_reason == FinishReason.INVALID:
+            raise RequestError(str(choice.stop_reason), field="structured_outputs")
         if choice.finish_reason == FinishReason.ERROR:
             raise EngineError(str(choice.stop_reason))
     return output

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.config import EngineArgs, EngineConfig
+from slipstream.engine.grammar import check
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, RequestError, UnsupportedModelError
 from slipstream.hub import resolve_model
@@ -83,6 +84,12 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     return Tokenizer.for_model(model, other)
 
 
+def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every token that ends an answer: those that the model's files name, and the tokenizer's."""
+    of_tokenizer = [i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < model.spec.vocab_size]
+    return tuple(dict.fromkeys((*model.eos_token_ids, *of_tokenizer)))
+
+
 def default_sampling(model: ModelDescription) -> SamplingParams:
     """As the model's generation config has it. UnsupportedModelError if that can't be."""
     try:
@@ -127,13 +134,11 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        rows = description.spec.vocab_size
-        eos = (*description.eos_token_ids, *(i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < rows))
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
             max_model_len=config.model.max_model_len,
-            eos_token_ids=tuple(dict.fromkeys(eos)),
+            eos_token_ids=end_tokens(description, tokenizer),
             description=description,
             ids=ids,
         )
@@ -182,6 +187,11 @@ class InputProcessor:
             )
         self._check_ids("logit_bias", sampling.logit_bias)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        if sampling.structured_outputs is not None:
+            if self.tokenizer is None:
+                message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
+                raise RequestError(message, field="structured_outputs")
+            check(sampling.structured_outputs)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
         if deadline_s is not None and not deadline_s > 0:

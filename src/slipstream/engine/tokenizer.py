@@ -218,6 +218,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._templates.get("default")
 
+    @property
+    def tool_template(self) -> str | None:
+        """The template of conversations with tools: the one named tool_use, where there is one."""
+        return self._templates.get("tool_use", self.chat_template)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -229,7 +234,7 @@ class Tokenizer:
     ) -> str:
         """The conversation as the model wants to see it. RequestError (field "messages") says what the template
         refused. `tools` choose the template named tool_use, where there is one."""
-        template = self._templates.get("tool_use", self.chat_template) if tools else self.chat_template
+        template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError(
                 "this model has no chat template; if it writes text, use completions with a plain prompt", field="messages"

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -247,6 +248,11 @@ class CpuOps(ReferenceOps):
         return out
 
     # --- Sampling ---------------------------------------------------------------------------------------------------
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        allowed = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        for row, own in zip(rows.tolist(), torch.from_numpy(allowed == 0), strict=True):
+            logits[row].masked_fill_(own, float("-inf"))
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.all_greedy and params.bias_rows is None and params.history is None:

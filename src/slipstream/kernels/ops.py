@@ -344,6 +344,15 @@ class OpSet(ABC):
         u = uniform(seed, history_len) per row (see `reference.uniform`), so it needs no state and is the same in any batch.
         """
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """In place: −inf where a token is not allowed. Row `rows[i]` (int64 [M], each once) of logits [S, V] keeps the tokens
+        whose bits are set in bits[i] (int32 [M, words], as `TokenMask` has them). Tokens beyond the last word are not
+        allowed."""
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
+        allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
+        logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
     @abstractmethod
     def copy_blocks(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks: kv[target[i]] = kv[source[i]] for int64 [N] each; no target is also a source."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from typing import Any
+
+import msgspec
 
 from slipstream.server.context import shorten
 from slipstream.server.generation import Answer, encode
@@ -10,7 +14,9 @@ from slipstream.server.protocol import ChatRequest, message_dict, template_varia
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
 from slipstream.server.tokens import chat_tokens, template_tokens
-from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, TokensPrompt
+from slipstream.server.tool_formats.base import Arguments, BeginCall, Content, Event, Parser, Reasoning
+from slipstream.server.tools import Reading, reading_of
+from slipstream.types import CompletionOutput, FinishReason, Logprob, PositionLogprobs, SamplingParams, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
@@ -47,6 +53,92 @@ class ChatAnswer(Answer):
         }
 
 
+class ReadAnswer(ChatAnswer):
+    """Reasoning, content and tool calls apart."""
+
+    def __init__(self, reading: Reading, *args: Any) -> None:
+        super().__init__(*args)
+        self.reading = reading
+        self.parsers = [reading.parser() for _ in self.choices]
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        choice, parts = self.choices[delta.index], list[bytes]()
+        index = b'{"index":%d,"delta":' % delta.index
+        if not choice.begun:
+            choice.begun = True
+            parts.append(self.event(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}'))
+        parser = self.parsers[delta.index]
+        events = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += parser.finish()
+        told = [encode(self._delta(event)) for event in _merged(events)]
+        if delta.logprobs and not told:
+            told.append(b"{}")
+        logprobs = encode(_logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        for number, one in enumerate(told):
+            own = b"null" if number else logprobs
+            parts.append(self.event(index, one, b',"logprobs":', own, b',"finish_reason":null}'))
+        if delta.finish_reason is not None:
+            reason = _reason(delta.finish_reason, parser)
+            parts.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}"))
+        return b"".join(parts)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        answer, parser = super().choice(index), self.parsers[index]
+        events = parser.feed(answer["message"]["content"]) + parser.finish()
+        calls: list[dict[str, Any]] = []
+        for event in events:
+            if isinstance(event, BeginCall):
+                calls.append(_call(event))
+            elif isinstance(event, Arguments):
+                calls[event.index]["function"]["arguments"] += event.text
+        content = "".join(e.text for e in events if isinstance(e, Content))
+        reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))
+        message = answer["message"] = {**answer["message"], "content": content or (None if calls else "")}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        answer["finish_reason"] = _reason(answer["finish_reason"], parser)
+        return answer
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case BeginCall(index):
+                return {"tool_calls": [{"index": index, **_call(event)}]}
+            case Arguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _call(begin: BeginCall) -> dict[str, Any]:
+    function = {"name": begin.name, "arguments": ""}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _merged(events: list[Event]) -> list[Event]:
+    """Neighbours that say the same kind of thing as one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments) and event.index == last.index:
+            found[-1] = Arguments(event.index, last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
+def _reason(reason: str, parser: Parser) -> str:
+    return "tool_calls" if reason == FinishReason.STOP and parser.num_calls else reason
+
+
 def _logprobs(positions: list[PositionLogprobs]) -> dict[str, Any]:
     content = [{**_entry(p.chosen), "top_logprobs": [_entry(token) for token in p.top]} for p in positions]
     return {"content": content, "refusal": None}
@@ -54,6 +146,27 @@ def _logprobs(positions: list[PositionLogprobs]) -> dict[str, Any]:
 
 def _entry(token: Logprob) -> dict[str, Any]:
     return {"token": token.token, "logprob": token.logprob, "bytes": list(token.token_bytes)}
+
+
+async def answer_of(
+    state: ServerState,
+    body: ChatRequest,
+    tokens: list[int],
+    sampling: SamplingParams,
+    record: RequestRecord,
+    template: str | None,
+) -> ChatAnswer:
+    prompts, reading = [TokensPrompt(prompt_token_ids=tokens)], reading_of(state, body, tokens, template)
+    if reading is None:
+        return ChatAnswer(state, body, prompts, sampling, record)
+    tokenizer = state.engine.tokenizer
+    assert tokenizer is not None
+    sampling = dataclasses.replace(
+        sampling,
+        structured_outputs=await reading.structured(sampling.structured_outputs, tokenizer),
+        skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
+    )
+    return ReadAnswer(reading, state, body, prompts, sampling, record)
 
 
 async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) -> ChatAnswer:
@@ -64,15 +177,19 @@ async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) 
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     tokenizer = state.engine.tokenizer
-    variables = template_variables(body, None if tokenizer is None else tokenizer.chat_template)
+    uses_tools = bool(body.tools) and body.tool_choice != "none"
+    template = None if tokenizer is None else tokenizer.tool_template if uses_tools else tokenizer.chat_template
+    variables = template_variables(body, template)
+    if uses_tools:
+        variables["tools"] = [msgspec.to_builtins(tool) for tool in body.tools or ()]
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     if body.compress_prompt is None:
         tokens = await chat_tokens(state, body.messages, **variables)
-        return ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+        return await answer_of(state, body, tokens, sampling, record, template)
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     shorter, told = await shorten(state, plain, body.compress_prompt)
     tokens = await template_tokens(state, shorter, **variables)
-    answer = ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    answer = await answer_of(state, body, tokens, sampling, record, template)
     answer.more_usage = {"prompt_compression": told}
     return answer

@@ -17,6 +17,26 @@ import msgspec.structs
 from msgspec import Meta, Raw, Struct
 
 from slipstream.server.errors import FIELDS, bad_request
+from slipstream.server.structured import (
+    JsonSchema,
+    ResponseFormat,
+    Structured,
+    StructuredOutputs,
+    structured,
+    structured_param,
+)
+from slipstream.server.tools import (
+    CalledFunction,
+    FunctionSpec,
+    NamedChoice,
+    NamedFunction,
+    ToolCall,
+    ToolChoice,
+    ToolSpec,
+    ToolSpecs,
+    call_dict,
+    check_tools,
+)
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -41,7 +61,7 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
     protect: Annotated[list[Text], Meta(max_length=64)] = []
 
 
-class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
+class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
     model: str
@@ -83,7 +103,7 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def param(self, field: str | None) -> str | None:
         """This body's own name for a field that an error from the engine names."""
-        raise NotImplementedError
+        return structured_param(self, field) if field and field.startswith("structured_outputs") else field
 
     def sampling(self, model: Mapping[str, float], **special: Any) -> SamplingParams:
         """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
@@ -91,13 +111,14 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
         given = {**model} | {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
+        special.setdefault("structured_outputs", structured(self))
         return SamplingParams(**given, **special)
 
 
 _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
-    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens")
+    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens", "structured_outputs")
 )
 
 
@@ -120,7 +141,7 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
             raise bad_request(f"best_of={self.best_of} is supported only when it equals n", "best_of")
 
     def param(self, field: str | None) -> str | None:
-        return {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs"}.get(field or "", field)
+        return {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs"}.get(field or "") or super().param(field)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
@@ -149,8 +170,9 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | list[dict[str, Raw]] | None = None
     name: str | None = None
     refusal: Raw = _Off
-    tool_calls: Raw = _Off
-    tool_call_id: Raw = _Off
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Raw = _Off
     audio: Raw = _Off
     annotations: Raw = _Off
@@ -167,20 +189,15 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    response_format: Raw = _Off
-    tools: Raw = _Off
-    tool_choice: Raw = _Off
-    parallel_tool_calls: Raw = _Off
+    tools: ToolSpecs | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Raw = _Off
     function_call: Raw = _Off
     modalities: Raw = _Off
     audio: Raw = _Off
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "response_format": (b"null", b'{"type":"text"}'),
-        "tools": (b"null", b"[]"),
-        "tool_choice": (b"null", b'"none"'),
-        "parallel_tool_calls": (b"null",),
         "functions": (b"null", b"[]"),
         "function_call": (b"null", b'"none"'),
         "modalities": (b"null", b'["text"]'),
@@ -190,6 +207,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         super().check()
         refuse_unless_off(self, self.off)
+        check_tools(self)
         if taken := {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ()):
             raise bad_request(f"chat_template_kwargs: {min(taken)} is a field of the request", "chat_template_kwargs")
         if self.top_logprobs is not None and not self.logprobs:
@@ -200,7 +218,7 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     def param(self, field: str | None) -> str | None:
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
-        return {**names, "max_tokens": max_tokens}.get(field or "", field)
+        return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 
 
 class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -259,25 +277,30 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 def message_dict(message: Message, path: str) -> dict[str, Any]:
     """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know."""
-    roles = ("system", "developer", "user", "assistant")
+    roles = ("system", "developer", "user", "assistant", "tool")
     if message.role not in roles:
         raise bad_request(f"role {message.role!r} is not supported; use one of {', '.join(roles)}", f"{path}.role")
     refuse_unless_off(message, _MESSAGE_OFF, path + ".")
-    if message.content is None:
+    for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) is not None and message.role != role:
+            raise bad_request(f"{name} is for the role {role!r}", f"{path}.{name}")
+    if message.content is None and not message.tool_calls:
         raise bad_request("a message needs content", f"{path}.content")
     parts = (
-        [message.content]
-        if isinstance(message.content, str)
+        [message.content or ""]
+        if isinstance(message.content, str | None)
         else [_text_part(part, f"{path}.content[{i}]") for i, part in enumerate(message.content)]
     )
-    content = {"role": "system" if message.role == "developer" else message.role, "content": "".join(parts)}
-    return content if message.name is None else {**content, "name": message.name}
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning_content}
+    given: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": "".join(parts)}
+    given |= {name: value for name, value in more.items() if value is not None}
+    if message.tool_calls:
+        given["tool_calls"] = [call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    return given
 
 
 _MESSAGE_OFF = {
     "refusal": (b"null",),
-    "tool_calls": (b"null", b"[]"),
-    "tool_call_id": (b"null",),
     "function_call": (b"null",),
     "audio": (b"null",),
     "annotations": (b"null", b"[]"),
@@ -334,7 +357,11 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
 }
-_STRUCTS: tuple[type[Struct], ...] = (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart)
+_STRUCTS: tuple[type[Struct], ...] = (
+    *_DECODERS,
+    *(StreamOptions, PromptCompression, Message, TextPart, ResponseFormat, JsonSchema, StructuredOutputs),
+    *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+)
 for _struct in _STRUCTS:
     FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")

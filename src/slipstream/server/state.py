@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.server.load import Load
+from slipstream.server.tool_formats import reasoning_markers, tool_format
 from slipstream.types import CanaryResult, EngineStats, Prompt, SamplingParams, Vectors
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Tokenizer(Protocol):
     def id_to_token(self, token_id: int, /) -> str | None: ...
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def tool_template(self) -> str | None: ...
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
@@ -122,6 +125,8 @@ class ServerSettings:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"
+    tool_call_parser: str | None = None  # a name in `tool_formats.FORMATS`, or "none"; None: as the chat template says
+    reasoning_parser: str | None = None  # the same of REASONING
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, need: str) -> None:
@@ -133,6 +138,8 @@ class ServerSettings:
             require(getattr(self, name) > 0, name, "above 0")
         require(self.drain_timeout_s >= 0, "drain_timeout_s", "0 or more")
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
+        tool_format(self.tool_call_parser, None)
+        reasoning_markers(self.reasoning_parser, None)
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII without spaces", field="api_keys")

@@ -16,8 +16,9 @@ from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_
 from slipstream.plan.memory import MemoryLedger, block_bytes, kv_budget, plan_kv, scratch_blocks
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.types import CanaryResult, ExpertTokens, Plan, StepResult
+from slipstream.types import CanaryResult, ExpertTokens, Plan, StepResult, TokenMask
 from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
+from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.warm_up import warm_up
@@ -31,6 +32,10 @@ class Launched(Protocol):
     @property
     def is_done(self) -> bool:
         """The launch itself computed it: `result` does not wait."""
+
+    @property
+    def awaits_mask(self) -> bool:
+        """It draws nothing, and has no result, before `Executor.constrain`."""
 
     def result(self) -> StepResult:
         """Wait for it. To be called once."""
@@ -51,6 +56,10 @@ class Executor(ABC):
     @abstractmethod
     def launch(self, plan: Plan) -> Launched:
         """Queue one step behind those launched before."""
+
+    @abstractmethod
+    def constrain(self, step: Launched, mask: TokenMask) -> None:
+        """Say what the requests of a step that have a grammar may draw. No other step may be launched before."""
 
     @abstractmethod
     def max_in_flight(self, plan: Plan) -> int:
@@ -95,6 +104,10 @@ class LocalExecutor(Executor):
 
     def launch(self, plan: Plan) -> Launched:
         return self.runner.launch(plan)
+
+    def constrain(self, step: Launched, mask: TokenMask) -> None:
+        assert isinstance(step, AwaitingMask)
+        step.constrain(mask)
 
     def max_in_flight(self, plan: Plan) -> int:
         return self.runner.max_in_flight(plan)

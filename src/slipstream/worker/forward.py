@@ -78,6 +78,14 @@ class InputBatch:
         rows = self.table.rows
         return all(rows[s.request_id].is_greedy for s in self.plan.scheduled if s.num_sampled)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Some request samples by a grammar."""
+        assert self.plan is not None
+        assert self.table is not None
+        constrained = self.table.constrained
+        return bool(constrained) and any(s.request_id in constrained for s in self.plan.scheduled if s.num_sampled)
+
 
 @dataclass(slots=True)
 class Output:

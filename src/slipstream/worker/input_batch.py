@@ -43,7 +43,7 @@ class Row:
     def __post_init__(self) -> None:
         s = self.sampling
         changed = s.has_penalties or s.logit_bias or self.forbidden_early
-        self.is_greedy = s.temperature == 0.0 and s.logprobs is None and not changed
+        self.is_greedy = s.temperature == 0.0 and s.logprobs is None and s.structured_outputs is None and not changed
 
 
 class RowTable:
@@ -73,6 +73,7 @@ class RowTable:
         self.encoder_lens = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         self.rows: dict[str, Row] = {}
         self.pooled: set[str] = set()  # the rows that want a vector
+        self.constrained: set[str] = set()  # those that sample by a grammar
         self._free = list(range(capacity - 1, -1, -1))
         self._seeds = np.random.default_rng(seed)
 
@@ -80,12 +81,14 @@ class RowTable:
         """Drop every row."""
         self.rows.clear()
         self.pooled.clear()
+        self.constrained.clear()
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
         """Drop released rows, make new ones, update block tables: two small uploads whatever the number of rows."""
         for request_id in plan.released:
             self.pooled.discard(request_id)
+            self.constrained.discard(request_id)
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
@@ -106,6 +109,8 @@ class RowTable:
             self.rows[request.request_id] = row
             if request.pooled:
                 self.pooled.add(request.request_id)
+            if sampling.structured_outputs is not None:
+                self.constrained.add(request.request_id)
             start = row.index * width
             where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])

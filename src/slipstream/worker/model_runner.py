@@ -48,7 +48,9 @@ from slipstream.types import (
     TextsPlan,
     TextVectors,
     TokenLogprobs,
+    TokenMask,
 )
+from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.draft_model import DraftModel
 from slipstream.worker.forward import Forwards, InputBatch, Output
 from slipstream.worker.graphs import StepGraphs, ladder, mixed_decodes, mixed_prompts
@@ -95,6 +97,8 @@ gained nothing (benchmarks/CPU_NOTES.md)."""
 @dataclasses.dataclass(slots=True)
 class InFlightStep:
     """A step that was launched. `result()` waits for the device and may be called once."""
+
+    awaits_mask = False
 
     plan: Plan
     sampled: SampledRows | None
@@ -308,17 +312,22 @@ class ModelRunner:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> InFlightStep:
+    def launch(self, plan: Plan) -> InFlightStep | AwaitingMask:
         """Queue one step. On a CPU a step of a few greedy decodes is under way when this returns, if the kernels can; any other
         is done, and so is what was under way before."""
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
         batch = self.prepare(plan)
         drafts = self.draft.propose(plan, batch.table) if self.draft is not None and batch.table is not None else None
-        step = self.sample(batch, self.forwards.run(batch))
-        if drafts is not None:
-            step.drafts, step.done = self.platform.to_host(drafts), self.platform.record()
-        return step
+        output = self.forwards.run(batch)
+
+        def sampled(mask: TokenMask | None = None) -> InFlightStep:
+            step = self.sample(batch, output, mask)
+            if drafts is not None:
+                step.drafts, step.done = self.platform.to_host(drafts), self.platform.record()
+            return step
+
+        return AwaitingMask(plan, sampled) if batch.has_grammar else sampled()
 
     def prepare(self, plan: StepPlan) -> InputBatch:
         """Rows dropped, made and extended, shared blocks copied, new prompts encoded."""
@@ -336,7 +345,7 @@ class ModelRunner:
             self.forwards.encode(texts[0], self.kv, texts[1])
         return InputBatch(self.kv, plan, rows)
 
-    def sample(self, batch: InputBatch, output: Output) -> InFlightStep:
+    def sample(self, batch: InputBatch, output: Output, mask: TokenMask | None = None) -> InFlightStep:
         """Tokens of the sequences that want one, log-probabilities and vectors of those that want these."""
         plan, sampled = batch.plan, output.sampled
         assert plan is not None
@@ -352,7 +361,7 @@ class ModelRunner:
         hidden = output.hidden if index is None else output.hidden.index_select(0, index)
         tokens, logprobs = output.forward.greedy(hidden) if batch.is_greedy else None, None
         if tokens is None:
-            tokens, logprobs = self._draw(output.forward.logits(hidden), sampled)
+            tokens, logprobs = self._draw(output.forward.logits(hidden), sampled, mask)
         assert self.rows is not None
         self.rows.write(sampled.rows, sampled.positions, tokens)
         return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, prompt, pooled)
@@ -396,19 +405,21 @@ class ModelRunner:
             self.rows.forget()
 
     def _draw(
-        self, logits: Tensor, sampled: SampledRows
+        self, logits: Tensor, sampled: SampledRows, mask: TokenMask | None
     ) -> tuple[Tensor, tuple[list[int], tuple[Tensor, ...], list[int]] | None]:
         """Tokens of logits [N, V], and what `InFlightStep.logprobs` says of them."""
         rows = self.rows
         assert rows is not None
         wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
         which = [i for i, k in enumerate(wanted) if k is not None]
-        if not which:
-            return self.ops.sample(logits, sampling_tensors(rows, sampled)), None
-        # Log-probabilities are of the model's own distribution: kept before the sampler overwrites the logits.
-        index = self.platform.upload(np.array(which, np.int64))
-        kept = logits[index]
+        # Log-probabilities are of the model's own distribution: kept before the mask and the sampler overwrite the logits.
+        index = self.platform.upload(np.array(which, np.int64)) if which else None
+        kept = None if index is None else logits[index]
+        if mask is not None and mask.positions:
+            apply_mask(logits, mask, self.ops, self.platform)
         tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
+        if kept is None:
+            return tokens, None
         counts = [wanted[i] or 0 for i in which]
         best = best_logprobs(kept, tokens[index], max(counts))
         return tokens, (which, tuple(self.platform.to_host(t) for t in best), counts)

@@ -50,6 +50,7 @@ class TritonOps(OpSet):
     rope_and_cache = staticmethod(pointwise.rope_and_cache)
     activation = staticmethod(pointwise.activation)
     copy_blocks = staticmethod(pointwise.copy_blocks)
+    mask_logits = staticmethod(sampling.mask_logits)
     mean_of_texts = staticmethod(bidirectional.mean_of_texts)
     mla_queries = staticmethod(mla_queries)
     gather_inputs = staticmethod(rows.gather_inputs)

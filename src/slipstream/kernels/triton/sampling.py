@@ -175,3 +175,19 @@ def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4
             ANY_MIN_P=params.any_min_p, num_warps=8,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK: tl.constexpr):
+    """One span of one row's tokens: only what is not allowed is written."""
+    i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    word = tl.load(bits_ptr + i.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)
+    allowed = (word >> (at % 32)) & 1
+    tl.store(logits_ptr + row * row_stride + at, float("-inf"), mask=(at < vocab) & (allowed == 0))
+
+
+def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor, *, block: int = 4096) -> None:
+    """`OpSet.mask_logits`"""
+    grid = (len(rows), triton.cdiv(logits.shape[1], block))
+    _mask_kernel[grid](logits, rows, bits, logits.shape[1], logits.stride(0), bits.shape[1], BLOCK=block, num_warps=8)

@@ -1,0 +1,365 @@
+"""Answers that keep to a grammar: which tokens may come next, by `llguidance`. No torch.
+
+1. `check` looks at a request's grammar before it is queued: the front end's 400s come from here.
+2. `Grammars`, in the engine core, compiles it in a thread while the request is held back, and then has a `GrammarState` of
+   each request.
+3. Each step asks for the masks of the tokens that it samples, while the device runs the forward.
+4. The tokens that the step gave advance the states.
+
+A grammar's compilation is bounded in characters, in symbols, in the work of its lexer, and in seconds. An end token is allowed
+exactly where the grammar may end. Where nothing more can follow, the answer ends without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import RequestError
+from slipstream.types import EngineRequest, StepPlan, StructuredOutputsParams, TokenMask
+
+MAX_CHARACTERS = 256 * 1024
+"""Of a schema, a regular expression, a grammar, or all choices."""
+
+MAX_SECONDS = 10.0
+"""Of a compilation. What the limits below allow takes under a second."""
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
+
+LIMITS = LLParserLimits(max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False)
+CACHED_GRAMMARS = 64
+PARALLEL_ROWS = 8
+"""From so many masks on, several threads compute them."""
+
+Bits = npt.NDArray[np.int32]
+
+
+def compose(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance takes it. RequestError if it can't be written."""
+    inner = _compose(params)
+    if params.around is None:
+        return inner
+    own = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    return json.dumps({"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]})
+
+
+def _compose(params: StructuredOutputsParams) -> str:
+    name, given = _given(params)
+    text = given if isinstance(given, str) else json.dumps(given)
+    if len(text) > MAX_CHARACTERS:
+        raise _refused(f"it has {len(text)} characters, more than {MAX_CHARACTERS}", name)
+    try:
+        match name:
+            case "json" | "json_object":
+                schema = json.loads(text) if name == "json" else {"type": "object"}
+                if not isinstance(schema, dict) and schema is not True:
+                    raise ValueError("a schema is an object, or true")
+                return json_grammar(json.dumps({} if schema is True else schema), **_options(params))
+            case "regex":
+                return LLMatcher.grammar_from_regex(text)
+            case "choice":
+                return grammar_from("choice", text)
+            case _:
+                return grammar_from("grammar", text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error), name) from None
+
+
+def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
+    names = ("json", "regex", "choice", "grammar")
+    return next(((n, v) for n in names if (v := getattr(params, n)) is not None), ("json_object", ""))
+
+
+def json_grammar(schema: str, **options: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _options(params: StructuredOutputsParams) -> dict[str, Any]:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+
+
+def check(params: StructuredOutputsParams) -> None:
+    """RequestError if the grammar can't be enforced; of a schema it names the part."""
+    message = _problem(params)
+    if message is not None:
+        raise RequestError(message[0], field=message[1])
+
+
+async def check_in_thread(params: StructuredOutputsParams) -> None:
+    """`check`, while the event loop goes on. What it finds is kept, so that the next `check` takes no time."""
+    try:
+        await asyncio.wait_for(asyncio.to_thread(check, params), MAX_SECONDS)
+    except TimeoutError:
+        name = _given(params)[0]
+        raise _refused(f"it takes longer than {MAX_SECONDS:g} s to compile", name) from None
+
+
+@lru_cache(maxsize=64)
+def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
+    name, given = _given(params)
+    try:
+        message = _invalid(_compose(params))
+        if message is None:
+            message = None if params.around is None else _invalid(compose(params))
+            return None if message is None else (f"around can't be enforced: {message}", "structured_outputs.around")
+        if name == "json" and (path := _culprit(json.loads(given), message)):
+            message += f" (in the schema's {path})"
+        raise _refused(message, name)
+    except RequestError as error:
+        return error.message, error.field or ""
+
+
+def _refused(message: str, name: str) -> RequestError:
+    return RequestError(f"{name} can't be enforced: {message.strip()}", field=f"structured_outputs.{name}")
+
+
+def _invalid(grammar: str) -> str | None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+    return messages[0] if is_error else None
+
+
+def _culprit(schema: Any, message: str) -> str:
+    """The path of the smallest part of a schema that is wrong by itself in the same way."""
+    around = {k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema}
+    path, until = "", time.monotonic() + 1.0
+    while time.monotonic() < until:
+        for name, part in _parts(schema):
+            alone = {**around, **part} if isinstance(part, dict) else part
+            if _invalid(json_grammar(json.dumps(alone))) == message:
+                schema, path = part, f"{path}.{name}" if path else name
+                break
+            if time.monotonic() > until:
+                break
+        else:
+            break
+    return path
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas right inside a schema, with their paths."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            yield from ((f"{key}.{name}", part) for name, part in value.items())
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            yield from ((f"{key}[{i}]", part) for i, part in enumerate(value))
+        elif key in ("items", "additionalProperties", "additionalItems") and isinstance(value, dict):
+            yield key, value
+
+
+# --- States ---------------------------------------------------------------------------------------------------------
+
+
+class GrammarError(Exception):
+    """The grammar can't go on: it became too complex, or no token of the vocabulary fits."""
+
+
+class GrammarState:
+    """Where one answer stands in its grammar. `ends`: the tokens that end it; of `never`, none is allowed anywhere."""
+
+    def __init__(self, matcher: LLMatcher, ends: Collection[int] = (), never: Collection[int] = ()) -> None:
+        self._matcher = matcher
+        self._ends, self._never = tuple(ends), tuple(set(never) - set(ends))
+
+    def copy(self) -> GrammarState:
+        return GrammarState(self._matcher.deep_copy(), self._ends, self._never)
+
+    def mask(self, into: Bits) -> None:
+        """Write which tokens may come next into int32 [words]; none may if the answer is complete. GrammarError if it can't go
+        on."""
+        self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+        self.finish_mask(into)
+
+    def finish_mask(self, into: Bits) -> None:
+        """What the grammar itself does not know: which end tokens count."""
+        self._check()
+        accepts = self._matcher.is_accepting()
+        for token in self._never:
+            into[token >> 5] &= ~_bit(token)
+        for token in self._ends:
+            into[token >> 5] = into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
+        if not accepts and not into.any():
+            raise GrammarError("no token of the model's vocabulary can follow here")
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens that its masks allowed. GrammarError if it can't."""
+        if not self._matcher.consume_tokens(list(tokens)):
+            self._check()
+            raise GrammarError("a token was drawn that the grammar does not allow")
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._matcher.rollback(num_tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        """The answer is complete, and nothing can follow."""
+        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
+
+    @property
+    def matcher(self) -> LLMatcher:
+        return self._matcher
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error().splitlines()[0])
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).astype(np.int32)
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, num_rows: int, ends: Sequence[int]) -> None:
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, num_rows))]
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < num_rows)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False)
+
+
+class Grammars:
+    """The grammars of an engine core's requests. `load` gives the tokenizer; it is asked once, when the first grammar comes.
+    `num_rows`: of the model's embedding; `ends`: the tokens that end an answer of this model."""
+
+    def __init__(self, load: Callable[[], Tokenizer | None], num_rows: int, ends: Callable[[Tokenizer], Sequence[int]]) -> None:
+        self.load, self.num_rows, self._ends_of = load, num_rows, ends
+        self._ends: tuple[int, ...] = ()
+        self._vocabulary: LLTokenizer | None = None
+        self._threads, self._lock = ThreadPoolExecutor(2, "grammar"), threading.Lock()
+        self._executor: LLExecutor | None = None
+        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._pending: dict[str, tuple[EngineRequest, Future[LLMatcher], float]] = {}
+        self._states: dict[str, GrammarState] = {}
+
+    def begin(self, request: EngineRequest) -> bool:
+        """Compile the request's grammar. Whether it is ready; else `compiled` says when it is."""
+        params = request.sampling.structured_outputs
+        assert params is not None
+        matcher = self._compiled.get(params)
+        if matcher is not None:
+            self._compiled.move_to_end(params)
+            self._start(request, matcher)
+            return True
+        same = (future for other, future, _ in self._pending.values() if other.sampling.structured_outputs == params)
+        future = next(same, None) or self._threads.submit(self._compile, params)
+        self._pending[request.request_id] = request, future, time.monotonic() + MAX_SECONDS
+        return False
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._pending)
+
+    def compiled(self) -> list[tuple[str, str | None]]:
+        """The requests whose grammar has become ready, or what is wrong with it."""
+        found: list[tuple[str, str | None]] = []
+        for request_id, (request, future, until) in list(self._pending.items()):
+            late = time.monotonic() > until
+            if not future.done() and not late:
+                continue
+            del self._pending[request_id]
+            error = f"the grammar takes longer than {MAX_SECONDS:g} s to compile" if late else None
+            if not late:
+                try:
+                    matcher, params = future.result(), request.sampling.structured_outputs
+                    assert params is not None
+                    self._compiled[params] = matcher
+                    while len(self._compiled) > CACHED_GRAMMARS:
+                        self._compiled.popitem(last=False)
+                    self._start(request, matcher)
+                except GrammarError as reason:
+                    error = str(reason)
+            found.append((request_id, error))
+        return found
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._pending.pop(request_id, None)
+            self._states.pop(request_id, None)
+
+    def clear(self) -> None:
+        self._pending.clear()
+        self._states.clear()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def accept(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """Advance a request by its new tokens. Whether its answer is complete. GrammarError if it can't go on."""
+        state = self._states[request_id]
+        state.accept(tokens)
+        return state.is_finished
+
+    def masks(self, plan: StepPlan) -> tuple[TokenMask, dict[str, str | None]]:
+        """Of the tokens that a step samples, once all tokens of the steps before it are accepted; and which requests can't go
+        on: what is wrong with them, or None if they are complete."""
+        first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
+        found = [(s, i) for s, i in zip(plan.scheduled, first, strict=False) if s.num_sampled and s.request_id in self._states]
+        assert all(s.num_sampled == 1 for s, _ in found), "guessed tokens of a request with a grammar are not known here"
+        states = [self._states[s.request_id] for s, _ in found]
+        bits = np.zeros((len(found), -(-self.num_rows // 32)), np.int32)
+        if len(found) >= PARALLEL_ROWS:
+            self._executor = self._executor or LLExecutor()
+            matchers = [(state.matcher, i) for i, state in enumerate(states)]
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+        ended: dict[str, str | None] = {}
+        for (s, _), state, row in zip(found, states, bits, strict=True):
+            try:
+                (state.finish_mask if len(found) >= PARALLEL_ROWS else state.mask)(row)
+                if row.any():
+                    continue
+                ended[s.request_id] = None
+            except GrammarError as error:
+                ended[s.request_id] = str(error)
+            row[:] = -1  # what is drawn is thrown away
+        return TokenMask(tuple(i for _, i in found), bits.tobytes()), ended
+
+    def _start(self, request: EngineRequest, matcher: LLMatcher) -> None:
+        ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
+        self._states[request.request_id] = GrammarState(matcher.deep_copy(), ends, self._ends)
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+        try:
+            grammar = compose(params)
+        except RequestError as error:
+            raise GrammarError(error.message) from None
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().splitlines()[0])
+        return matcher
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        tokenizer = self.load()
+        if tokenizer is None:
+            raise GrammarError("structured outputs need a tokenizer (skip_tokenizer_init is set)")
+        # llguidance wants an end token also of a model that has none.
+        self._ends = tuple(self._ends_of(tokenizer)) or (min([*tokenizer.special_ids, self.num_rows - 1]),)
+        vocabulary = _Vocabulary(tokenizer, self.num_rows, self._ends)
+        return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=self.num_rows, eos_token=list(self._ends))

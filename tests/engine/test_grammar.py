@@ -1,0 +1,232 @@
+"""Grammars by themselves: what they are made of, what they refuse, and their states."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from slipstream.engine import grammar
+from slipstream.engine.grammar import GrammarError, Grammars, check, compose
+from slipstream.engine.tokenizer import Tokenizer
+from slipstream.errors import RequestError
+from slipstream.spec.description import read_spec
+from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StructuredOutputsParams
+
+END = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return Tokenizer.for_model(read_spec(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+
+
+def request(params, request_id="r", ends=(END,), stop=()):
+    sampling = SamplingParams(structured_outputs=params, stop_token_ids=stop)
+    return EngineRequest(request_id=request_id, prompt_token_ids=(5,), sampling=sampling, eos_token_ids=ends, max_tokens=9)
+
+
+def begin(grammars, *args, **kwargs):
+    """The state of a request; its grammar is compiled."""
+    asked = request(*args, **kwargs)
+    if not grammars.begin(asked):
+        while grammars.is_compiling:
+            for request_id, error in grammars.compiled():
+                if error is not None:
+                    raise GrammarError(error)
+                assert request_id == asked.request_id
+    return grammars._states[asked.request_id]
+
+
+def allowed(state):
+    bits = np.zeros(9, np.int32)
+    state.mask(bits)
+    return set(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist())
+
+
+def ids(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def texts(tokenizer, tokens):
+    return {tokenizer.token_bytes(token).decode(errors="replace") for token in tokens}
+
+
+def test_a_state_goes_on_and_back(grammars, tokenizer):
+    state = begin(grammars, StructuredOutputsParams(regex="he(llo|n)+"))
+    assert texts(tokenizer, allowed(state)) == {"h", "he", "hell", "hello"}
+    before = allowed(state)
+    state.accept(ids(tokenizer, "hello"))
+    assert END in allowed(state)
+    other = state.copy()
+    other.accept(ids(tokenizer, "n"))
+    state.rollback(1)
+    assert allowed(state) == before
+    state.accept(ids(tokenizer, "he"))
+    assert END not in allowed(state)
+    assert END in allowed(other)  # a copy goes its own way
+    with pytest.raises(GrammarError):
+        state.accept(ids(tokenizer, "x"))
+
+
+def test_an_end_only_where_the_grammar_accepts(grammars, tokenizer):
+    comma = ids(tokenizer, ",")[0]
+    stops = begin(grammars, StructuredOutputsParams(regex="a,a+"), "stops", stop=(comma,))
+    stops.accept(ids(tokenizer, "a"))
+    with pytest.raises(GrammarError, match="no token"):  # only the stop token could follow, and it would end too early
+        allowed(stops)
+    never = begin(grammars, StructuredOutputsParams(regex="a+"), "never", ends=())
+    never.accept(ids(tokenizer, "a"))
+    assert texts(tokenizer, allowed(never)) == {"a"}  # ignore_eos
+    assert not never.is_finished
+    one = begin(grammars, StructuredOutputsParams(choice=["no", "nope"]), "one")
+    one.accept(ids(tokenizer, "no"))
+    assert END in allowed(one)
+    assert not one.is_finished
+    one.accept(ids(tokenizer, "pe"))
+    assert one.is_finished
+
+
+@pytest.mark.parametrize("count", [1, 3, grammar.PARALLEL_ROWS + 3])
+def test_masks_of_a_step(grammars, tokenizer, count):
+    grammars.clear()
+    for i in range(count):
+        begin(grammars, StructuredOutputsParams(regex="ab" if i % 2 else "ca"), str(i))
+    # Before, between and behind them are requests without a grammar, and one whose prompt is not complete.
+    scheduled = [ScheduledRequest("plain", 3, 1, 1)]
+    scheduled += [ScheduledRequest(str(i), 3, 1, 0 if i == 2 else 1) for i in range(count)]
+    scheduled += [ScheduledRequest("other", 3, 1, 1)]
+    mask, ended = grammars.masks(StepPlan(step_id=1, scheduled=tuple(scheduled)))
+    assert not ended
+    own = [i for i in range(count) if i != 2]
+    assert list(mask.positions) == list(range(1, len(own) + 1))
+    bits = np.frombuffer(mask.bits, np.uint8).reshape(len(own), -1)
+    for i, row in zip(own, np.unpackbits(bits, axis=1, bitorder="little"), strict=True):
+        assert texts(tokenizer, np.flatnonzero(row).tolist()) == {"a" if i % 2 else "c"}
+    grammars.clear()
+
+
+def test_who_cannot_go_on_is_said(grammars, tokenizer):
+    grammars.clear()
+    dead = begin(grammars, StructuredOutputsParams(regex="a,a+"), "dead", stop=tuple(ids(tokenizer, ",")))
+    dead.accept(ids(tokenizer, "a"))
+    done = begin(grammars, StructuredOutputsParams(regex="a"), "done", ends=())
+    done.accept(ids(tokenizer, "a"))
+    plan = StepPlan(step_id=1, scheduled=(ScheduledRequest("dead", 3, 1, 1), ScheduledRequest("done", 3, 1, 1)))
+    mask, ended = grammars.masks(plan)
+    assert set(ended) == {"dead", "done"}
+    assert ended["done"] is None
+    assert "no token" in ended["dead"]
+    assert set(mask.bits) == {255}
+    grammars.forget(ended)
+    assert not grammars
+
+
+def test_one_compilation_for_all_who_ask_for_it(tokenizer):
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+    params = StructuredOutputsParams(regex="x+")
+    assert [grammars.begin(request(params, str(i))) for i in range(3)] == [False] * 3
+    found = []
+    while grammars.is_compiling:
+        found += grammars.compiled()
+    assert sorted(found) == [("0", None), ("1", None), ("2", None)]
+    assert grammars.begin(request(params, "3"))  # kept
+    for i in range(grammar.CACHED_GRAMMARS):
+        begin(grammars, StructuredOutputsParams(regex=f"y{i}"), f"y{i}")
+    assert not grammars.begin(request(params, "4"))
+
+
+def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_SECONDS", -1.0)
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+    with pytest.raises(GrammarError, match="longer than"):
+        begin(grammars, StructuredOutputsParams(regex="x+"))
+
+
+async def test_a_check_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "check", lambda params: __import__("time").sleep(0.05))
+    with pytest.raises(RequestError, match="longer than"):
+        await grammar.check_in_thread(StructuredOutputsParams(regex="x+"))
+
+
+def nested(schema):
+    return {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [{"type": "string"}, schema]}}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "says"),
+    [
+        ({"json": nested({"not": {"type": "null"}})}, "json", r"not.*properties\.a\.items\.anyOf\[1\]"),
+        ({"json": nested({"type": "string", "format": "frob"})}, "json", r"frob.*properties\.a\.items\.anyOf\[1\]"),
+        ({"json": {"$defs": {"x": {"type": "array", "uniqueItems": True}}, "$ref": "#/$defs/x"}}, "json", r"uniqueItems"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "json", "look-ahead"),
+        ({"json": {"$ref": "#/nowhere"}}, "json", "nowhere"),
+        ({"json": False}, "json", "object"),
+        ({"json": "[1]"}, "json", "object"),
+        ({"json": "{"}, "json", "line 1"),
+        ({"json": {"enum": ["x" * grammar.MAX_CHARACTERS]}}, "json", "characters"),
+        ({"regex": "a(b"}, "regex", "unclosed"),
+        ({"regex": "a(?=b)"}, "regex", "look-ahead"),
+        ({"grammar": "start: nothing"}, "grammar", "unknown name"),
+        ({"grammar": "root ::= nothing"}, "grammar", "enforced"),
+        ({"grammar": "§"}, "grammar", "enforced"),
+        ({"json_object": True, "whitespace_pattern": "("}, "json_object", "enforced"),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(given, field, says):
+    with pytest.raises(RequestError, match=says) as error:
+        check(StructuredOutputsParams(**given))
+    assert error.value.field == f"structured_outputs.{field}"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice"),
+        ({"choice": "ab"}, "structured_outputs.choice"),
+        ({"regex": 3}, "structured_outputs.regex"),
+        ({"json": {"a": {1, 2}}}, "structured_outputs.json"),
+        ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace"),
+    ],
+)
+def test_parameters_that_say_nothing_clear(given, field):
+    with pytest.raises(RequestError) as error:
+        StructuredOutputsParams(**given)
+    assert error.value.field == field
+
+
+def test_a_special_token_that_is_not_there(grammars):
+    params = StructuredOutputsParams(grammar="start: <|nope|>")
+    check(params)  # the front end does not know the tokens
+    with pytest.raises(GrammarError, match="nope"):
+        begin(grammars, params)
+
+
+def test_whitespace(grammars, tokenizer):
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 1}
+
+    def opening(**more):
+        state = begin(grammars, StructuredOutputsParams(json=schema, **more), json.dumps(more))
+        state.accept(ids(tokenizer, "["))
+        return texts(tokenizer, allowed(state))
+
+    assert opening(disable_any_whitespace=True) == {"1"}
+    assert opening() == {"1", " ", "\n", "\t", "\r"}
+    assert opening(whitespace_pattern="[ ]?") == {"1", " "}
+
+
+def test_grammars_of_every_kind_compose():
+    for given in ({"json": {}}, {"json": True}, {"regex": "a"}, {"choice": ['"', "\\"]}, {"json_object": True}):
+        params = StructuredOutputsParams(**given)
+        check(params)
+        assert compose(params)

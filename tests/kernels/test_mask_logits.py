@@ -1,0 +1,35 @@
+"""`mask_logits` of every op set against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.reference import ReferenceOps
+from slipstream.kernels.triton import TritonOps
+
+OPS = [ReferenceOps(), CpuOps(), TritonOps()]
+
+
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_what_is_not_allowed_is_minus_infinity(ops, data):
+    num_rows, vocab = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 31, 32, 33, 97, 5000]))
+    words = data.draw(st.sampled_from([-(-vocab // 32), max(1, vocab // 32), -(-vocab // 32) + 1]))
+    rows = data.draw(st.permutations(range(num_rows)))[: data.draw(st.integers(0, num_rows))]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    bits = rng.integers(-(2**31), 2**31, (len(rows), words), dtype=np.int32)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    logits = torch.from_numpy(rng.normal(size=(num_rows, vocab + 3))).to(dtype)[:, :vocab]  # rows are not contiguous
+    expected = logits.clone()
+    for row, own in zip(rows, bits, strict=True):
+        for token in range(vocab):
+            if token // 32 >= words or not int(own[token // 32]) >> token % 32 & 1:
+                expected[row, token] = -torch.inf
+    ops.mask_logits(logits, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(bits))
+    assert torch.equal(logits, expected)
