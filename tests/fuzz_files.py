@@ -19,6 +19,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -130,8 +131,7 @@ def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
 def broken_gguf(good: Path, into: Path, rng: random.Random) -> Path:
     """A change anywhere in it, near its beginning, or behind the name of a key or a tensor."""
     data = good.read_bytes()
-    names = [b"llama.", b"general.", b"tokenizer.", b"blk.", b"token_embd", b"output"]
-    at = [i for name in names for i in range(len(data)) if data.startswith(name, i)]
+    at = [found.start() for found in re.finditer(rb"llama\.|general\.|tokenizer\.|blk\.|token_embd|output", data)]
     begin, length = rng.choice([(0, 200), (0, 2000), (0, len(data)), *((i, 80) for i in rng.sample(at, 3))])
     end = min(len(data), begin + length)
     into.write_bytes(data[:begin] + mutate_bytes(data[begin:end], rng) + data[end:])
@@ -163,8 +163,9 @@ def command(path: Path) -> str:
     found = []
     for words in (["info", str(path)], ["run", str(path), "Hello, world! 1234", "--max-tokens", "4"]):
         code, said = forked(words, path.parent)
-        if code is None or code not in (0, 1, 2, 3) or "internal error" in said or "Traceback" in said or len(said) > LONGEST:
-            raise AssertionError(f"{words[0]}: {'no end' if code is None else f'exit code {code}'}: {said[:200]} … {said[-600:]}")
+        if code not in (0, 1, 2, 3) or "internal error" in said or "Traceback" in said or len(said) > LONGEST:
+            ended = "no end" if code is None else f"exit code {code}"
+            raise AssertionError(f"{words[0]}: {ended}: {said[:200]} … {said[-600:]}")
         found.append(f"{words[0]} {code}")
     return ", ".join(found)
 
@@ -210,9 +211,13 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def run_cases(
-    kind: str, good: Path, seeds: range, tried: Callable[[Path], str] = ask, log: Callable[[str], None] = lambda text: None
+    kind: str,
+    good: Path,
+    seeds: range,
+    tried: Callable[[Path], str] = ask,
+    done: Callable[[collections.Counter[str], list[str]], None] = lambda outcomes, wrong: None,
 ) -> tuple[collections.Counter[str], list[str]]:
-    """The outcomes by name, and what should not have happened."""
+    """The outcomes by name, and what should not have happened. `done` gets both after each case."""
     outcomes: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     make = broken_folder if kind == "folder" else broken_gguf
@@ -225,9 +230,9 @@ def run_cases(
             except Exception as error:
                 wrong.append(f"{kind} {seed}: {type(error).__name__}: {str(error)[:1000]}")
                 outcomes["wrong"] += 1
-                log(wrong[-1])
             if tried is ask and (seconds := time.monotonic() - begin) > 15:
                 wrong.append(f"{kind} {seed}: {seconds:.1f} s")
+        done(outcomes, wrong)
     return outcomes, wrong
 
 
@@ -240,7 +245,7 @@ def main() -> int:
     args = parser.parse_args()
     from tests import preloaded
 
-    counts, failed = {}, False
+    counts: dict[str, Any] = {}
     with scratch_folder() as scratch:
         os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
         if not (child := os.fork()):  # building computes, and a fork of what has computed can hang
@@ -249,18 +254,23 @@ def main() -> int:
         assert os.waitpid(child, 0)[1] == 0
         preloaded.load()
         for kind in args.kind or ("folder", "gguf"):
-            good = scratch / GOOD[kind]
-            sound = command(good)  # also measures the machine, once
+            sound = command(scratch / GOOD[kind])  # also measures the machine, once
             assert sound == "info 0, run 0", sound
             begin = time.monotonic()
-            found, wrong = run_cases(kind, good, range(args.begin, args.begin + args.cases), command, lambda text: print(text, flush=True))
-            seconds = round(time.monotonic() - begin)
-            counts[kind] = {"begin": args.begin, "cases": args.cases, "seconds": seconds, "outcomes": dict(found), "wrong": wrong}
-            print(kind, f"{seconds} s", dict(found), flush=True)
-            failed |= bool(wrong)
-    if args.output:
-        args.output.write_text(json.dumps(counts, indent=1) + "\n")
-    return int(failed)
+
+            def done(outcomes: collections.Counter[str], wrong: list[str], kind: str = kind, begin: float = begin) -> None:
+                cases, seconds = outcomes.total(), round(time.monotonic() - begin)
+                counts[kind] = {
+                    "begin": args.begin, "cases": cases, "seconds": seconds,
+                    "outcomes": dict(outcomes), "wrong": list(wrong),
+                }
+                if cases % 50 == 0 or cases == args.cases:  # what is broken off is counted, too
+                    print(kind, cases, f"{seconds} s", dict(outcomes), *wrong, sep="\n  ", flush=True)
+                    if args.output:
+                        args.output.write_text(json.dumps(counts, indent=1) + "\n")
+
+            run_cases(kind, scratch / GOOD[kind], range(args.begin, args.begin + args.cases), command, done)
+    return int(any(found["wrong"] for found in counts.values()))
 
 
 GOOD = {"folder": "good", "gguf": "good.gguf"}

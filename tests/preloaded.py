@@ -95,7 +95,12 @@ def answer(connection: socket.socket) -> None:
 
 
 def fork_command(
-    kind: str, words: list[str], folder: str, env: dict[str, str], fds: Sequence[int], prepare: Callable[[], None] = lambda: None
+    kind: str,
+    words: list[str],
+    folder: str,
+    env: dict[str, str],
+    fds: Sequence[int],
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """The process id of a fork that runs the command with the standard streams `fds`. `prepare` is called in it first."""
     if command := os.fork():

