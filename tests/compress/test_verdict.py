@@ -70,14 +70,19 @@ def test_the_first_line_says_larger_worse_and_broken():
     assert is_worse(found(perplexity_b=float("nan")))
 
 
-@pytest.mark.parametrize(("kind", "told"), [("Q4_1", "4-bit already: Q4_1, 5.00 bits"), ("Q8_0", "8-bit already"), ("F32", None)])
-def test_an_input_that_was_rounded_before_is_named(tmp_path, kind, told):
+def write_gguf(path, kind, num_tokens=4, **metadata):
+    """A tiny Llama whose matrices are all of one type."""
     shapes = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
     shapes |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
-    tensors = {"token_embd.weight": (np.ones((4, 32)), "F32"), "output_norm.weight": (np.ones(32), "F32")}
+    tensors = {"token_embd.weight": (np.ones((num_tokens, 32)), kind), "output_norm.weight": (np.ones(32), "F32")}
     for name, shape in shapes.items():
         tensors[f"blk.0.{name}.weight"] = (np.ones(shape), "F32" if len(shape) == 1 else kind)
-    write(tmp_path / "x.gguf", tensors, **{f"llama.{key}": value for key, value in LEAST.items()})
+    write(path, tensors, **{f"llama.{key}": value for key, value in LEAST.items()}, **metadata)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("Q4_1", "4-bit already: Q4_1, 5.00 bits"), ("Q8_0", "8-bit"), ("F32", None)])
+def test_an_input_that_was_rounded_before_is_named(tmp_path, kind, told):
+    write_gguf(tmp_path / "x.gguf", kind)
     source = read_spec(tmp_path / "x.gguf")
     found = rounded_before(source)
     assert found is None if told is None else found.startswith(told)
@@ -145,13 +150,7 @@ def test_wrong_limits_are_refused_before_any_work(command, tmp_path, capsys, mor
 def test_a_gguf_input_is_the_denominator(tmp_path, capsys):
     """And not what it would take in 16 bits, which the result is always smaller than."""
     tokenizer = {f"tokenizer.ggml.{key}": value for key, value in GOLDEN["byte_level"].items() if "." not in key}
-    shapes = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
-    shapes |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
-    num_tokens = len(tokenizer["tokenizer.ggml.tokens"])
-    tensors = {"token_embd.weight": (np.ones((num_tokens, 32)), "Q4_1"), "output_norm.weight": (np.ones(32), "F32")}
-    for name, shape in shapes.items():
-        tensors[f"blk.0.{name}.weight"] = (np.ones(shape), "F32" if len(shape) == 1 else "Q4_1")
-    write(tmp_path / "x.gguf", tensors, **{f"llama.{key}": value for key, value in LEAST.items()}, **tokenizer)
+    write_gguf(tmp_path / "x.gguf", "Q4_1", len(tokenizer["tokenizer.ggml.tokens"]), **tokenizer)
     words = ["compress", str(tmp_path / "x.gguf"), "--recipe", "fp8", "--out", str(tmp_path / "out"), "--dry-run"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

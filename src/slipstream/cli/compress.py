@@ -362,6 +362,6 @@ def _warn(args: argparse.Namespace, faults: tuple[str, ...]) -> None:
     if faults:
         advice = "" if args.allow_any_quality else "; --allow-any-quality accepts it"
         say(
-            f"slipstream: warning: {args.out} is broken: {'; '.join(faults)}. Use more bits, remove less, let distil follow "
+            f"slipstream: warning: {args.out} is broken: {'; '.join(faults)}. Use more bits, remove less, let distill follow "
             f"prune, or move the limits{advice}"
         )

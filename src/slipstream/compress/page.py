@@ -112,9 +112,11 @@ def token(text: str) -> Markup:
 
 def passage(text: str) -> Markup:
     """A text with signs for the white space at its ends, where it can't be seen, and for control characters and line ends."""
+    if not text or text.isspace():
+        return token(text)
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
     inside = Markup("").join(c if c == " " else _sign(c) + ("\n" if c == "\n" else "") for c in text[begin:end])
-    return Markup("").join([token(text[:begin]) if begin else "", inside, token(text[end:]) if end < len(text) else ""])
+    return Markup("").join([*map(_sign, text[:begin]), inside, *map(_sign, text[end:])])
 
 
 def _sign(character: str) -> Markup | str:
