@@ -39,7 +39,7 @@ def test_16_greedy_tokens_of_6_prompts():
     for answer in answers:
         tokens = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
         with torch.inference_mode():
-            logits = theirs(torch.tensor([tokens[:-1]])).logits[0, -16:]
+            logits = theirs(torch.tensor([tokens[:-1]]), logits_to_keep=16).logits[0]
         assert logits.argmax(-1).tolist() == answer.outputs[0].token_ids
         expected = logits.log_softmax(-1).max(-1).values
         (output,) = answer.outputs

@@ -329,11 +329,14 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given
     calibrates = plan.needs_text or (cuts is not None and cuts.needs_text)
     text, learns = recipe.one(Calibrate) or Calibrate(), recipe.one(Distill)
     calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
+    before = given.num_bytes
+    if report is not None:  # the files themselves
+        before, after = report.original.file_bytes, report.compressed.file_bytes
     dense = "" if given.rounded is None else f"; dense it would be {size(given.dense_bytes)}"
     rows = [
         ("input", f"{given.name}, {given.rounded or 'dense'}"),
         ("recipe", recipe.name),
-        ("bytes", f"{size(given.num_bytes)} → {size(after)}{dense}"),
+        ("bytes", f"{size(before)} → {size(after)}{dense}"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
         *([("bits a weight", f"{bits:.3f} of the rounded products, scales included")] if done else []),
         *([("zeros", f"in {sparse} products, written among the others")] if sparse else []),
@@ -346,11 +349,11 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given
             ("perplexity", f"{d.perplexity_a:,.3f} → {d.perplexity_b:,.3f} ({d.perplexity_ratio - 1:+.2%})"),
             ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
         ]
-        for batch, before in report.original.tokens_per_s.items():
+        for batch, rate in report.original.tokens_per_s.items():
             found = report.compressed.tokens_per_s[batch]
-            rows.append(("tokens/s", f"{before:.1f} → {found:.1f} with {batch} at once ({found / before:.2f} ×)"))
+            rows.append(("tokens/s", f"{rate:.1f} → {found:.1f} with {batch} at once ({found / rate:.2f} ×)"))
         rows += task_rows(report)
-    first = headline(given.num_bytes, after) if report is None else report.headline
+    first = headline(before, after) if report is None else report.headline
     print_info(f"would write {args.out}: {first}" if args.dry_run else f"{args.out}: {first}", rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")

@@ -71,8 +71,8 @@ def changes(document: Mapping[str, Any]) -> list[tuple[str, str, str, float | No
         if a[key] != b[key]:
             found.append((name, show(a[key]), show(b[key]), b[key] / a[key] if a[key] else None))
     if a["zeros"] != b["zeros"]:
-        told = [percent(side["zeros"] or 0.0, 1) for side in (a, b)]
-        found.append(("zeros in sparsified products", *told, None))
+        first, second = (percent(side["zeros"] or 0.0, 1) for side in (a, b))
+        found.append(("zeros in sparsified products", first, second, None))
     return found
 
 
