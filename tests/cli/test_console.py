@@ -37,7 +37,7 @@ def test_the_time_left_is_an_estimate_from_the_first_step_on(clock):
     progress.set_done(2, 10)
     assert progress.seconds_left() == 48
     clock[0] += 100
-    assert progress.seconds_left() == 0
+    assert progress.seconds_left() is None  # it takes longer than the steps before, no one knows how long
 
 
 def test_a_first_step_without_a_beginning_counts_from_the_start(clock):
@@ -82,7 +82,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch, capsy
         bar(1, 2)
         time.sleep(0.1)
     told = capsys.readouterr().err
-    assert "slipstream: layers, 1 of 2, 0 s, about 0 s left\n" in told
+    assert "slipstream: layers, 1 of 2, 0 s\n" in told
     time.sleep(0.1)
     assert capsys.readouterr().err == ""  # nothing after the end
 

@@ -76,18 +76,20 @@ def test_a_recipe_prunes_and_distils(more, changes, model, text, tmp_path, capsy
 def test_an_interrupted_recipe_goes_on(model, text, tmp_path, monkeypatch):
     source, recipe, told = read_spec(model), parse(steps(text)), []
 
-    def stop(said):
-        told.append(said)
-        if "step 3" in said:
+    def stop(phase, done, total):
+        told.append((phase, done, total))
+        if phase.startswith("distilling") and done == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reshape(source, recipe, tmp_path / "out", device=CPU, say=stop)
+        reshape(source, recipe, tmp_path / "out", device=CPU, progress=stop)
     first = len(told)
-    made = reshape(source, recipe, tmp_path / "out", device=CPU, say=told.append)
-    assert told[0] == "pruning"
-    assert "pruning" not in told[first:]
-    assert not any("step 2 of" in said for said in told[first:])
+    made = reshape(source, recipe, tmp_path / "out", device=CPU, progress=lambda *said: told.append(said))
+    assert told[0] == ("pruning", 0, 0)
+    assert ("pruning", 1, 1) in told
+    assert not any(phase == "pruning" for phase, _, _ in told[first:])
+    steps_done = [(done, total) for phase, done, total in told[first:] if phase.startswith("distilling")]
+    assert steps_done == [(3, 4), (4, 4)]
     history = json.loads((made.path / "distill.json").read_text())["history"]
     assert [r["step"] for r in history] == [0, 1, 2, 3]
     assert history[-1]["held_out_kl"] is not None

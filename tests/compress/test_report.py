@@ -121,7 +121,51 @@ def test_the_page_with_speeds_and_without_layers(report):
     assert Page(found).open == []
 
 
+def test_the_page_calls_the_sides_what_they_were_called(report):
+    """Here both have one name in the command, so what differs is told."""
+    named = dataclasses.replace(report, compressed=dataclasses.replace(report.compressed, model=report.original.model))
+    model = report.original.model
+    first, second = f"{model} (kv_cache_dtype=float32)", f"{model} (kv_cache_dtype=int8)"
+    assert page.labels(named.document) == (first, second)
+    text = page.render(named.document)
+    assert f"<th>{first}</th><th>{second}</th>" in text
+    assert f"KL({first}‖{second})" in text
+    assert ">original<" not in text
+    assert ">compressed<" not in text
+    assert page.labels(report.document) == (model, "<script>alert(1)</script>")
+
+
+def test_the_page_holds_the_figure_that_changed(report):
+    """Weights are the same here; the cache is what differs."""
+    found = page.changes(report.document)
+    assert [(name, share) for name, _, _, share in found] == [("KV cache of a token", 0.25)]
+    text = page.render(report.document)
+    first, second = report.original.kv_bytes_per_token, report.compressed.kv_bytes_per_token
+    assert f'<div class="tile"><span>KV cache of a token</span><b>25%</b><span>{first} B → {second} B</span>' in text
+    assert "<td>kv_cache_dtype</td><td>float32</td><td>int8</td><td>changed</td>" in text
+    sparse = dataclasses.replace(report, compressed=dataclasses.replace(report.compressed, zeros=0.5))
+    assert ("zeros in sparsified products", "0.0%", "50.0%", None) in page.changes(sparse.document)
+
+
+def test_white_space_is_shown(report):
+    ws = '<span class="ws">{}</span>'.format
+    assert page.token(" the") == ws("␣") + "the"
+    assert page.token("\n\t<") == ws("⏎") + ws("⇥") + "&lt;"
+    assert page.token("\u00a0\x00") == ws("U+00A0") + ws("U+0000")
+    assert page.token("") == ws("nothing")
+    assert page.passage("  a b\n<i> ") == ws("␣") * 2 + "a b" + ws("⏎") + "\n&lt;i&gt;" + ws("␣")
+    assert page.passage(" ") == ws("␣")
+    (worst, *_) = report.divergence.worst
+    shown = dataclasses.replace(worst, actual="\n", continuation_b=" x")
+    document = dataclasses.replace(report, divergence=dataclasses.replace(report.divergence, worst=(shown,))).document
+    text = page.render(document)
+    assert f"the text goes on with <code>{ws('⏎')}</code>" in text
+    assert f"<code>{ws('␣')}x</code>" in text
+
+
 def test_numbers_for_people():
+    assert page.change(1.0223) == "+2.23%"
+    assert page.change(747289.1) == "× 747,289"
     assert page.number(0.0) == "0"
     assert page.number(12.3456) == "12.35"
     assert page.number(0.00123456) == "0.001235"

@@ -2,7 +2,8 @@
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
 w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3) or a YAML file. DIR appears whole or not at all. What an interrupted run had
-finished is kept beside it, and the same command goes on from there.
+finished is kept beside it, and the same command goes on from there. The exit code is 1 if the result is broken: its perplexity
+or its agreement with MODEL is outside of the limits. DIR and the report in it are written all the same.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import Progress, phases, print_info, print_json, progress_bar, say, shown, size
+from slipstream.cli.console import Progress, print_info, print_json, say, shown, size
 from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
+from slipstream.compress.verdict import QualityLimits, headline, input_bytes, rounded_before
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
     )
     report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
+    limits = QualityLimits()
+    report.add_argument(
+        *("--max-perplexity-ratio",),
+        type=float,
+        default=limits.max_perplexity_ratio,
+        metavar="X",
+        help=f"broken: more than X times MODEL's perplexity (default: {limits.max_perplexity_ratio:g})",
+    )
+    report.add_argument(
+        *("--min-top1",),
+        type=float,
+        default=limits.min_top1_agreement,
+        metavar="X",
+        help=f"broken: MODEL's likeliest token first for a smaller share of tokens (default: {limits.min_top1_agreement:g})",
+    )
+    report.add_argument("--allow-any-quality", action="store_true", help="a broken result is no failure: warn, and exit with 0")
     add_task_options(parser)
     add_output_options(parser)
 
@@ -65,9 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compress(args: argparse.Namespace) -> int:
-    from slipstream.compress.planning import calibration, plan
-    from slipstream.compress.recipe import more_bits, read_recipe
-    from slipstream.compress.run import compress, resolve_device
+    from slipstream.compress.planning import plan
+    from slipstream.compress.recipe import read_recipe
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
@@ -75,71 +92,98 @@ def _compress(args: argparse.Namespace) -> int:
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
     check_max_kl(args.max_kl)
+    if args.no_report and (args.allow_any_quality or _limits(args) != QualityLimits()):
+        raise ConfigError(
+            "--allow-any-quality, --max-perplexity-ratio and --min-top1 need what --no-report leaves out; drop one",
+            field="no_report",
+        )
+    _limits(args).check()
     if task_names(args) and args.no_report:
         raise ConfigError("--tasks stand in the report, which --no-report leaves out; drop one", field="tasks")
     if args.back_off and args.max_kl is None:
         raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if recipe.reshapes:
-        from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape, reshaped_spec
+        from slipstream.compress.pipeline import reshaped_spec
 
         # What the layers' part will find: the sizes are known beforehand.
         source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
     planned = plan(source, recipe)
-    before = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
-    planned = dataclasses.replace(planned, bytes_before=before)
+    dense = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
+    before = input_bytes(original) or dense
+    start = rounded_before(original)
+    if start is not None and not args.json:
+        say(f"slipstream: {args.model} is {start}; what follows is rounded or thinned a second time")
+    shown_input = Input(args.model, before, dense, start)
     if args.dry_run:
-        _show(args, recipe, planned, None)
+        _show(args, recipe, planned, shown_input, None)
         return 0
 
+    if not args.no_report:
+        _check_report(args, original)
+    with shown(Progress(f"compress {args.model}")) as progress:
+        attempt, planned, report = _carry_out(args, recipe, original, source, planned, out, progress)
+    return _show(args, attempt, planned, shown_input, report)
+
+
+def _carry_out(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    original: ModelDescription,
+    source: ModelDescription,
+    planned: CompressionPlan,
+    out: Path,
+    progress: Progress,
+) -> tuple[Recipe, CompressionPlan, Report | None]:
+    """Write the checkpoint: the recipe taken, which may be another one with --back-off, its plan and the report."""
     from slipstream.compress.checkpoint import Attempts, fingerprint
+    from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape
+    from slipstream.compress.planning import calibration
+    from slipstream.compress.recipe import more_bits
     from slipstream.compress.report import write_receipt
+    from slipstream.compress.run import compress, resolve_device
     from slipstream.engine.tokenizer import Tokenizer
     from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
 
     device, dtype = resolve_device(args.device, args.dtype)
-    if not args.no_report:
-        _check_report(args, original)
     reports: list[Report] = []
     tried: list[tuple[str, float]] = []
 
     def measure_it(folder: Path, attempt: Recipe = recipe) -> None:
         if not args.no_report:
-            reports.append(_measure(args, attempt, original, folder, out, tuple(tried)))
+            reports.append(_measure(args, attempt, original, folder, out, tuple(tried), progress))
             write_receipt(reports[-1], folder)
             reports[-1].check()
 
     if recipe.reshapes:
-        with phases("reshaping") as say_phase:
-            source = reshape(
-                original,
-                recipe,
-                out,
-                device=device,
-                restart=args.restart,
-                download_dir=args.download_dir,
-                say=say_phase,
-            )
+        source = reshape(
+            original,
+            recipe,
+            out,
+            device=device,
+            restart=args.restart,
+            download_dir=args.download_dir,
+            progress=progress.update,
+        )
         if layer_recipe(recipe) is None:
             try:
                 publish(source, recipe, out, measure_it)
             except BudgetError as error:
                 error.add_note(f"nothing was written to {out}")
                 raise
-            _show(args, recipe, planned, reports[-1] if reports else None)
-            return 0
+            return recipe, planned, reports[-1] if reports else None
     windows: list[tuple[int, ...]] = []
     if planned.needs_text:
         text = calibration(recipe)
-        with phases("reading text"):
-            windows = calibration_windows(
-                text.text,
-                tokenizer=Tokenizer.for_model(source),
-                num_windows=recipe.num_windows,
-                context=min(text.context, source.spec.max_position),
-                download_dir=args.download_dir,
-            )
+        progress.update("reading text", 0, 0)
+        windows = calibration_windows(
+            text.text,
+            tokenizer=Tokenizer.for_model(source),
+            num_windows=recipe.num_windows,
+            context=min(text.context, source.spec.max_position),
+            download_dir=args.download_dir,
+        )
     attempts = [recipe, *(more_bits(recipe) if args.back_off else ())]
     known, measured = Attempts(out, restart=args.restart), Path(args.text).expanduser()
     conditions = {
@@ -155,18 +199,17 @@ def _compress(args: argparse.Namespace) -> int:
             say(f"slipstream: {attempt.name}: the mean KL was found to be {kl:.4g} nats before")
             continue
         try:
-            with progress_bar(f"layers ({attempt.name})") as bar:
-                planned = compress(
-                    source,
-                    attempt,
-                    out,
-                    windows=windows,
-                    device=device,
-                    dtype=dtype,
-                    restart=args.restart,
-                    progress=bar,
-                    finish=partial(measure_it, attempt=attempt),
-                )
+            planned = compress(
+                source,
+                attempt,
+                out,
+                windows=windows,
+                device=device,
+                dtype=dtype,
+                restart=args.restart,
+                progress=partial(progress.update, f"layers ({attempt.name})"),
+                finish=partial(measure_it, attempt=attempt),
+            )
             break
         except BudgetError as error:
             if not args.back_off:
@@ -184,8 +227,11 @@ def _compress(args: argparse.Namespace) -> int:
     known.clear()
     if recipe.reshapes:
         clean(out)
-    _show(args, attempt, dataclasses.replace(planned, bytes_before=before), reports[-1] if reports else None)
-    return 0
+    return attempt, planned, reports[-1] if reports else None
+
+
+def _limits(args: argparse.Namespace) -> QualityLimits:
+    return QualityLimits(max_perplexity_ratio=args.max_perplexity_ratio, min_top1_agreement=args.min_top1)
 
 
 def _report_text(args: argparse.Namespace, source: ModelDescription) -> TextSettings:
@@ -213,38 +259,53 @@ def _measure(
     folder: Path,
     out: Path,
     tried: tuple[tuple[str, float], ...],
+    progress: Progress,
 ) -> Report:
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
 
     # Measured as it runs here: on a CPU, for example, float8 weights are expanded and inputs stay as they are.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
-    with shown(Progress("report")) as progress:
-        return measure(
-            original,
-            dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
-            name=str(out),
-            text=_report_text(args, source),
-            speed=args.speed,
-            tasks=task_names(args),
-            limit=args.limit,
-            recipe={"name": recipe.name, "steps": recipe.as_data()},
-            max_kl=args.max_kl,
-            tried=tried,
-            progress=progress.update,
-        )
+    return measure(
+        original,
+        dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
+        name=str(out),
+        text=_report_text(args, source),
+        speed=args.speed,
+        tasks=task_names(args),
+        limit=args.limit,
+        recipe={"name": recipe.name, "steps": recipe.as_data()},
+        max_kl=args.max_kl,
+        limits=_limits(args),
+        tried=tried,
+        progress=lambda phase, done, total: progress.update(f"report, {phase}", done, total),
+    )
 
 
-def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, report: Report | None) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """What the compression starts from. `rounded` says how it was rounded before, if it was."""
+
+    name: str
+    num_bytes: int
+    dense_bytes: int  # in the type that the result's dense weights have
+    rounded: str | None
+
+
+def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given: Input, report: Report | None) -> int:
+    """Print the summary, or what would be done; the exit code."""
     from slipstream.compress.recipe import Budget, Calibrate
     from slipstream.compress.steps import Distill, PruneSettings
 
     done, sparse = [w for w in plan.weights if w.fmt is not None], sum(w.sparse for w in plan.weights)
+    faults = () if report is None else report.faults
+    code = int(bool(faults) and not args.allow_any_quality)
     if args.json:
         info: dict[str, Any] = {
             "recipe": {"name": recipe.name, "steps": recipe.as_data()},
             "out": None if args.dry_run else args.out,
-            "bytes_before": plan.bytes_before,
+            "input": {"model": given.name, "rounded_before": given.rounded, "dense_bytes": given.dense_bytes},
+            "bytes_before": given.num_bytes,
             "bytes_after": plan.bytes_after,
             "bits_per_weight": plan.bits_per_weight,
             "num_products": len(done),
@@ -252,7 +313,8 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, repor
             "products": {p.name: p.fmt for p in done},
         }
         print_json({**info, "report": None if report is None else report.document})
-        return
+        _warn(args, faults)
+        return code
     kinds: dict[str, int] = {}
     after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
@@ -267,25 +329,42 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, repor
     calibrates = plan.needs_text or (cuts is not None and cuts.needs_text)
     text, learns = recipe.one(Calibrate) or Calibrate(), recipe.one(Distill)
     calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
+    before = given.num_bytes
+    if report is not None:  # the files themselves
+        before, after = report.original.file_bytes, report.compressed.file_bytes
+    dense = "" if given.rounded is None else f"; dense it would be {size(given.dense_bytes)}"
     rows = [
+        ("input", f"{given.name}, {given.rounded or 'dense'}"),
         ("recipe", recipe.name),
-        ("bytes", f"{size(plan.bytes_before)} dense → {size(after)} ({plan.bytes_before / after:.2f} ×)"),
+        ("bytes", f"{size(before)} → {size(after)}{dense}"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
         *([("bits a weight", f"{bits:.3f} of the rounded products, scales included")] if done else []),
-        *([("zeros", f"in {sparse} products, written dense")] if sparse else []),
+        *([("zeros", f"in {sparse} products, written among the others")] if sparse else []),
         *([("distillation", f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}")] if learns else []),
         ("calibration", calibrated if calibrates else "none is needed"),
     ]
     if report is not None:
         d = report.divergence
         rows += [
-            ("perplexity", f"{d.perplexity_a:.3f} → {d.perplexity_b:.3f} ({d.perplexity_ratio - 1:+.2%})"),
+            ("perplexity", f"{d.perplexity_a:,.3f} → {d.perplexity_b:,.3f} ({d.perplexity_ratio - 1:+.2%})"),
             ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
         ]
-        for batch, before in report.original.tokens_per_s.items():
+        for batch, rate in report.original.tokens_per_s.items():
             found = report.compressed.tokens_per_s[batch]
-            rows.append(("tokens/s", f"{before:.1f} → {found:.1f} with {batch} at once ({found / before:.2f} ×)"))
+            rows.append(("tokens/s", f"{rate:.1f} → {found:.1f} with {batch} at once ({found / rate:.2f} ×)"))
         rows += task_rows(report)
-    print_info("would write" if args.dry_run else args.out, rows)
+    first = headline(before, after) if report is None else report.headline
+    print_info(f"would write {args.out}: {first}" if args.dry_run else f"{args.out}: {first}", rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")
+    _warn(args, faults)
+    return code
+
+
+def _warn(args: argparse.Namespace, faults: tuple[str, ...]) -> None:
+    if faults:
+        advice = "" if args.allow_any_quality else "; --allow-any-quality accepts it"
+        say(
+            f"slipstream: warning: {args.out} is broken: {'; '.join(faults)}. Use more bits, remove less, let distill follow "
+            f"prune, or move the limits{advice}"
+        )

@@ -52,11 +52,13 @@ class Progress:
         self.set_done(done, total)
 
     def seconds_left(self) -> float | None:
+        """None where nothing is known: before the first step, after the last, and where a step takes longer than those before."""
         new = self.done - self._done_before
         if new <= 0:
             return None
         step_s = (self._heard - self._counted_from) / new
-        return max(0.0, step_s * (self.total - self.done) - (time.monotonic() - self._heard))
+        left = step_s * (self.total - self.done) - (time.monotonic() - self._heard)
+        return left if left > 0 else None
 
     def line(self) -> str:
         parts = [self.what + (f": {self.phase}" if self.phase else "")]

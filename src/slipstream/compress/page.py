@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from slipstream.plan.environment import plain
 
 WIDTH, HEIGHT = 900, 220
@@ -19,12 +21,13 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
 def render(document: Mapping[str, Any]) -> str:
     """The page of a `Report.document`."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": size, "percent": percent, "number": number}
+    environment.filters |= {"size": size, "percent": percent, "number": number, "change": change, "token": token}
+    environment.filters["passage"] = passage
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     a, b = document["original"], document["compressed"]
+    names = labels(document)
     sizes = [("on disk", a["file_bytes"], b["file_bytes"]), ("in memory", a["weights_bytes"], b["weights_bytes"])]
     speeds = [
         (f"{batch} at once", value, b["tokens_per_s"][batch])
@@ -33,14 +36,44 @@ def render(document: Mapping[str, Any]) -> str:
     ]
     return template.render(
         d=document,
+        names=names,
+        changes=changes(document),
         histogram=Markup(histogram(document["kl"])),
         layers=Markup(layers(document["layers"])) if document["layers"] else "",
-        sizes=Markup(pairs(sizes, size)),
-        speeds=Markup(pairs(speeds, lambda value: f"{number(value)} tok/s")) if speeds else "",
+        sizes=Markup(pairs(sizes, size, names)),
+        speeds=Markup(pairs(speeds, lambda value: f"{number(value)} tok/s", names)) if speeds else "",
         speed_rows=speeds,
         size_rows=sizes,
         recipe=json.dumps(document["recipe"], ensure_ascii=False, indent=2, default=plain),
     )
+
+
+def labels(document: Mapping[str, Any]) -> tuple[str, str]:
+    """What the two sides are called: as the user called them. If that is one name, with the settings that differ."""
+    a, b = document["original"], document["compressed"]
+    if a["model"] != b["model"]:
+        return a["model"], b["model"]
+    differ = [name for name in a["run_as"] if a["run_as"][name] != b["run_as"][name]]
+    told = [", ".join(f"{name}={side['run_as'][name] or 'none'}" for name in differ) for side in (a, b)]
+    return f"{a['model']} ({told[0] or 'first'})", f"{b['model']} ({told[1] or 'second'})"
+
+
+def changes(document: Mapping[str, Any]) -> list[tuple[str, str, str, float | None]]:
+    """The figures of memory in which the two sides differ: (name, first, second, the second over the first)."""
+    a, b = document["original"], document["compressed"]
+    found: list[tuple[str, str, str, float | None]] = []
+    for key, name, show in (
+        ("weights_bytes", "weights in memory", size),
+        ("file_bytes", "weights on disk", size),
+        ("num_parameters", "parameters", lambda value: f"{value:,}"),
+        ("kv_bytes_per_token", "KV cache of a token", size),
+    ):
+        if a[key] != b[key]:
+            found.append((name, show(a[key]), show(b[key]), b[key] / a[key] if a[key] else None))
+    if a["zeros"] != b["zeros"]:
+        first, second = (percent(side["zeros"] or 0.0, 1) for side in (a, b))
+        found.append(("zeros in sparsified products", first, second, None))
+    return found
 
 
 # --- Formatting -------------------------------------------------------------------------------------------------------
@@ -57,11 +90,39 @@ def percent(share: float, digits: int = 2) -> str:
     return f"{share:.{digits}%}"
 
 
+def change(ratio: float) -> str:
+    """A ratio as a change in percent; beyond tenfold as a multiple."""
+    return f"{ratio - 1:+.2%}" if ratio < 10 else f"× {number(ratio)}"
+
+
 def number(value: float) -> str:
     """Four significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}" if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+SIGNS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+def token(text: str) -> Markup:
+    """A token with its white space and control characters as signs."""
+    return Markup("").join(_sign(c) for c in text) if text else Markup('<span class="ws">nothing</span>')
+
+
+def passage(text: str) -> Markup:
+    """A text with signs for the white space at its ends, where it can't be seen, and for control characters and line ends."""
+    if not text or text.isspace():
+        return token(text)
+    begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    inside = Markup("").join(c if c == " " else _sign(c) + ("\n" if c == "\n" else "") for c in text[begin:end])
+    return Markup("").join([*map(_sign, text[:begin]), inside, *map(_sign, text[end:])])
+
+
+def _sign(character: str) -> Markup | str:
+    if character.isprintable() and not character.isspace():
+        return character
+    return Markup('<span class="ws">{}</span>').format(SIGNS.get(character, f"U+{ord(character):04X}"))
 
 
 # --- Plots ------------------------------------------------------------------------------------------------------------
@@ -123,8 +184,8 @@ def layers(found: Sequence[Mapping[str, Any]]) -> str:
     return _svg("Error layer by layer", parts)
 
 
-def pairs(rows: Sequence[tuple[str, float, float]], show: Any) -> str:
-    """Two bars for each row: original above compressed."""
+def pairs(rows: Sequence[tuple[str, float, float]], show: Any, names: tuple[str, str]) -> str:
+    """Two bars for each row: the first model's above the second's."""
     most = max(max(a, b) for _, a, b in rows) or 1.0
     width, bar, gap, left = 430, 15, 16, 78
     parts = []
@@ -136,7 +197,7 @@ def pairs(rows: Sequence[tuple[str, float, float]], show: Any) -> str:
             parts.append(f'<rect class="{css}" x="{left}" y="{y}" width="{max(length, 1):.1f}" height="{bar - 2}"/>')
             parts.append(_text(left + length + 6, y + bar - 4, show(value), "start", "told"))
             y += bar
-    return _svg("original and compressed", parts, width, len(rows) * (2 * bar + gap))
+    return _svg(" and ".join(names), parts, width, len(rows) * (2 * bar + gap))
 
 
 def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
 from slipstream.spec.model import ModelSpec
 
-Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+"""Gets the phase, and the steps done and in all."""
 BATCH_TOKENS = 2048
 """Tokens that go through a model together while it is measured."""
 
@@ -75,7 +77,7 @@ def reshape(
     device: torch.device,
     restart: bool = False,
     download_dir: str | None = None,
-    say: Say = lambda text: None,
+    progress: Progress = lambda phase, done, total: None,
 ) -> ModelDescription:
     """Carry out the first part. The result is the description of a dense checkpoint in the work folder, `.OUT.reshaped`.
     `publish` makes it the result of the recipe, `clean` removes the folder."""
@@ -84,19 +86,19 @@ def reshape(
     claim(work, out, {"recipe": recipe.as_data(), "source": fingerprint(source)}, restart=restart)
     student = work / "student"
     if not student.is_dir():
-        say("pruning")
-        _prune(source, recipe, student, device, download_dir)
+        progress("pruning", 0, 0)
+        _prune(source, recipe, student, device, download_dir, partial(progress, "pruning"))
     distill = recipe.one(Distill)
     if distill is None:
         return read_spec(student)
     done = work / "distilled"
     if not done.is_dir():
-        say("preparing training data")
+        progress("preparing training data", 0, 0)
         files = _prepare(source, distill, work, device, download_dir)
 
         def report(record: StepRecord) -> None:
             held = "" if record.held_out_kl is None else f", held-out KL {record.held_out_kl:.4f}"
-            say(f"distilling: step {record.step + 1} of {distill.num_steps}, loss {record.loss:.4f}{held}")
+            progress(f"distilling, loss {record.loss:.4f}{held}", record.step + 1, distill.num_steps)
 
         distill_files(files, distill, device=str(device), num_processes=distill.num_processes, progress=report)
     return read_spec(done)
@@ -125,7 +127,14 @@ def batches(windows: list[tuple[int, ...]], device: torch.device) -> list[Sequen
     return [SequenceBatch.of(windows[i : i + count], device) for i in range(0, len(windows), count)]
 
 
-def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torch.device, download_dir: str | None) -> None:
+def _prune(
+    source: ModelDescription,
+    recipe: Recipe,
+    student: Path,
+    device: torch.device,
+    download_dir: str | None,
+    progress: Callable[[int, int], None],
+) -> None:
     settings = recipe.one(PruneSettings)
     assert settings is not None
     model = load_dense(source.path, dtype=torch.float32, device=device)
@@ -140,7 +149,7 @@ def _prune(source: ModelDescription, recipe: Recipe, student: Path, device: torc
             context=context,
             download_dir=download_dir,
         )
-    found = prune(model, settings, batches(windows, device))
+    found = prune(model, settings, batches(windows, device), progress=progress)
     with new_folder(student) as folder:
         found.model.write_into(folder, dtype=_written(source, recipe))
         about: dict[str, Any] = {"layers": found.kept.layers, "influence": found.influence}

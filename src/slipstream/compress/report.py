@@ -17,6 +17,8 @@ from typing import Any
 
 from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
+from slipstream.compress.run import zeros_of
+from slipstream.compress.verdict import QualityLimits, headline, is_worse
 from slipstream.config import EngineArgs
 from slipstream.errors import BudgetError
 from slipstream.evals.divergence import KL_EDGES, Divergence, compare
@@ -35,10 +37,10 @@ SPEED_INPUT, SPEED_OUTPUT, SPEED_RUNS = 64, 64, 3
 
 DEFINITIONS = {
     "perplexity": "exp of the mean of −ln p over the scored tokens of the text",
-    "kl": "KL(original‖compressed) of the next token's distribution, in nats, over the scored tokens",
+    "kl": "KL(A‖B) of the next token's distribution, in nats, over the scored tokens; A is the first model, B the second",
     "top1_agreement": "share of tokens for which both models rank the same token first",
     "top5_agreement": "mean share that the two models' five likeliest tokens have in common",
-    "layers.own": "relative root mean square error of what the layer adds, when it reads the original's residual",
+    "layers.own": "relative root mean square error of what the layer adds, when it reads the first model's residual",
     "layers.state": "relative root mean square error of the residual after the layer",
     "tokens_per_s": f"output tokens / wall time by number of concurrent requests, with {SPEED_INPUT} input and {SPEED_OUTPUT} "
     f"output tokens each; the median of {SPEED_RUNS} runs",
@@ -47,20 +49,24 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two models. `tokens_per_s` is by number of concurrent requests, empty if speed was not measured."""
+    """One of the two models. `zeros` is the share of zeros in its sparsified products, None without any. `tokens_per_s` is by
+    number of concurrent requests, empty if speed was not measured."""
 
     model: str
     run_as: Mapping[str, Any]
     perplexity: float
     file_bytes: int
     weights_bytes: int  # in memory
+    num_parameters: int
+    kv_bytes_per_token: int
+    zeros: float | None = None
     tokens_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """`recipe` has JSON's types. `tried` are attempts above `max_kl`, with their mean KL. `tasks` are the results (original,
-    compressed) of each task. `canary` is the compressed model's."""
+    compressed) of each task. `canary` is the compressed model's. `limits` say when the compressed model counts as broken."""
 
     original: Side
     compressed: Side
@@ -68,6 +74,7 @@ class Report:
     divergence: Divergence
     recipe: Any = None
     max_kl: float | None = None
+    limits: QualityLimits = field(default_factory=QualityLimits)
     tried: tuple[tuple[str, float], ...] = ()
     tasks: tuple[tuple[TaskResult, TaskResult], ...] = ()
     canary: Canary | None = None
@@ -79,6 +86,15 @@ class Report:
         return None if self.max_kl is None else self.divergence.kl.mean <= self.max_kl
 
     @property
+    def faults(self) -> tuple[str, ...]:
+        """Why the compressed model is broken; empty if it is not."""
+        return self.limits.faults(self.divergence)
+
+    @property
+    def headline(self) -> str:
+        return headline(self.original.file_bytes, self.compressed.file_bytes, self.divergence, self.faults)
+
+    @property
     def document(self) -> dict[str, Any]:
         """The content of the JSON file."""
         d = self.divergence
@@ -86,6 +102,14 @@ class Report:
             "format": 1,
             **self.info,
             "recipe": self.recipe,
+            "verdict": {
+                "headline": self.headline,
+                "broken": bool(self.faults),
+                "faults": list(self.faults),
+                "larger": self.compressed.file_bytes > self.original.file_bytes,
+                "worse": is_worse(d),
+            },
+            "limits": dataclasses.asdict(self.limits),
             "kl": {**dataclasses.asdict(d.kl), "edges": list(KL_EDGES)},
             "perplexity": d.perplexity_b,
             "perplexity_original": d.perplexity_a,
@@ -143,7 +167,7 @@ def measure(
 ) -> Report:
     """Compare both models on the text, and measure their speed. `name` is the compressed model's in the report, by default its
     path. `tasks` are names for `evals.tasks.run_tasks`, with the first `limit` questions of each. `more` are fields of
-    `Report`: recipe, max_kl, tried. `progress` gets the phase, and the steps done and in all."""
+    `Report`: recipe, max_kl, limits, tried. `progress` gets the phase, and the steps done and in all."""
     text = text or TextSettings()
     progress("loading", 0, 2)
     a = Scorer.load(original, context=text.context)
@@ -241,6 +265,9 @@ def _side(scorer: Scorer, args: EngineArgs, perplexity: float, name: str | None 
         perplexity=perplexity,
         file_bytes=model_bytes(path),
         weights_bytes=scorer.weights_bytes,
+        num_parameters=scorer.spec.num_parameters,
+        kv_bytes_per_token=scorer.kv_bytes_per_token,
+        zeros=zeros_of(path),
     )
 
 

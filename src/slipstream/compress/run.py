@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -41,7 +42,8 @@ from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.weights import load_parameters
 from slipstream.platform import num_gpus
-from slipstream.spec.description import ModelDescription
+from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.parameters import parameters
 from slipstream.spec.quantization_config import COLUMNS_NAME, StoredFormats
 
 Progress = Callable[[int, int], None]
@@ -316,6 +318,18 @@ def _products(planned: CompressionPlan, notes: Sequence[dict[str, Any]]) -> dict
         own = {new: note[old][name] for old, new in keys.items() if name in note.get(old, {})}
         found[weight.name] = {"format": None if weight.fmt is None else str(weight.fmt), **own}
     return found
+
+
+def zeros_of(checkpoint: Path) -> float | None:
+    """The share of zeros in a checkpoint's sparsified products; None if it has none."""
+    file = checkpoint / PRODUCTS_NAME
+    products = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = {name: product["zeros"] for name, product in products.items() if "zeros" in product}
+    if not found:
+        return None
+    shapes = parameters(read_spec(checkpoint).spec)
+    sizes = {name: math.prod(shapes[f"{name}.weight"]) for name in found}
+    return float(sum(sizes[name] * share for name, share in found.items()) / sum(sizes.values()))
 
 
 def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

@@ -113,13 +113,15 @@ def compare(
     layers: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Divergence:
-    """Compare B with A on `windows`. ConfigError if their vocabularies differ, or if no token is scored."""
+    """Compare B with A on `windows`. ConfigError if their vocabularies differ, or if no token is scored. Steps of `progress` are
+    the windows, the comparison layer by layer, and each of the worst prompts."""
     check_windows(a, windows)
     check_vocabularies(a, b, windows)
     kls: list[Tensor] = []
     nll_a: list[float] = []
     nll_b: list[float] = []
     same1 = shared5 = 0.0
+    num_steps = len(windows) + layers + num_worst
     for i, window in enumerate(windows):
         (hidden_a, targets), (hidden_b, _) = scored(a, window), scored(b, window)
         kl, sum_a, sum_b = [], 0.0, 0.0
@@ -135,14 +137,18 @@ def compare(
         kls.append(torch.cat(kl))
         nll_a.append(sum_a)
         nll_b.append(sum_b)
-        progress(i + 1, len(windows))
+        progress(i + 1, num_steps)
     counts = torch.tensor([len(k) for k in kls], dtype=torch.float64)
     total, every = float(counts.sum()), torch.cat(kls).double()
     means = torch.stack([k.double().mean() for k in kls])
     difference = (torch.tensor(nll_b, dtype=torch.float64) - torch.tensor(nll_a, dtype=torch.float64)) / counts
     ratio = math.exp(min(float((difference * counts).sum()) / total, 700.0))
     found, why = layer_divergence(a, b, windows[:LAYER_WINDOWS]) if layers else ((), "not asked for")
-    order = means.argsort(descending=True).tolist()
+    progress(len(windows) + layers, num_steps)
+    order, worst = means.argsort(descending=True).tolist(), []
+    for i in _distinct(windows, kls, order)[:num_worst]:
+        worst.append(_worst(a, b, windows[i], i, kls[i]))
+        progress(len(windows) + layers + len(worst), num_steps)
     return Divergence(
         kl=Distribution(
             mean=float(every.mean()),
@@ -160,7 +166,7 @@ def compare(
         num_windows=len(windows),
         layers=found,
         why_no_layers=why,
-        worst=tuple(_worst(a, b, windows[i], i, kls[i]) for i in _distinct(windows, kls, order)[:num_worst]),
+        worst=tuple(worst),
         window_kl=tuple(means.tolist()),
     )
 

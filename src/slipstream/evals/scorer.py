@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import EngineArgs
+from slipstream.config import DTYPE_BYTES, EngineArgs
 from slipstream.engine.processor import load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
@@ -43,6 +43,7 @@ class Scorer:
     context: int
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights_bytes: int = 0
+    kv_bytes_per_token: int = 0
 
     @property
     def decoder(self) -> Decoder:
@@ -77,6 +78,7 @@ class Scorer:
                 "device": config.device.info.name,
             },
             weights_bytes=runner.model.weights_bytes,
+            kv_bytes_per_token=description.spec.kv_bytes_per_token(DTYPE_BYTES[config.cache.dtype]),
         )
 
     @property

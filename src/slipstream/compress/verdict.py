@@ -1,0 +1,92 @@
+"""What a compression comes to: whether the result is smaller than its input, whether it is worse, and whether it is broken.
+
+The input is what the user gave: a GGUF file's own bytes, and not what it would take in 16 bits. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.evals.divergence import Divergence
+    from slipstream.spec.description import ModelDescription
+
+DENSE_TYPES = frozenset(("F32", "F16", "BF16"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityLimits:
+    """A result outside of these is broken. Recipes that were worth having stayed far inside: INT3 by GPTQ has 1.8 times the
+    perplexity and 67 % of the likeliest tokens, half of the weights at zero by SparseGPT 1.9 times (SmolLM2-135M)."""
+
+    max_perplexity_ratio: float = 3.0  # the result's perplexity over its input's
+    min_top1_agreement: float = 0.5
+
+    def check(self) -> None:
+        if not self.max_perplexity_ratio >= 1:
+            raise ConfigError(
+                f"max_perplexity_ratio={self.max_perplexity_ratio} must be 1 or more", field="max_perplexity_ratio"
+            )
+        if not 0 <= self.min_top1_agreement <= 1:
+            raise ConfigError(
+                f"min_top1_agreement={self.min_top1_agreement} must be a share from 0 to 1", field="min_top1_agreement"
+            )
+
+    def faults(self, found: Divergence) -> tuple[str, ...]:
+        """What is outside of the limits, in words. A NaN is."""
+        faults = []
+        if not found.perplexity_ratio <= self.max_perplexity_ratio:
+            faults.append(
+                f"its perplexity is {found.perplexity_b:,.4g}, {found.perplexity_ratio:,.3g} times the input's "
+                f"(at most {self.max_perplexity_ratio:g})"
+            )
+        if not found.top1_agreement >= self.min_top1_agreement:
+            faults.append(
+                f"it ranks the input's likeliest token first for {found.top1_agreement:.1%} of the tokens "
+                f"(at least {self.min_top1_agreement:.0%})"
+            )
+        return tuple(faults)
+
+
+def is_worse(found: Divergence) -> bool:
+    """Whether the perplexity rose by more than twice its standard error."""
+    return not found.perplexity_ratio <= 1 + 2 * found.perplexity_ratio_stderr
+
+
+def headline(bytes_before: int, bytes_after: int, found: Divergence | None = None, faults: tuple[str, ...] = ()) -> str:
+    """One line: broken or not, the size and the perplexity against the input's."""
+    size = f"{bytes_after / bytes_before:.2f} × the bytes of its input"
+    parts = [f"larger than its input: {size}" if bytes_after > bytes_before else size]
+    if found is None:
+        parts.append("quality not measured")
+    else:
+        change = found.perplexity_ratio - 1
+        told = f"{change:+.2%}" if change < 10 else f"× {found.perplexity_ratio:,.4g}"
+        parts.append(f"{'worse' if is_worse(found) else 'no worse'}: perplexity {told}")
+    return ("broken; " if faults else "") + "; ".join(parts)
+
+
+def rounded_before(source: ModelDescription) -> str | None:
+    """How a GGUF file's layers were rounded, such as "4-bit already: Q4_1, …"; None if they were not. The type that holds most
+    of the values names the bits."""
+    if source.gguf is None:
+        return None
+    products = [t for name, t in source.gguf.tensors.items() if name.startswith("blk.") and len(t.shape) > 1]
+    values: dict[str, int] = {}
+    for tensor in products:
+        values[tensor.type] = values.get(tensor.type, 0) + tensor.numel
+    types = sorted(values, key=lambda name: -values[name])
+    if not types or types[0] in DENSE_TYPES:
+        return None
+    bits = 8 * sum(t.nbytes for t in products) / sum(values.values())
+    (digit, *_) = re.findall(r"\d", types[0])
+    return f"{digit}-bit already: {', '.join(types)}, {bits:.2f} bits a weight with scales, embeddings apart"
+
+
+def input_bytes(source: ModelDescription) -> int | None:
+    """The bytes of a GGUF file's tensors; None for other checkpoints, which are dense."""
+    return sum(t.num_bytes for t in source.stored) or None
