@@ -112,6 +112,76 @@ def test_masks_of_a_step(grammars, tokenizer, count):
     grammars.clear()
 
 
+def test_masks_behind_guessed_tokens(grammars, tokenizer):
+    """Those of the right ones are what they would be one by one; behind a wrong one, and behind the end, all is allowed."""
+    grammars.clear()
+    state = begin(grammars, StructuredOutputsParams(regex="abcd?"), "r")
+    before = allowed(state)
+    a, b, c, x = (ids(tokenizer, letter)[0] for letter in "abcx")
+    for drafts, expected in (
+        ([a, b], ["a", "b", "c"]),
+        ([a, x, b], ["a", "b", None, None]),
+        ([a, b, c, END], ["a", "b", "c", "d", None]),
+    ):
+        plan = StepPlan(step_id=1, scheduled=(ScheduledRequest("r", 3, len(drafts) + 1, len(drafts) + 1),))
+        mask, ended = grammars.masks(plan, {"r": drafts})
+        assert (ended, list(mask.positions)) == ({}, list(range(len(drafts) + 1)))
+        rows = np.unpackbits(np.frombuffer(mask.bits, np.uint8).reshape(len(expected), -1), axis=1, bitorder="little")
+        for row, letter in zip(rows, expected, strict=True):
+            assert row.all() if letter is None else letter in texts(tokenizer, np.flatnonzero(row).tolist()) and row.sum() <= 2
+        assert allowed(state) == before
+    grammars.clear()
+
+
+# A part of what JSON-Schema-Test-Suite says, keyword by keyword: (schema, valid, invalid), instances as compact JSON.
+OBJECT = {"type": "object", "additionalProperties": False}
+SCHEMAS = [
+    ({"type": "integer"}, ["0", "-7", "123456789"], ["1.5", '"1"', "true", "01"]),
+    ({"type": "number"}, ["0", "-1.5", "1e9"], ["'1'", "null"]),
+    ({"type": "string"}, ['""', '"a\\n"', '"é"'], ["a", '"\n"', '"\\x"']),
+    ({"type": ["null", "boolean"]}, ["null", "true", "false"], ["0", '""']),
+    ({"type": "integer", "minimum": -3, "maximum": 12}, ["-3", "0", "12"], ["-4", "13", "99"]),
+    ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3}, ["1", "2"], ["0", "3"]),
+    ({"type": "integer", "multipleOf": 5}, ["0", "5", "25"], ["3", "7"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ['"ab"', '"éß."'], ['"a"', '"abcd"']),
+    ({"type": "string", "pattern": "^[a-f]+[0-9]$"}, ['"abc1"'], ['"abc"', '"1"', '"abc12"']),
+    ({"type": "string", "pattern": "b"}, ['"abc"', '"b"'], ['"ac"', '""']),
+    ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-13-01"', '"today"']),
+    ({"type": "string", "format": "uuid"}, ['"123e4567-e89b-12d3-a456-426614174000"'], ['"123"']),
+    ({"type": "string", "format": "ipv4"}, ['"127.0.0.1"'], ['"256.0.0.1"', '"1.2.3"']),
+    ({"enum": [1, "a", None, [True]]}, ["1", '"a"', "null", "[true]"], ["2", '"b"', "[]"]),
+    ({"const": {"a": 1}}, ['{"a":1}'], ['{"a":2}', "{}"]),
+    ({"type": "array", "items": {"type": "integer"}}, ["[]", "[1,2]"], ['["a"]', "{}"]),
+    ({"type": "array", "items": {"const": 1}, "minItems": 1, "maxItems": 2}, ["[1]", "[1,1]"], ["[]", "[1,1,1]"]),
+    ({"prefixItems": [{"const": 1}, {"const": 2}], "items": False, "type": "array"}, ["[1,2]", "[1]"], ["[2]", "[1,2,3]"]),
+    ({**OBJECT, "properties": {"a": {"const": 1}, "b": {}}, "required": ["b"]}, ['{"b":2}', '{"a":1,"b":2}'], ['{"a":1}']),
+    ({**OBJECT, "properties": {"a": {}}}, ["{}", '{"a":[1,"x"]}'], ['{"b":1}']),
+    ({"type": "object", "additionalProperties": {"type": "null"}}, ["{}", '{"x":null,"y":null}'], ['{"x":1}']),
+    ({"type": "object", "patternProperties": {"^n": {"const": 1}}, "additionalProperties": False}, ['{"n1":1}'], ['{"m":1}']),
+    ({"anyOf": [{"type": "integer"}, {"const": "x"}]}, ["3", '"x"'], ['"y"', "null"]),
+    ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, ["3", "5"], ["2", "6"]),
+    ({"$defs": {"n": {"const": 7}}, "type": "array", "items": {"$ref": "#/$defs/n"}}, ["[7,7]"], ["[8]"]),
+    (
+        {"$defs": {"t": {**OBJECT, "properties": {"n": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"},
+        ["{}", '{"n":{"n":{}}}'],
+        ['{"n":1}'],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), SCHEMAS, ids=lambda value: json.dumps(value)[:60])
+def test_keywords_of_schemas(grammars, tokenizer, schema, valid, invalid):
+    for text in (*valid, *invalid):
+        state = begin(grammars, StructuredOutputsParams(json=schema, disable_any_whitespace=True), "s")
+        try:
+            state.accept(ids(tokenizer, text))
+            taken = END in allowed(state)
+        except GrammarError:
+            taken = False
+        assert taken == (text in valid), text
+    grammars.clear()
+
+
 def test_who_cannot_go_on_is_said(grammars, tokenizer):
     grammars.clear()
     dead = begin(grammars, StructuredOutputsParams(regex="a,a+"), "dead", stop=tuple(ids(tokenizer, ",")))

@@ -18,9 +18,10 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,21 @@ class GrammarState:
         """Take back the last tokens."""
         self._matcher.rollback(num_tokens)
 
+    def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
+        """Of int32 [1 + drafts, words], where the first is written: the masks behind each guessed token. Behind a wrong one
+        anything is allowed, since nothing that is drawn there counts."""
+        assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
+        taken = 0
+        for token in drafts:
+            if self.is_finished or not masks[taken][token >> 5] & _bit(token) or token in self._ends:
+                break
+            self.accept([token])
+            taken += 1
+            if not self.is_finished:
+                self.mask(masks[taken])
+        if taken:
+            self.rollback(taken)
+
     @property
     def is_finished(self) -> bool:
         """The answer is complete, and nothing can follow."""
@@ -314,29 +330,34 @@ class Grammars:
         state.accept(tokens)
         return state.is_finished
 
-    def masks(self, plan: StepPlan) -> tuple[TokenMask, dict[str, str | None]]:
+    def masks(
+        self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
+    ) -> tuple[TokenMask, dict[str, str | None]]:
         """Of the tokens that a step samples, once all tokens of the steps before it are accepted; and which requests can't go
-        on: what is wrong with them, or None if they are complete."""
+        on: what is wrong with them, or None if they are complete. `drafts`: the guessed tokens of requests that check some."""
         first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
         found = [(s, i) for s, i in zip(plan.scheduled, first, strict=False) if s.num_sampled and s.request_id in self._states]
-        assert all(s.num_sampled == 1 for s, _ in found), "guessed tokens of a request with a grammar are not known here"
+        positions = [i + k for s, i in found for k in range(s.num_sampled)]
         states = [self._states[s.request_id] for s, _ in found]
-        bits = np.zeros((len(found), -(-self.num_rows // 32)), np.int32)
-        if len(found) >= PARALLEL_ROWS:
+        bits = np.full((len(positions), -(-self.num_rows // 32)), -1, np.int32)
+        rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))
+        together = len(found) >= PARALLEL_ROWS
+        if together:
             self._executor = self._executor or LLExecutor()
-            matchers = [(state.matcher, i) for i, state in enumerate(states)]
+            matchers = [(state.matcher, row) for state, row in zip(states, rows, strict=False)]
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
         ended: dict[str, str | None] = {}
-        for (s, _), state, row in zip(found, states, bits, strict=True):
+        for (s, _), state, row in zip(found, states, rows, strict=False):
             try:
-                (state.finish_mask if len(found) >= PARALLEL_ROWS else state.mask)(row)
-                if row.any():
+                (state.finish_mask if together else state.mask)(bits[row])
+                if bits[row].any():
+                    state.mask_drafts(bits[row : row + s.num_sampled], drafts.get(s.request_id, ()))
                     continue
                 ended[s.request_id] = None
             except GrammarError as error:
                 ended[s.request_id] = str(error)
-            row[:] = -1  # what is drawn is thrown away
-        return TokenMask(tuple(i for _, i in found), bits.tobytes()), ended
+            bits[row] = -1  # what is drawn is thrown away
+        return TokenMask(tuple(positions), bits.tobytes()), ended
 
     def _start(self, request: EngineRequest, matcher: LLMatcher) -> None:
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
