@@ -52,7 +52,7 @@ class Progress:
         self.set_done(done, total)
 
     def seconds_left(self) -> float | None:
-        """None where nothing is known: before the first step, after the last, and where a step takes longer than those before."""
+        """None before the first step, after the last, and where a step takes longer than those before."""
         new = self.done - self._done_before
         if new <= 0:
             return None

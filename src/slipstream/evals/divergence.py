@@ -113,8 +113,8 @@ def compare(
     layers: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Divergence:
-    """Compare B with A on `windows`. ConfigError if their vocabularies differ, or if no token is scored. Steps of `progress` are
-    the windows, the comparison layer by layer, and each of the worst prompts."""
+    """Compare B with A on `windows`. ConfigError if their vocabularies differ, or if no token is scored. Steps of `progress`
+    are the windows, the comparison layer by layer, and each of the worst prompts."""
     check_windows(a, windows)
     check_vocabularies(a, b, windows)
     kls: list[Tensor] = []
