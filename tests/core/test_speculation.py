@@ -141,6 +141,9 @@ def test_old_times_are_forgotten():
     assert costs.plain(1) is None
     costs._lines.clear()
     assert costs.line(1, 1.0) == [(1, 1.0)]
+    timed(costs, (1, 1, 3.0), (1, 4, 5.0))
+    assert costs.plain(1) == 3.0
+    assert costs.line(1, 3.0) == [(1, 3.0), (4, 5.0)]
 
 
 def test_between_and_beyond_what_is_known():

@@ -52,3 +52,41 @@ def test_64_greedy_tokens_of_20_prompts():
         with torch.inference_mode():
             expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert answer.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
+
+
+FORMS = (
+    "{}",
+    "Answer in one sentence: {}",
+    "{} Then repeat the question.",
+    "Repeat these words three times: {}",
+    "Q: {}\nA:",
+)
+
+
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize(
+    "config", [{"method": "ngram"}, {"method": "suffix"}, {"method": "draft", "num_speculative_tokens": 3}], ids=str
+)
+def test_speculation_changes_no_greedy_answer(config):
+    """300 prompts of 128 tokens: the questions in five forms, each followed by nothing, by another question and by two others."""
+    path = str(list_cached()["smollm2"])
+    if config["method"] == "draft":
+        config = {**config, "model": path}
+    others = [[], [1], [3, 7]]
+    texts = [
+        form.format(" ".join([q, *(QUESTIONS[(i + j) % len(QUESTIONS)] for j in more)]))
+        for i, q in enumerate(QUESTIONS)
+        for form in FORMS
+        for more in others
+    ]
+    assert len(texts) == 300
+    sizes = dict(dtype="float32", kernels="torch", max_model_len=512, max_num_seqs=20)
+    found = []
+    for given in (None, config):
+        with LLM(path, speculative_config=given, **sizes) as llm:
+            sampling = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+            answers = llm.chat([[{"role": "user", "content": text}] for text in texts], sampling)
+            found.append([answer.outputs[0].token_ids for answer in answers])
+            if given is not None:
+                assert llm.core.stats().spec_accepted_tokens > 0
+    assert found[0] == found[1]

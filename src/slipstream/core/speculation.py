@@ -92,7 +92,7 @@ class StepCosts:
         self._step += 1
         key = (_near(num_seqs), _near(num_tokens))
         if self._step - self._measured.get(key, self._step) > STALE:
-            del self._times[key]
+            self._times.pop(key, None)
         self._times.setdefault(key, deque(maxlen=NUM_TIMES)).append(max(seconds, 1e-6))
         self._measured[key] = self._step
         self._lines.pop(key[0], None)
