@@ -279,7 +279,7 @@ class CpuOps(ReferenceOps):
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        if params.all_greedy and params.bias_rows is None and params.history is None:
+        if params.all_greedy and not params.changes_logits:
             return argmax(logits)
         logits = apply_bias_and_penalties(logits.float(), params)
         greedy = argmax(logits)

@@ -9,6 +9,7 @@ from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState, Tokenizer
+from slipstream.server.token_details import choice_details, id_name, prompt_details
 from slipstream.server.tokens import text_prompt
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
@@ -33,12 +34,17 @@ class CompletionAnswer(Answer):
             text = self._echo(delta.index) + text
         if self.body.logprobs is not None:
             logprobs = encode(self._logprobs(delta.index, delta.logprobs or []))
+        ids = b""
+        if self.body.return_token_ids:
+            if not choice.begun:
+                ids = b',"prompt_token_ids":' + encode(self.prompt_info[delta.index // self.sampling.n].token_ids)
+            ids += b',"token_ids":' + encode(delta.token_ids)
         choice.begun = True
-        if not text and not delta.logprobs and delta.finish_reason is None:
+        if not text and not delta.logprobs and delta.finish_reason is None and not (ids and delta.token_ids):
             return b""
         reason = b"null" if delta.finish_reason is None else encode(delta.finish_reason)
         index = b'{"index":%d,"text":' % delta.index
-        return self.event(index, encode(text), b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}")
+        return self.event(index, encode(text), b',"logprobs":', logprobs, b',"finish_reason":', reason, ids, b"}")
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
@@ -47,13 +53,22 @@ class CompletionAnswer(Answer):
             "text": self._echo(index) + "".join(choice.text),
             "logprobs": None if self.body.logprobs is None else self._logprobs(index, choice.logprobs),
             "finish_reason": choice.finish_reason,
+            **choice_details(self.body, choice),
+            **prompt_details(self.body, self.prompt_info[index // self.sampling.n]),
         }
+
+    def _note(self, delta: CompletionOutput, now: float) -> None:
+        if self.body.max_tokens == 0:  # the engine makes one token of every prompt; this one nobody asked for
+            delta.text, delta.token_ids, delta.logprobs = "", [], None if delta.logprobs is None else []
+        super()._note(delta, now)
 
     def _echo(self, index: int) -> str:
         """The prompt's text, if it is to stand before the answer."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompts()[index // self.sampling.n]
+        if self.body.truncate_prompt_tokens is not None:
+            prompt = self.prompt_info[index // self.sampling.n].token_ids
         if isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -86,9 +101,11 @@ class CompletionAnswer(Answer):
             # A token that begins inside a character points at that character.
             offsets.append(choice.num_chars - (data[:1] > b"\x7f" and data[0] & 0xC0 == 0x80))
             choice.num_chars += sum(byte & 0xC0 != 0x80 for byte in data)
-            tokens.append(_name(chosen))
+            name = id_name if self.body.return_tokens_as_token_ids else _name
+            tokens.append(name(chosen))
             values.append(None if position is None else chosen.logprob)
-            tops.append(None if position is None else {_name(t): t.logprob for t in (*position.top, chosen)})
+            best = () if position is None else (*position.top[: self.body.logprobs], chosen)
+            tops.append({name(t): t.logprob for t in best} or None)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     @cached_property
@@ -112,13 +129,21 @@ def _name(token: Logprob) -> str:
 
 async def prepare(state: ServerState, body: CompletionRequest, record: RequestRecord) -> CompletionAnswer:
     prompts: list[Prompt] = [
-        await text_prompt(state, prompt) if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
+        await text_prompt(
+            state,
+            prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+        if isinstance(prompt, str)
+        else TokensPrompt(prompt_token_ids=prompt)
         for prompt in body.prompts()
     ]
+    asked = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     sampling = body.sampling(
         state.engine.description.sampling,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=max(asked) if asked else None,
     )
     return CompletionAnswer(state, body, prompts, sampling, record)

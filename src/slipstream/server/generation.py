@@ -49,6 +49,7 @@ class Choice:
     finish_reason: str | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # if they are asked for
     begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
     num_chars: int = 0
     strips_space: bool = False  # whether the next token's space does not show
@@ -114,7 +115,11 @@ class Answer:
 
     def collected(self) -> bytes:
         choices = [self.choice(i) for i in range(len(self.choices))]
-        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage()})
+        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage(), **self.beside()})
+
+    def beside(self) -> dict[str, Any]:
+        """What else the collected answer holds."""
+        return {}
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.record.num_prompt_tokens, self.record.num_output_tokens
@@ -164,6 +169,8 @@ class Answer:
         if not self.stream:
             choice.text.append(delta.text)
             choice.logprobs += delta.logprobs or ()
+            if self.body.return_token_ids:
+                choice.token_ids += delta.token_ids
         if delta.finish_reason is not None:
             if delta.finish_reason == FinishReason.ERROR:
                 raise EngineError(f"the engine failed: {delta.stop_reason}")

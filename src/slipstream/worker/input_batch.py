@@ -38,10 +38,12 @@ class Row:
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
     is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
+    allowed: LongArray | None = field(init=False)  # the only tokens that can be drawn, each once
 
     def __post_init__(self) -> None:
         s = self.sampling
-        changed = s.has_penalties or s.logit_bias or self.forbidden_early
+        self.allowed = None if s.allowed_token_ids is None else np.unique(np.array(s.allowed_token_ids, np.int64))
+        changed = s.has_penalties or s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.allowed_token_ids
         self.is_greedy = s.temperature == 0.0 and s.logprobs is None and not changed
 
 
