@@ -55,8 +55,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the next token is chosen and when generation ends.
 
-    The order is the usual one: allowed_token_ids, bad_words and logit_bias, penalties, temperature, min_p, top_k, top_p, then one draw.
-    `temperature=0` is greedy. `top_k=0` and `top_p=1` switch those filters off.
+    The order is the usual one: allowed_token_ids, bad_words and logit_bias, penalties, temperature, min_p, top_k, top_p, then
+    one draw. `temperature=0` is greedy. `top_k=0` and `top_p=1` switch those filters off.
     `repetition_penalty` looks at prompt and answer (Keskar et al. 2019, CTRL); `presence_penalty` and
     `frequency_penalty` at the answer only (OpenAI). `logprobs=k` returns the chosen token's log-probability and the k
     best at each step, before temperature and filters; `prompt_logprobs=k` the same for the prompt.

@@ -211,6 +211,7 @@ class InputProcessor:
         allowed = sampling.allowed_token_ids
         if allowed is not None:
             self._check_ids("allowed_token_ids", allowed)
+            sampling = dataclasses.replace(sampling, allowed_token_ids=tuple(dict.fromkeys(allowed)))
             if set(allowed) <= {word[0] for word in words if len(word) == 1}:
                 raise RequestError("every one of allowed_token_ids is one of bad_words", field="allowed_token_ids")
         return sampling

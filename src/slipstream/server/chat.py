@@ -63,7 +63,9 @@ class ChatAnswer(Answer):
         return {"token": name, "logprob": token.logprob, "bytes": list(token.token_bytes)}
 
 
-async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) -> ChatAnswer:
+async def prepare(
+    state: ServerState, body: ChatRequest, record: RequestRecord, *, answer: type[Answer] = ChatAnswer
+) -> Answer:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
         state.engine.description.sampling,
@@ -81,10 +83,10 @@ async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) 
         variables |= {"add_generation_prompt": False, "continue_final_message": True}
     if body.compress_prompt is None:
         tokens = await chat_tokens(state, body.messages, **variables)
-        return ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+        return answer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     shorter, told = await shorten(state, plain, body.compress_prompt)
     tokens = await template_tokens(state, shorter, **variables)
-    answer = ChatAnswer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
-    answer.more_usage = {"prompt_compression": told}
-    return answer
+    made = answer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    made.more_usage = {"prompt_compression": told}
+    return made

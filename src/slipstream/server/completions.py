@@ -127,7 +127,15 @@ def _name(token: Logprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
-async def prepare(state: ServerState, body: CompletionRequest, record: RequestRecord) -> CompletionAnswer:
+async def prepare(
+    state: ServerState,
+    body: CompletionRequest,
+    record: RequestRecord,
+    *,
+    answer: type[Answer] = CompletionAnswer,
+    max_tokens: int | None = DEFAULT_MAX_TOKENS,
+) -> Answer:
+    """The `answer` to a body; `max_tokens` if the body has none (None: the rest of the context)."""
     prompts: list[Prompt] = [
         await text_prompt(
             state,
@@ -142,8 +150,8 @@ async def prepare(state: ServerState, body: CompletionRequest, record: RequestRe
     asked = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     sampling = body.sampling(
         state.engine.description.sampling,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
+        max_tokens=max_tokens if body.max_tokens is None else body.max_tokens or 1,
         logprobs=body.logprobs,
         prompt_logprobs=max(asked) if asked else None,
     )
-    return CompletionAnswer(state, body, prompts, sampling, record)
+    return answer(state, body, prompts, sampling, record)

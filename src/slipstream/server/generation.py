@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.errors import EngineError, RequestError, SlipstreamError
 from slipstream.server.errors import (
     CLIENT_CLOSED_REQUEST,
+    ApiError,
     ClientDisconnected,
     as_api_error,
     bad_request,
@@ -35,9 +36,6 @@ from slipstream.types import CompletionOutput, FinishReason, PositionLogprobs, P
 
 logger = logging.getLogger("slipstream.server")
 encode = msgspec.json.Encoder().encode
-
-_EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
 
 @dataclass(slots=True)
 class Choice:
@@ -71,6 +69,7 @@ class Answer:
     kind: ClassVar[str]  # OpenAI's `object`
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
 
     def __init__(
         self,
@@ -112,6 +111,10 @@ class Answer:
         """What closes the stream."""
         usage = self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.include_usage else b""
         return usage + b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream in place of `end`."""
+        return b"data: " + error.body() + b"\n\n"
 
     def collected(self) -> bytes:
         choices = [self.choice(i) for i in range(len(self.choices))]
@@ -238,11 +241,14 @@ class GenerationRoute:
     ) -> None:
         self.state, self.kind, self.prepare = state, kind, prepare
 
+    def read(self, raw: bytes) -> Generation:
+        return decode(self.kind, raw)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
         if state.draining:
             raise shutting_down()
-        body = decode(self.kind, await read_body(scope, receive, state.settings))
+        body = self.read(await read_body(scope, receive, state.settings))
         body.check()
         require_model(state, body.model)
         record = scope["record"]
@@ -257,7 +263,8 @@ class GenerationRoute:
                         events = b"".join(map(answer.chunk, outputs))
                         if not started:
                             started = True
-                            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+                            headers = [(b"content-type", answer.media_type), (b"cache-control", b"no-cache")]
+                            await send({"type": "http.response.start", "status": 200, "headers": headers})
                         if events:
                             await send({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as exc:
@@ -265,7 +272,7 @@ class GenerationRoute:
                 exc.field = body.param(exc.field)
             if not started:
                 raise
-            await _break_off(exc, record, send)
+            await _break_off(exc, answer, send)
             return
         # Sent after `in_flight` is left: from here on a disconnect changes nothing.
         if answer.stream:
@@ -274,8 +281,9 @@ class GenerationRoute:
             await send_json(send, answer.collected())
 
 
-async def _break_off(exc: Exception, record: RequestRecord, send: Send) -> None:
+async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
     """Ends a stream that has begun: with an error event, if there is somebody to read it."""
+    record = answer.record
     if isinstance(exc, ClientDisconnected):
         record.status, record.error = CLIENT_CLOSED_REQUEST, "client_disconnected"
         return
@@ -283,7 +291,7 @@ async def _break_off(exc: Exception, record: RequestRecord, send: Send) -> None:
     record.status, record.error = error.status, error.code
     if not isinstance(exc, SlipstreamError) and error.status == 500:
         logger.exception("a stream broke off")
-    await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": False})
+    await send({"type": "http.response.body", "body": answer.failure(error), "more_body": False})
 
 
 async def send_json(send: Send, body: bytes) -> None:

@@ -20,6 +20,7 @@ from slipstream.server.errors import FIELDS, bad_request
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
+Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
@@ -65,7 +66,7 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: Annotated[list[Text], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=1024)] | None = None
     allowed_token_ids: list[TokenId] | None = None
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = None  # keep the prompt's last ones; -1: as many as there is room for
@@ -354,13 +355,26 @@ def template_variables(body: ChatRequest, template: str | None) -> dict[str, Any
 
 
 T = TypeVar("T", bound=Struct)
-_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
-}
-_STRUCTS: tuple[type[Struct], ...] = (*_DECODERS, StreamOptions, PromptCompression, Message, TextPart)
-for _struct in _STRUCTS:
-    FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
+_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
+
+
+def register(*bodies: type[Struct], parts: tuple[type[Struct], ...] = ()) -> None:
+    """`bodies` can be decoded; errors and the log may name the fields of these and of their `parts`."""
+    _DECODERS.update({kind: msgspec.json.Decoder(kind) for kind in bodies})
+    for kind in (*bodies, *parts):
+        FIELDS.update(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+register(
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    TextPart,
+    parts=(StreamOptions, PromptCompression, Message),
+)
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 

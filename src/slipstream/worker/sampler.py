@@ -88,8 +88,8 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
 
 def _bias(table: RowTable, rows: Sequence[Row], ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor] | None:
     """(row, token, value) of every logit bias, and FORBIDDEN on the end tokens of rows that are below min_tokens, and on the
-    last tokens of bad words. Row i has ends[i] tokens. Whether the earlier ones of a bad word stand there only the device knows: its
-    value is 0 where they don't."""
+    last tokens of bad words. Row i has ends[i] tokens. Whether the earlier tokens of a bad word stand there only the device
+    knows: the value is 0 where they don't."""
     entries: list[tuple[int, int, float]] = []
     begun: list[tuple[int, tuple[int, ...]]] = []  # bad words of several tokens for which the answer is long enough
     for i, row in enumerate(rows):
