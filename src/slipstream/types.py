@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 
 from slipstream.errors import RequestError
 
@@ -497,6 +497,24 @@ class EmbeddingOutput:
     @property
     def embedding(self) -> list[float]:
         return array("f", self.data).tolist()
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `outputs.embedding`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutput:
+    """How well two texts go together: the higher the better."""
+
+    score: float
+    num_tokens: int  # that were computed for it
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `outputs.score`."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

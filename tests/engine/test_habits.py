@@ -112,3 +112,29 @@ def test_a_prompts_last_tokens(llm):
     assert kept({"prompt_token_ids": whole}, 100) == whole
     assert len(kept("one two three " * 500, -1)) == 60  # of a context of 64
     assert len(kept("one two three " * 5000, -1)) == 60  # more characters than are tokenised otherwise
+
+
+def test_chats_by_vllms_names(llm):
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the lo"}]
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(said, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("the lo")
+    assert tokenizer.apply_chat_template(said, add_generation_prompt=False).startswith(text)
+    found = llm.chat(said, greedy, add_generation_prompt=False, continue_final_message=True, use_tqdm=False)[0]
+    assert found.prompt_token_ids == tokenizer.encode(text, add_special_tokens=False)
+    own = llm.chat(said, greedy, chat_template="{{ messages[0].content }}{{ x }}", chat_template_kwargs={"x": "!"})[0]
+    assert own.prompt == "hello!"
+    for wrong, field in (
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(said, greedy, **wrong)
+        assert caught.value.field == field
+    with pytest.raises(RequestError, match="gives text"):
+        tokenizer.apply_chat_template(said, tokenize=True)
+    shouting = "{{ messages[-1].content | upper }}"
+    with pytest.raises(RequestError, match="needs a last message"):
+        tokenizer.apply_chat_template([], chat_template=shouting, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.eos_token_id in tokenizer.eos_token_ids

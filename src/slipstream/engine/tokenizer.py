@@ -208,6 +208,11 @@ class Tokenizer:
         return self._special.bos_id
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The main one of `eos_token_ids`."""
+        return self._special.eos_ids[0] if self._special.eos_ids else None
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer, the main one first."""
         return self._special.eos_ids
@@ -226,15 +231,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tokenize: bool = False,
         **variables: Any,
     ) -> str:
         """The conversation as the model wants to see it. RequestError (field "messages") says what the template
-        refused. `tools` choose the template named tool_use, where there is one. With `continue_final_message` the text ends
-        with the last message's, for the model to go on with it."""
+        refused. `tools` choose the template named tool_use, where there is one; `chat_template` is one to take in the model's
+        place. With `continue_final_message` the text ends with the last message's, for the model to go on with it."""
+        if tokenize:
+            message = "apply_chat_template gives text; encode(text, add_special_tokens=False) gives its tokens"
+            raise RequestError(message, field="tokenize")
         if continue_final_message and add_generation_prompt:
             message = "an answer is either begun or continued: set add_generation_prompt=False with continue_final_message"
             raise RequestError(message, field="continue_final_message")
-        template = self._templates.get("tool_use", self.chat_template) if tools else self.chat_template
+        template = chat_template or (self._templates.get("tool_use", self.chat_template) if tools else self.chat_template)
         if template is None:
             raise RequestError(
                 "this model has no chat template; if it writes text, use completions with a plain prompt", field="messages"
