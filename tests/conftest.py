@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,11 @@ from hypothesis import settings
 settings.register_profile("gate", derandomize=True, database=None)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("gate")
+
+
+def pytest_addoption(parser):
+    whose = "the interpreter that other programs' clients are installed for"
+    parser.addoption("--clients-python", default=sys.executable, metavar="PYTHON", help=whose)
 
 
 @pytest.fixture(scope="session")

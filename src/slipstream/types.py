@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 
 from slipstream.errors import RequestError
 
@@ -106,13 +106,19 @@ class StructuredOutputsParams:
 class SamplingParams:
     """How the next token is chosen and when generation ends.
 
-    The order is the usual one: logit_bias, penalties, temperature, min_p, top_k, top_p, then one draw.
-    `temperature=0` is greedy. `top_k=0` and `top_p=1` switch those filters off.
+    The order is the usual one: allowed_token_ids, bad_words and logit_bias, penalties, temperature, min_p, top_k, top_p, then
+    one draw. `temperature=0` is greedy. `top_k=0` and `top_p=1` switch those filters off.
     `repetition_penalty` looks at prompt and answer (Keskar et al. 2019, CTRL); `presence_penalty` and
     `frequency_penalty` at the answer only (OpenAI). `logprobs=k` returns the chosen token's log-probability and the k
     best at each step, before temperature and filters; `prompt_logprobs=k` the same for the prompt.
     With a `seed`, the draw at each position depends on the seed and the position alone. With `structured_outputs` only tokens
     that its grammar allows are drawn.
+
+    Nothing but `allowed_token_ids` is drawn. A token that would complete one of `bad_words` in the answer is not drawn while
+    another one is allowed; words are compared as the tokenizer splits them, at the beginning of a text and after a space
+    (`bad_words_token_ids` gives them as tokens). `truncate_prompt_tokens=k` keeps the prompt's last k tokens; −1 those for
+    which there is room. `detokenize=False` leaves texts empty. `best_of` may only equal `n`, and
+    `spaces_between_special_tokens` changes nothing: no tokenizer that we read puts any there.
     """
 
     n: int = 1
@@ -135,6 +141,13 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    spaces_between_special_tokens: bool = True
+    best_of: int | None = None  # None once it was checked
 
     def __post_init__(self) -> None:
         # Callers pass what they know from other libraries: a string or list for stop, -1 for "no top_k".
@@ -145,7 +158,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in (self.logit_bias or {}).items()})
+        for name in ("bad_words", "bad_words_token_ids"):
+            object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
+        words = tuple(_items("bad_words_token_ids", word) for word in self.bad_words_token_ids)
+        object.__setattr__(self, "bad_words_token_ids", words)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids))
         self._check()
+        object.__setattr__(self, "best_of", None)
 
     @property
     def has_penalties(self) -> bool:
@@ -189,9 +209,35 @@ class SamplingParams:
             require(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})")
         require(all(isinstance(s, str) and s for s in self.stop), "stop", "made of non-empty strings")
         require(all(whole(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "made of token ids")
+        require(all(isinstance(w, str) and w.strip() for w in self.bad_words), "bad_words", "made of words")
+        words = self.bad_words_token_ids
+        fits = all(w and all(whole(t) and t >= 0 for t in w) for w in words)
+        require(fits, "bad_words_token_ids", "lists of token ids")
+        allowed = self.allowed_token_ids
+        found = allowed is None or (len(allowed) > 0 and all(whole(t) and t >= 0 for t in allowed))
+        require(found, "allowed_token_ids", "None, or at least one token id")
+        kept = self.truncate_prompt_tokens
+        kept_fits = kept is None or (whole(kept) and (kept == -1 or kept >= 1))
+        require(kept_fits, "truncate_prompt_tokens", "−1 or a whole number ≥ 1")
+        if self.best_of not in (None, self.n):
+            raise RequestError(
+                f"best_of={self.best_of!r} is supported only when it equals n ({self.n}); for the best of several ask for n "
+                "answers with logprobs, and choose",
+                field="best_of",
+            )
+        if self.stop and not self.detokenize:
+            message = "stop strings are looked for in the text; leave detokenize on, or use stop_token_ids"
+            raise RequestError(message, field="stop")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS), name, f"from 0 to {MAX_LOGPROBS}")
+
+
+def _items(name: str, given: Any) -> tuple[Any, ...]:
+    """A list's items; a string, whose items are letters, is no list."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a list, got {given!r}", field=name)
+    return tuple(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,6 +569,24 @@ class EmbeddingOutput:
     @property
     def embedding(self) -> list[float]:
         return array("f", self.data).tolist()
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `outputs.embedding`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutput:
+    """How well two texts go together: the higher the better."""
+
+    score: float
+    num_tokens: int  # that were computed for it
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `outputs.score`."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,7 +258,7 @@ def test_a_cross_encoder_scores_pairs(tmp_path, probabilities):
         name = "torch.nn.modules.linear.Identity"
         (tmp_path / "config.json").write_text(json.dumps({**config, "sbert_ce_default_activation_function": name}))
     with LLM(str(tmp_path), max_num_seqs=2, **SETTINGS) as llm:
-        found = llm.rerank("the cat", DOCUMENTS)
+        found, scored = llm.rerank("the cat", DOCUMENTS), llm.score("the cat", DOCUMENTS)
         with pytest.raises(RequestError, match="rerank"):
             llm.embed("the cat")
         long = llm.rerank("the cat", ["the " * 300], truncate=True)
@@ -273,6 +273,7 @@ def test_a_cross_encoder_scores_pairs(tmp_path, probabilities):
         expected.append(float(score.sigmoid() if probabilities else score))
     assert [r.index for r in found] == sorted(range(4), key=lambda i: -expected[i])
     assert [r.relevance_score for r in found] == pytest.approx(sorted(expected, reverse=True), rel=1e-4, abs=1e-5)
+    assert [one.outputs.score for one in scored] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_a_classifier_of_many_labels_does_not_rank(tmp_path):
@@ -404,3 +405,25 @@ def test_a_language_model_that_judges_pairs(no, tmp_path):
         with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
             read_spec(tmp_path)
         assert caught.value.field == "true_token_id"
+
+
+def test_vllms_names(encoder, llm):
+    found = llm.embed(TEXTS, use_tqdm=False)
+    assert [one.outputs.embedding for one in found] == [one.embedding for one in found]
+    arrays = llm.encode(TEXTS, pooling_task="embed")
+    assert [one.outputs.data.tolist() for one in arrays] == [one.embedding for one in found]
+    vectors = torch.tensor([one.embedding for one in found])
+    cosines = F.cosine_similarity(vectors[:1], vectors).tolist()
+    assert [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)] == pytest.approx(cosines, abs=1e-5)
+    pairs = llm.score(TEXTS[:3], TEXTS[3:])
+    expected_pairs = F.cosine_similarity(vectors[:3], vectors[3:]).tolist()
+    assert [one.score for one in pairs] == pytest.approx(expected_pairs, abs=1e-5)
+    counts = [len(one.prompt_token_ids) for one in found]
+    assert [one.num_tokens for one in pairs] == [counts[i] + counts[3 + i] for i in range(3)]
+    with pytest.raises(RequestError, match="2 texts on one side and 3"):
+        llm.score(TEXTS[:2], TEXTS[:3])
+    with pytest.raises(RequestError, match="no 'token_embed'"):
+        llm.encode("x", pooling_task="token_embed")
+    with pytest.raises(RequestError, match="nothing to score"):
+        llm.score("x", [])
+    assert llm.encode([]) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from slipstream import LLM, SamplingParams
@@ -40,3 +42,99 @@ def test_log_probabilities_by_token(llm):
         assert next(iter(position)) == token
         with pytest.raises(KeyError):
             position[10**6]
+
+
+def tokens_of(llm, prompt="hello", **params):
+    asked = SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
+    return llm.generate(prompt, asked, progress=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("temperature", [0, 5.0])
+def test_only_allowed_tokens(llm, temperature):
+    found = tokens_of(llm, temperature=temperature, max_tokens=30, allowed_token_ids=[7, 200, 41])
+    assert set(found) <= {7, 200, 41}
+    assert len(found) == 30
+
+
+def test_bad_words(llm):
+    plain = tokens_of(llm)
+    first, second = plain[:2]
+    assert first not in tokens_of(llm, bad_words_token_ids=[[first]])
+    # Of two tokens only the second is not drawn, and only behind the first; the prompt does not count.
+    found = tokens_of(llm, bad_words_token_ids=[[first, second], [*llm.get_tokenizer().encode("hello"), first]])
+    assert found[0] == first
+    assert found[1] != second
+    assert all(pair != (first, second) for pair in itertools.pairwise(found))
+    word = llm.get_tokenizer().decode([first])
+    assert llm.get_tokenizer().encode(word, add_special_tokens=False) == [first]
+    assert first not in tokens_of(llm, bad_words=[word])
+    # What can't be avoided is drawn all the same.
+    assert tokens_of(llm, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]], temperature=1.0) == [5] * 8
+
+
+def test_params_that_cannot_be_had(llm):
+    for wrong, field in (
+        ({"best_of": 3}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "bad_words_token_ids": [[5]]}, "allowed_token_ids"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words_token_ids": [[]]}, "bad_words_token_ids"),
+        ({"bad_words_token_ids": [[10**6, 1]]}, "bad_words_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"detokenize": False, "stop": "x"}, "stop"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            tokens_of(llm, **wrong)
+        assert caught.value.field == field
+    assert tokens_of(llm, n=1, best_of=1, spaces_between_special_tokens=False) == tokens_of(llm)
+
+
+def test_without_texts(llm):
+    greedy = dict(temperature=0, max_tokens=4, logprobs=1)
+    plain, bare = (llm.generate("hello", SamplingParams(**greedy, detokenize=d), progress=False)[0] for d in (True, False))
+    assert (bare.outputs[0].text, bare.outputs[0].token_ids) == ("", plain.outputs[0].token_ids)
+
+
+def test_a_prompts_last_tokens(llm):
+    tokenizer = llm.get_tokenizer()
+    whole = tokenizer.encode("one two three four five six")
+    prefix = list(tokenizer.prefix)
+
+    def kept(prompt, number, **more):
+        params = SamplingParams(max_tokens=4, truncate_prompt_tokens=number, **more)
+        return llm.generate(prompt, params, progress=False)[0].prompt_token_ids
+
+    assert kept("one two three four five six", 4) == [*prefix, *whole[len(prefix) - 4 :]]
+    assert kept({"prompt_token_ids": whole}, 4) == whole[-4:]
+    assert kept({"prompt_token_ids": whole}, 100) == whole
+    assert len(kept("one two three " * 500, -1)) == 60  # of a context of 64
+    assert len(kept("one two three " * 5000, -1)) == 60  # more characters than are tokenised otherwise
+
+
+def test_chats_by_vllms_names(llm):
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the lo"}]
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(said, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("the lo")
+    assert tokenizer.apply_chat_template(said, add_generation_prompt=False).startswith(text)
+    found = llm.chat(said, greedy, add_generation_prompt=False, continue_final_message=True, use_tqdm=False)[0]
+    assert found.prompt_token_ids == tokenizer.encode(text, add_special_tokens=False)
+    own = llm.chat(said, greedy, chat_template="{{ messages[0].content }}{{ x }}", chat_template_kwargs={"x": "!"})[0]
+    assert own.prompt == "hello!"
+    for wrong, field in (
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(said, greedy, **wrong)
+        assert caught.value.field == field
+    with pytest.raises(RequestError, match="gives text"):
+        tokenizer.apply_chat_template(said, tokenize=True)
+    shouting = "{{ messages[-1].content | upper }}"
+    with pytest.raises(RequestError, match="needs a last message"):
+        tokenizer.apply_chat_template([], chat_template=shouting, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.eos_token_id in tokenizer.eos_token_ids

@@ -189,6 +189,11 @@ def sampling(num_rows: int, *, device: str = "cpu", **given: Any) -> SamplingTen
         fields["bias_rows"] = torch.tensor(rows_, device=device)
         fields["bias_tokens"] = torch.tensor(tokens, device=device)
         fields["bias_values"] = torch.tensor(values, dtype=torch.float32, device=device)
+    if "allowed" in given:  # {row: tokens}
+        allowed = given.pop("allowed")
+        pairs = [(row, token) for row, tokens_ in allowed.items() for token in tokens_]
+        fields["limited_rows"] = torch.tensor(list(allowed), device=device)
+        fields["allowed_rows"], fields["allowed_tokens"] = torch.tensor(pairs, device=device).unbind(1)
     assert not given, f"unknown: {given}"
     return SamplingTensors(
         **fields,
@@ -235,6 +240,9 @@ def sampling_cases(max_rows: int = 5) -> st.SearchStrategy[tuple[Tensor, Samplin
         if draw(st.booleans()):
             pairs = draw(st.sets(st.tuples(st.integers(0, rows - 1), st.integers(0, 3)), min_size=1, max_size=4))
             given["bias"] = [(r, t, draw(st.sampled_from([5.0, -3.0, -math.inf]))) for r, t in sorted(pairs)]
+        if draw(st.booleans()):
+            tokens = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6, unique=True)
+            given["allowed"] = draw(st.dictionaries(st.integers(0, rows - 1), tokens, min_size=1))
         return logits, sampling(rows, **given)
 
     return build()

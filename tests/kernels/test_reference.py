@@ -221,7 +221,10 @@ def test_bias_and_penalties_against_loops(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 999)))
     logits = torch.randn(rows, 12)
     bias = [(0, 3, 1.5), (0, 4, -math.inf), (rows - 1, 5, 2.0)]
+    allowed = data.draw(st.dictionaries(st.integers(0, rows - 1), st.sets(st.integers(0, 11), min_size=1)))
     expected = logits.tolist()
+    for row, tokens in allowed.items():
+        expected[row] = [l if token in tokens else -math.inf for token, l in enumerate(expected[row])]
     for row, token, value in bias:
         expected[row][token] += value
     for row, tokens in enumerate(histories):
@@ -238,6 +241,7 @@ def test_bias_and_penalties_against_loops(data: st.DataObject) -> None:
         presence_penalty=p,
         frequency_penalty=f,
         bias=bias,
+        **({"allowed": allowed} if allowed else {}),
     )
     torch.testing.assert_close(apply_bias_and_penalties(logits, params), torch.tensor(expected))
 

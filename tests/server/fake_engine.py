@@ -6,6 +6,7 @@ import array
 import asyncio
 import contextlib
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 from slipstream.errors import ContextLengthError, EngineDeadError, EngineOverloadedError, RequestError
@@ -58,7 +59,14 @@ class FakeEngine:
 
     model_name = "fake"
     description = SimpleNamespace(
-        spec=SimpleNamespace(classifier=None, hidden_size=4), pooling=SimpleNamespace(dimensions=None), sampling={}
+        spec=SimpleNamespace(classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True),
+        pooling=SimpleNamespace(dimensions=None, score_tokens=None),
+        family=SimpleNamespace(model_type="fake"),
+        path=Path("nowhere"),
+        format="safetensors",
+        scheme=None,
+        dtype="float32",
+        sampling={},
     )
     canary = None
 

@@ -13,7 +13,7 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import NewRequest, SampledLogprobs, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.forward import Program
 from slipstream.worker.input_batch import RowTable, gather
-from slipstream.worker.sampler import sampling_tensors
+from slipstream.worker.sampler import FORBIDDEN, sampling_tensors
 from tests import tiny_models
 
 TOKENS = [(7 * i) % 250 + 5 for i in range(13)]
@@ -88,6 +88,8 @@ PARAMS = st.builds(
     min_tokens=st.sampled_from([0, 0, 2, 5]),
     max_tokens=st.just(9),
     stop_token_ids=st.sampled_from([(), (6,)]),
+    bad_words_token_ids=st.sampled_from([(), (), ((7,), (0, 3)), ((3, 6, 0), (6, 0), (1,))]),
+    allowed_token_ids=st.sampled_from([None, None, (2, 8, 2), (5,)]),
 )
 REQUESTS = st.lists(
     st.tuples(PARAMS, st.integers(1, 6), st.integers(0, 7), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5
@@ -137,9 +139,13 @@ def test_each_sampled_position_is_told_what_its_request_wants(requests):
             biases[n, token] = biases.get((n, token), 0.0) + value
         if params.min_tokens and len(tokens) - num_prompt < params.min_tokens:
             for token in (*new[i].eos_token_ids, *params.stop_token_ids):
-                biases[n, token] = -float("inf")
+                biases[n, token] = biases.get((n, token), 0.0) + FORBIDDEN
+        for word in params.bad_words_token_ids:
+            if (tokens[num_prompt:])[max(0, len(tokens) - num_prompt - len(word) + 1) :] == word[:-1]:
+                biases[n, word[-1]] = biases.get((n, word[-1]), 0.0) + FORBIDDEN
+    limited = {n: set(params.allowed_token_ids) for n, params in enumerate(all_params) if params.allowed_token_ids}
     penalised = any(p.has_penalties for p in all_params)
-    if all(p.temperature == 0 for p in all_params) and not biases and not penalised:
+    if all(p.temperature == 0 for p in all_params) and not biases and not penalised and not limited:
         assert found.all_greedy
         assert found.temperature.numel() == 0
         return
@@ -164,4 +170,9 @@ def test_each_sampled_position_is_told_what_its_request_wants(requests):
     if found.bias_rows is not None:
         for n, token, value in zip(found.bias_rows, found.bias_tokens, found.bias_values, strict=True):
             told[int(n), int(token)] = told.get((int(n), int(token)), 0.0) + float(value)
-    assert told == biases
+    assert {key: value for key, value in told.items() if value} == pytest.approx(biases)
+    assert (found.limited_rows is not None) == bool(limited)
+    if limited:
+        assert found.limited_rows.tolist() == list(limited)
+        pairs = list(zip(found.allowed_rows.tolist(), found.allowed_tokens.tolist(), strict=True))
+        assert pairs == sorted((n, token) for n, tokens in limited.items() for token in tokens)

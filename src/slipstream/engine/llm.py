@@ -17,12 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig, setting_help
 from slipstream.engine.engine_core import EngineCore, check_alive
 from slipstream.engine.output import OutputProcessor, merge, raise_on_error
-from slipstream.engine.pooled import TextsAnswer, as_embeddings, check_dimensions, rank, refuse_classifier, rerank_texts
+from slipstream.engine.pooled import (
+    EncodingOutput,
+    TextsAnswer,
+    as_embeddings,
+    check_dimensions,
+    check_task,
+    encoded,
+    rank,
+    refuse_classifier,
+    rerank_texts,
+    score_texts,
+    scores,
+)
 from slipstream.engine.processor import (
     InputProcessor,
     PreparedRequest,
@@ -42,10 +54,15 @@ from slipstream.types import (
     RequestOutput,
     RerankResult,
     SamplingParams,
+    ScoreOutput,
     Vectors,
     tokens_of,
     vectors_of,
 )
+from slipstream.worker.executor import LocalExecutor
+
+if TYPE_CHECKING:
+    from slipstream.worker.model_runner import ModelRunner
 
 Message = dict[str, Any]
 P = ParamSpec("P")
@@ -102,6 +119,8 @@ class LLM:
         return llm
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
+        self._args, self._sleeps = args, False
+        self._asleep: ModelRunner | None = None  # which keeps the weights
         self._core: EngineCore | None = EngineCore.build(args, progress=progress)
         log_canary(self._core.executor.canary)
         progress("tokenizer")
@@ -114,7 +133,8 @@ class LLM:
     @property
     def core(self) -> EngineCore:
         if self._core is None:
-            raise RequestError("this LLM was shut down; make a new one")
+            why = "sleeps; call wake_up()" if self._sleeps else "was shut down; make a new one"
+            raise RequestError(f"this LLM {why}")
         return self._core
 
     @property
@@ -180,16 +200,33 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Message] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         progress: bool = True,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or several, through the model's chat template."""
+        """Like `generate`, for one conversation or several, through the model's chat template, or another.
+
+        `continue_final_message` (with `add_generation_prompt=False`) goes on with the last message. `tools` and
+        `chat_template_kwargs` are given to the template.
+        """
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
-        prompts: list[Prompt] = [
-            tokenizer.apply_chat_template(list(c), add_generation_prompt=add_generation_prompt) for c in conversations
-        ]
-        return self._run(prompts, sampling_params, progress=progress, add_special_tokens=False)
+        given: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template": chat_template,
+        }
+        if taken := set(given) & set(chat_template_kwargs or ()):
+            raise RequestError(f"chat_template_kwargs: {min(taken)} is an argument of its own", field="chat_template_kwargs")
+        given |= chat_template_kwargs or {}
+        prompts: list[Prompt] = [tokenizer.apply_chat_template(list(c), **given) for c in conversations]
+        shown = progress if use_tqdm is None else use_tqdm
+        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=False)
 
     def embed(
         self,
@@ -198,6 +235,7 @@ class LLM:
         dimensions: int | None = None,
         truncate: bool = False,
         progress: bool = True,
+        use_tqdm: bool | None = None,
     ) -> list[EmbeddingOutput]:
         """A vector for each text, pooled and normalised as the model's files say; a decoder gives its last token's state.
         `dimensions` asks for shorter vectors, of models trained to give them. A text that is too long is a ContextLengthError;
@@ -210,7 +248,7 @@ class LLM:
         def take(first: int, vectors: Vectors) -> None:
             found[first] = as_embeddings(vectors, dimensions)
 
-        self._read(prompts, truncate, take, progress=progress)
+        self._read(prompts, truncate, take, progress=progress if use_tqdm is None else use_tqdm)
         return list(chain.from_iterable(found[first] for first in sorted(found)))
 
     def rerank(
@@ -228,6 +266,40 @@ class LLM:
         answer = self._read(texts, truncate, lambda first, vectors: None, progress=progress)
         return rank(self.core.description, documents, answer.vectors(), top_n)
 
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate: bool = False,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[ScoreOutput]:
+        """How well each of `data_1` goes with the text at its place in `data_2`; one text of `data_1` goes with all. By the
+        model's scores of pairs, or by the cosine of their vectors, as `rerank`."""
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        texts = score_texts(self.core.description, first, second)
+        shown = progress if use_tqdm is None else use_tqdm
+        answer = self._read(texts, truncate, lambda place, vectors: None, progress=shown)
+        found, counts = scores(self.core.description, len(first), answer.vectors())
+        return [ScoreOutput(score=float(score), num_tokens=count) for score, count in zip(found, counts, strict=True)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str | None = None,
+        truncate: bool = False,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[EncodingOutput]:
+        """What the model says of each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
+        they become probabilities. `pooling_task` ("embed", "classify" or "score") is checked against the model."""
+        prompts = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        check_task(self.core.description, pooling_task)
+        shown = progress if use_tqdm is None else use_tqdm
+        return encoded(self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors())
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
@@ -235,10 +307,11 @@ class LLM:
         request = self._input.prepare(
             prompt, sampling_params or self.get_default_sampling_params(), add_special_tokens=add_special_tokens
         )
+        core = self.core  # an error before anything is queued
         with self._exclusive():
             self._output.add(request)
             try:
-                self.core.add(request.engine_requests)
+                core.add(request.engine_requests)
                 finished = False
                 while not finished:
                     for output in self._step():
@@ -246,15 +319,56 @@ class LLM:
                             finished = output.finished
                             yield raise_on_error(output)
             finally:
-                self.core.abort(self._output.discard(request.request_id))
+                core.abort(self._output.discard(request.request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix (for measurements)."""
         self.core.scheduler.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: at level 1 that of the KV cache, at level 2 that of the weights, too, which are
+        read again from the checkpoint then. Cached prefixes are forgotten.
+
+        Level 1 leaves the weights in the host's memory. A GPU's are not moved there: on a GPU there is level 2.
+        """
+        if level not in (1, 2):
+            raise RequestError(f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}", field="level")
+        core = self.core
+        executor = core.executor
+        assert isinstance(executor, LocalExecutor)
+        if level == 1 and executor.runner.platform.kind != "cpu":
+            message = "level 1 keeps weights in the host's memory, which is not done for a GPU; level=2 reads them again"
+            raise RequestError(message, field="level")
+        platform = executor.runner.platform
+        with self._exclusive():
+            executor.runner.release()
+            self._core, self._asleep = None, executor.runner if level == 1 else None
+            self._sleeps = True
+        del core, executor
+        gc.collect()  # an engine's parts know each other
+        platform.release_unused()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave away. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
+        if tags is not None and set(tags) != {"weights", "kv_cache"}:
+            raise RequestError(f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags")
+        if not self._sleeps:
+            return
+        runner = self._asleep
+        if runner is None:
+            self._core = EngineCore.build(self._args)
+        else:
+            self._core = EngineCore(LocalExecutor(runner.config, runner.model.description, runner))
+        self._sleeps, self._asleep = False, None
+        self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._sleeps
+
     def shutdown(self) -> None:
         """Give the model's memory back."""
-        self._core = None
+        self._core, self._asleep, self._sleeps = None, None, False
 
     def __enter__(self) -> Self:
         return self
@@ -323,11 +437,12 @@ class LLM:
     def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
         """Their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
+        core = self.core  # an error before anything is queued
         with self._exclusive():
             try:
                 for request in requests:
                     self._output.add(request)
-                    self.core.add(request.engine_requests)
+                    core.add(request.engine_requests)
                 with _progress(len(requests), shown=progress) as advance, no_collections():
                     while self._output:
                         for delta in self._step(until_done=True):
@@ -335,7 +450,7 @@ class LLM:
                             if delta.finished:
                                 advance(1, sum(len(c.token_ids) for c in done[delta.request_id].outputs))
             finally:  # an error or an interrupt leaves nothing behind
-                self.core.abort([key for r in requests for key in self._output.discard(r.request_id)])
+                core.abort([key for r in requests for key in self._output.discard(r.request_id)])
         return [done[r.request_id] for r in requests]
 
     @contextmanager

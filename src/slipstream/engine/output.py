@@ -186,7 +186,7 @@ class OutputProcessor:
 
     def _detokenizer(self, request: EngineRequest) -> IncrementalDetokenizer | None:
         sampling = request.sampling
-        if self.tokenizer is None:
+        if self.tokenizer is None or not sampling.detokenize:
             return None
         return IncrementalDetokenizer(
             self.tokenizer,

@@ -10,6 +10,7 @@ A call's texts are one request and one array, to the end. Documents are ranked f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -90,18 +91,70 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
     ]
 
 
+def check_task(model: ModelDescription, task: str | None) -> None:
+    """RequestError if the model does not do what vLLM calls so."""
+    own = ("classify", "score") if scores_pairs(model) else ("embed",)
+    if task is not None and task not in own:
+        raise RequestError(f"this model does {' and '.join(own)}, and no {task!r}", field="pooling_task")
+
+
+def encoded(vectors: Vectors) -> list[EncodingOutput]:
+    """An object for each text."""
+    parts = zip(vectors.prompts, vectors.prompt_token_ids, rows(vectors) if vectors.prompts else (), strict=True)
+    return [EncodingOutput(prompt=prompt, prompt_token_ids=ids, data=data) for prompt, ids, data in parts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingOutput:
+    """What the model says of a text: its vector, or a classifier's scores before they become probabilities. float32."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    data: npt.NDArray[np.float32] = field(repr=False)
+
+    @property
+    def outputs(self) -> EncodingOutput:
+        """As vLLM has it: `outputs.data`."""
+        return self
+
+
 def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) -> list[Prompt | tuple[str, str]]:
     """What is asked of the model: a pair for each document, or the query and the documents."""
-    classifier = model.spec.classifier
     if isinstance(documents, str):  # a sequence of letters
         raise RequestError("documents is a string; give a list of them", field="documents")
     if not documents:
         raise RequestError("documents is empty; give at least one", field="documents")
+    return score_texts(model, [query], documents)
+
+
+def score_texts(model: ModelDescription, first: Sequence[str], second: Sequence[str]) -> list[Prompt | tuple[str, str]]:
+    """What is asked of the model to score first[i] with second[i]; `first` may be one text for all."""
+    classifier = model.spec.classifier
+    if not second:
+        raise RequestError("there is nothing to score; give at least one text on each side", field="data_2")
+    if len(first) not in (1, len(second)):
+        message = f"{len(first)} texts on one side and {len(second)} on the other; give one, or as many"
+        raise RequestError(message, field="data_1")
     if not scores_pairs(model):
-        return [query, *documents]
+        return [*first, *second]
     if classifier is not None and classifier.num_labels != 1:
-        raise RequestError(f"this classifier has {classifier.num_labels} labels; reranking needs one score", field="model")
-    return [(query, document) for document in documents]
+        raise RequestError(f"this classifier has {classifier.num_labels} labels; a pair needs one score", field="model")
+    return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def scores(model: ModelDescription, num_first: int, vectors: Vectors) -> tuple[npt.NDArray[np.float64], list[int]]:
+    """Of the answer to `score_texts`: each pair's score, and how many tokens were computed for it."""
+    found, counts = rows(vectors).astype(np.float64), [len(ids) for ids in vectors.prompt_token_ids]
+    if scores_pairs(model):
+        logits = found[:, 0]
+        return (np.exp(-np.logaddexp(0.0, -logits)) if model.pooling.probabilities else logits), counts  # the logistic function
+    first, second = found[:num_first], found[num_first:]
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    cosines = np.where(norms > 0, (first * second).sum(axis=1) / np.maximum(norms, 1e-38), 0.0)
+    own = counts[num_first:]
+    for i, count in enumerate(counts[:num_first]):  # a text that stands for all counts once
+        own[i] += count
+    return cosines, own
 
 
 def rank(
@@ -110,16 +163,8 @@ def rank(
     """Of the answer to `rerank_texts`: documents, best first, equals in their order; the best `top_n` if given."""
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
-    found, counts = rows(vectors), [len(ids) for ids in vectors.prompt_token_ids]
-    if not scores_pairs(model):
-        norms = np.linalg.norm(found[1:], axis=1) * np.linalg.norm(found[0])
-        scores = np.where(norms > 0, (found[1:] @ found[0]) / np.maximum(norms, 1e-38), 0.0)
-        counts[:2] = [counts[0] + counts[1]]  # the query's own tokens count once
-    else:
-        scores = found[:, 0].astype(np.float64)
-        if model.pooling.probabilities:
-            scores = np.exp(-np.logaddexp(0.0, -scores))  # the logistic function
+    found, counts = scores(model, 1, vectors)
     return [
-        RerankResult(index=i, document=documents[i], relevance_score=float(scores[i]), num_tokens=counts[i])
-        for i in np.argsort(-scores, kind="stable")[:top_n].tolist()
+        RerankResult(index=i, document=documents[i], relevance_score=float(found[i]), num_tokens=counts[i])
+        for i in np.argsort(-found, kind="stable")[:top_n].tolist()
     ]

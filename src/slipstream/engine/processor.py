@@ -159,7 +159,9 @@ class InputProcessor:
         if spec is not None and not spec.generates:
             use = "/rerank, LLM.rerank" if spec.classifier else "/v1/embeddings, LLM.embed or `slipstream embed`"
             raise RequestError(f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}", field="model")
-        text, tokens = self._tokens(prompt, add_special_tokens)
+        text, tokens = self._tokens(prompt, add_special_tokens, any_length=sampling.truncate_prompt_tokens is not None)
+        if sampling.truncate_prompt_tokens is not None:
+            tokens = self._last(tokens, sampling, text is not None and add_special_tokens)
         encoded: tuple[int, ...] = ()
         if spec is not None and spec.encoder is not None:
             encoded, tokens = tokens, (spec.encoder.start_token_id,)
@@ -192,6 +194,7 @@ class InputProcessor:
                 message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
                 raise RequestError(message, field="structured_outputs")
             check(sampling.structured_outputs)
+        sampling = self._with_words(sampling)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
         if deadline_s is not None and not deadline_s > 0:
@@ -212,6 +215,35 @@ class InputProcessor:
         )
         others = (self._fork(first, i) for i in range(1, sampling.n))
         return PreparedRequest(request_id or f"request-{key}", text, sampling, (first, *others))
+
+    def _last(self, tokens: tuple[int, ...], sampling: SamplingParams, special: bool) -> tuple[int, ...]:
+        """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
+        limit = sampling.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
+        assert limit is not None
+        before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
+        return tokens if len(tokens) <= limit else (*before, *tokens[len(tokens) - limit + len(before) :])
+
+    def _with_words(self, sampling: SamplingParams) -> SamplingParams:
+        """Its bad words as tokens. RequestError if no allowed token is left."""
+        words = sampling.bad_words_token_ids
+        if sampling.bad_words:
+            if self.tokenizer is None:
+                message = "bad_words need a tokenizer (skip_tokenizer_init is set); pass bad_words_token_ids"
+                raise RequestError(message, field="bad_words")
+            forms = [form for word in sampling.bad_words for form in (word.strip(), " " + word.strip())]
+            encoded = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+            words = tuple(dict.fromkeys((*words, *encoded)))
+            sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
+        self._check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
+        allowed = sampling.allowed_token_ids
+        if allowed is not None:
+            self._check_ids("allowed_token_ids", allowed)
+            sampling = dataclasses.replace(sampling, allowed_token_ids=tuple(dict.fromkeys(allowed)))
+            if set(allowed) <= {word[0] for word in words if len(word) == 1}:
+                raise RequestError("every one of allowed_token_ids is one of bad_words", field="allowed_token_ids")
+        return sampling
 
     def prepare_texts(
         self, texts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
@@ -345,12 +377,14 @@ class InputProcessor:
             sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
         )
 
-    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+    def _tokens(
+        self, prompt: Prompt, add_special_tokens: bool, *, any_length: bool = False
+    ) -> tuple[str | None, tuple[int, ...]]:
         given: Any = prompt
         if isinstance(given, dict) and set(given) == {"prompt"} and isinstance(given["prompt"], str):
             prompt = given["prompt"]  # vLLM's other way to say a text
         if isinstance(prompt, str):
-            self._check_text(prompt)
+            self._check_text(prompt, any_length=any_length)
             assert self.tokenizer is not None
             text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:

@@ -161,6 +161,11 @@ class Tokenizer:
         return [_cut_pair(encoding, max_length) for encoding in found]
 
     @property
+    def prefix(self) -> tuple[int, ...]:
+        """What stands before every text that is encoded with special tokens."""
+        return self._special.prefix
+
+    @property
     def suffix(self) -> tuple[int, ...]:
         """What stands after every text that is encoded with special tokens."""
         return self._special.suffix
@@ -208,6 +213,11 @@ class Tokenizer:
         return self._special.bos_id
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The main one of `eos_token_ids`."""
+        return self._special.eos_ids[0] if self._special.eos_ids else None
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer, the main one first."""
         return self._special.eos_ids
@@ -230,18 +240,42 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tokenize: bool = False,
         **variables: Any,
     ) -> str:
         """The conversation as the model wants to see it. RequestError (field "messages") says what the template
-        refused. `tools` choose the template named tool_use, where there is one."""
-        template = self.tool_template if tools else self.chat_template
+        refused. `tools` choose the template named tool_use, where there is one; `chat_template` is one to take in the model's
+        place. With `continue_final_message` the text ends with the last message's, for the model to go on with it."""
+        if tokenize:
+            message = "apply_chat_template gives text; encode(text, add_special_tokens=False) gives its tokens"
+            raise RequestError(message, field="tokenize")
+        if continue_final_message and add_generation_prompt:
+            message = "an answer is either begun or continued: set add_generation_prompt=False with continue_final_message"
+            raise RequestError(message, field="continue_final_message")
+        template = chat_template or (self.tool_template if tools else self.chat_template)
         if template is None:
             raise RequestError(
                 "this model has no chat template; if it writes text, use completions with a plain prompt", field="messages"
             )
+        if continue_final_message:
+            last = messages[-1] if messages else {}
+            if not isinstance(last.get("content"), str):
+                raise RequestError("continue_final_message needs a last message that is text", field="messages")
+            messages = [*messages[:-1], {**last, "content": last["content"] + _END}]
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return render(template, {**self._special.texts, **variables, **given})
+        text = render(template, {**self._special.texts, **variables, **given})
+        if continue_final_message:
+            text, found, _ = text.rpartition(_END)
+            if not found:
+                message = "the model's chat template changes the last message, which therefore can't be continued"
+                raise RequestError(message, field="continue_final_message")
+        return text
 
+
+_END = "\ue000end\ue000"
+"""Marks where a message's text ends in a rendered conversation; characters of no script."""
 
 _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 

@@ -265,7 +265,7 @@ class NativeOps(CpuOps):
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        if not params.all_greedy or params.bias_rows is not None or params.history is not None:
+        if not params.all_greedy or params.changes_logits:
             return super().sample(logits, params)
         wide, tokens = _wide(logits), torch.empty(len(logits), 1, dtype=torch.int64)
         size = wide.shape[1]

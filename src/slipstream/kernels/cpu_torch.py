@@ -255,7 +255,7 @@ class CpuOps(ReferenceOps):
             logits[row].masked_fill_(own, float("-inf"))
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        if params.all_greedy and params.bias_rows is None and params.history is None:
+        if params.all_greedy and not params.changes_logits:
             return argmax(logits)
         logits = apply_bias_and_penalties(logits.float(), params)
         greedy = argmax(logits)

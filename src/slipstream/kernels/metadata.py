@@ -166,10 +166,17 @@ class SamplingTensors:
     repetition_penalty: Tensor | None = None  # float32 [S]
     presence_penalty: Tensor | None = None  # float32 [S]
     frequency_penalty: Tensor | None = None  # float32 [S]
-    bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values (−inf forbids a token)
+    bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values
     bias_tokens: Tensor | None = None  # int64 [N]
     bias_values: Tensor | None = None  # float32 [N]
+    limited_rows: Tensor | None = None  # int64 [M]: rows in which only the allowed tokens can be drawn
+    allowed_rows: Tensor | None = None  # int64 [K]: of limited row allowed_rows[i] ...
+    allowed_tokens: Tensor | None = None  # int64 [K]: ... this token
     all_greedy: bool = False
     any_top_k: bool = False
     any_top_p: bool = False
     any_min_p: bool = False
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.bias_rows is not None or self.history is not None or self.limited_rows is not None

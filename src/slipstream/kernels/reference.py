@@ -280,11 +280,15 @@ def rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
 
 
 def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Logit bias, then repetition, frequency and presence penalties, in place on float32 [S, V].
+    """The allowed tokens, logit bias, then repetition, frequency and presence penalties, in place on float32 [S, V].
 
     No [S, V] table of counts is made: the tokens so far are gathered, changed and scattered back. Where a token occurs
     twice both write the same value, so that the order of writing does not matter; only the frequency penalty adds up.
     """
+    if params.limited_rows is not None and params.allowed_rows is not None and params.allowed_tokens is not None:
+        allowed = params.allowed_rows, params.allowed_tokens
+        kept = logits[allowed]
+        logits.index_fill_(0, params.limited_rows, -math.inf).index_put_(allowed, kept)
     if params.bias_rows is not None and params.bias_tokens is not None and params.bias_values is not None:
         logits.index_put_((params.bias_rows, params.bias_tokens), params.bias_values, accumulate=True)
     if params.history is None:

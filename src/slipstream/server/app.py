@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from slipstream import __version__
 from slipstream.errors import SlipstreamError
-from slipstream.server import chat, completions, openapi
+from slipstream.server import chat, completions, docs_page, ollama, openapi
 from slipstream.server.auth import ApiKeys
 from slipstream.server.embeddings import RERANK_PATHS, PooledRoute, embeddings, rerank
 from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
@@ -35,10 +35,14 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     names = settings.served_model_names or (engine.model_name,)
     state = ServerState(engine, settings, Metrics(names[0]), shortener)
     probes, models, tokens = Probes(state), Models(state), Tokens(state)
-    description = msgspec.json.encode(openapi.document(__version__, has_keys=bool(settings.api_keys)))
+    document = openapi.document(__version__, has_keys=bool(settings.api_keys))
+    description, page = msgspec.json.encode(document), docs_page.page(document)
 
     async def describe(request: Request) -> Response:
         return Response(description, media_type="application/json")
+
+    async def docs(request: Request) -> Response:
+        return Response(page, media_type="text/html")
 
     async def version(request: Request) -> Response:
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
@@ -67,6 +71,8 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
             Route("/health", probes.health),
             Route("/metrics", probes.metrics),
             Route("/openapi.json", describe),
+            Route("/docs", docs),
+            *ollama.routes(state),
         ],
         middleware=[
             Middleware(RequestLog, metrics=state.metrics),

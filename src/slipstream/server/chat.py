@@ -13,6 +13,7 @@ from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
+from slipstream.server.token_details import choice_details, id_name, prompt_details
 from slipstream.server.tokens import chat_tokens, template_tokens
 from slipstream.server.tool_formats.base import Arguments, BeginCall, Content, Event, Parser, Reasoning
 from slipstream.server.tools import Reading, reading_of
@@ -31,30 +32,55 @@ class ChatAnswer(Answer):
         index = b'{"index":%d,"delta":' % delta.index
         if not choice.begun:
             choice.begun = True
-            events.append(self.event(index, _ROLE))
-        if delta.text or delta.logprobs:
-            logprobs = b"null" if delta.logprobs is None else encode(_logprobs(delta.logprobs))
-            events.append(self.text_event(delta.index, encode(delta.text), logprobs))
+            events.append(self._begin(index, _ROLE))
+        ids = self._ids(delta)
+        if delta.text or delta.logprobs or ids:
+            logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
+            events.append(self.text_event(delta.index, encode(delta.text), logprobs, ids))
         if delta.finish_reason is not None:
             events.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"))
         return b"".join(events)
 
-    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null") -> bytes:
+    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null", ids: bytes = b"") -> bytes:
         head = b'{"index":%d,"delta":{"content":' % index
-        return self.event(head, text, b'},"logprobs":', logprobs, b',"finish_reason":null}')
+        return self.event(head, text, b'},"logprobs":', logprobs, b',"finish_reason":null', ids, b"}")
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
         return {
             "index": index,
             "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": None if self.sampling.logprobs is None else _logprobs(choice.logprobs),
+            "logprobs": None if self.sampling.logprobs is None else self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
+            **choice_details(self.body, choice),
         }
+
+    def beside(self) -> dict[str, Any]:
+        return prompt_details(self.body, self.prompt_info[0])
+
+    def _begin(self, index: bytes, role: bytes) -> bytes:
+        """The first event of a choice."""
+        event = self.event(index, role)
+        if not self.body.return_token_ids:
+            return event
+        return b'data: {"prompt_token_ids":' + encode(self.prompt_info[0].token_ids) + b"," + event[7:]
+
+    def _ids(self, delta: CompletionOutput) -> bytes:
+        return b',"token_ids":' + encode(delta.token_ids) if self.body.return_token_ids and delta.token_ids else b""
+
+    def _logprobs(self, positions: list[PositionLogprobs]) -> dict[str, Any]:
+        content = [{**self._entry(p.chosen), "top_logprobs": [self._entry(token) for token in p.top]} for p in positions]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: Logprob) -> dict[str, Any]:
+        name = id_name(token) if self.body.return_tokens_as_token_ids else token.token
+        return {"token": name, "logprob": token.logprob, "bytes": list(token.token_bytes)}
 
 
 class ReadAnswer(ChatAnswer):
     """Reasoning, content and tool calls apart."""
+
+    is_plain = False
 
     def __init__(self, reading: Reading, *args: Any) -> None:
         super().__init__(*args)
@@ -66,18 +92,19 @@ class ReadAnswer(ChatAnswer):
         index = b'{"index":%d,"delta":' % delta.index
         if not choice.begun:
             choice.begun = True
-            parts.append(self.event(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}'))
+            parts.append(self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}'))
         parser = self.parsers[delta.index]
         events = parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += parser.finish()
         told = [encode(self._delta(event)) for event in _merged(events)]
-        if delta.logprobs and not told:
+        ids = self._ids(delta)
+        if (delta.logprobs or ids) and not told:
             told.append(b"{}")
-        logprobs = encode(_logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        logprobs = encode(self._logprobs(delta.logprobs)) if delta.logprobs else b"null"
         for number, one in enumerate(told):
-            own = b"null" if number else logprobs
-            parts.append(self.event(index, one, b',"logprobs":', own, b',"finish_reason":null}'))
+            own, its = (b"null", b"") if number else (logprobs, ids)
+            parts.append(self.event(index, one, b',"logprobs":', own, b',"finish_reason":null', its, b"}"))
         if delta.finish_reason is not None:
             reason = _reason(delta.finish_reason, parser)
             parts.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}"))
@@ -139,15 +166,6 @@ def _reason(reason: str, parser: Parser) -> str:
     return "tool_calls" if reason == FinishReason.STOP and parser.num_calls else reason
 
 
-def _logprobs(positions: list[PositionLogprobs]) -> dict[str, Any]:
-    content = [{**_entry(p.chosen), "top_logprobs": [_entry(token) for token in p.top]} for p in positions]
-    return {"content": content, "refusal": None}
-
-
-def _entry(token: Logprob) -> dict[str, Any]:
-    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.token_bytes)}
-
-
 async def answer_of(
     state: ServerState,
     body: ChatRequest,
@@ -169,12 +187,16 @@ async def answer_of(
     return ReadAnswer(reading, state, body, prompts, sampling, record)
 
 
-async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) -> ChatAnswer:
+async def prepare(
+    state: ServerState, body: ChatRequest, record: RequestRecord, *, answer: type[Answer] | None = None
+) -> Answer:
+    """`answer` writes it in another shape, in which calls and reasoning are text."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
         state.engine.description.sampling,
         max_tokens=max_tokens,  # None: the rest of the context
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
     tokenizer = state.engine.tokenizer
     uses_tools = bool(body.tools) and body.tool_choice != "none"
@@ -182,14 +204,23 @@ async def prepare(state: ServerState, body: ChatRequest, record: RequestRecord) 
     variables = template_variables(body, template)
     if uses_tools:
         variables["tools"] = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+    variables["add_special_tokens"] = bool(body.add_special_tokens)
+    variables["any_length"] = body.truncate_prompt_tokens is not None
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message:
+        variables |= {"add_generation_prompt": False, "continue_final_message": True}
+    told = None
     if body.compress_prompt is None:
         tokens = await chat_tokens(state, body.messages, **variables)
-        return await answer_of(state, body, tokens, sampling, record, template)
-    plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    shorter, told = await shorten(state, plain, body.compress_prompt)
-    tokens = await template_tokens(state, shorter, **variables)
-    answer = await answer_of(state, body, tokens, sampling, record, template)
-    answer.more_usage = {"prompt_compression": told}
-    return answer
+    else:
+        plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+        shorter, told = await shorten(state, plain, body.compress_prompt)
+        tokens = await template_tokens(state, shorter, **variables)
+    if answer is None:
+        made: Answer = await answer_of(state, body, tokens, sampling, record, template)
+    else:
+        made = answer(state, body, [TokensPrompt(prompt_token_ids=tokens)], sampling, record)
+    if told is not None:
+        made.more_usage = {"prompt_compression": told}
+    return made

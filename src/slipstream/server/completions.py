@@ -9,6 +9,8 @@ from slipstream.server.generation import Answer, encode
 from slipstream.server.protocol import CompletionRequest
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState, Tokenizer
+from slipstream.server.token_details import choice_details, id_name, prompt_details
+from slipstream.server.tokens import text_prompt
 from slipstream.types import CompletionOutput, Logprob, PositionLogprobs, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -32,15 +34,22 @@ class CompletionAnswer(Answer):
             text = self._echo(delta.index) + text
         if self.body.logprobs is not None:
             logprobs = encode(self._logprobs(delta.index, delta.logprobs or []))
+        ids = b""
+        if self.body.return_token_ids:
+            if not choice.begun:
+                ids = b',"prompt_token_ids":' + encode(self.prompt_info[delta.index // self.sampling.n].token_ids)
+            ids += b',"token_ids":' + encode(delta.token_ids)
         choice.begun = True
-        if not text and not delta.logprobs and delta.finish_reason is None:
+        if not text and not delta.logprobs and delta.finish_reason is None and not (ids and delta.token_ids):
             return b""
         reason = b"null" if delta.finish_reason is None else encode(delta.finish_reason)
-        return self.text_event(delta.index, encode(text), logprobs, reason)
+        return self.text_event(delta.index, encode(text), logprobs, reason, ids)
 
-    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
+    def text_event(
+        self, index: int, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null", ids: bytes = b""
+    ) -> bytes:
         head = b'{"index":%d,"text":' % index
-        return self.event(head, text, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}")
+        return self.event(head, text, b',"logprobs":', logprobs, b',"finish_reason":', reason, ids, b"}")
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
@@ -49,13 +58,22 @@ class CompletionAnswer(Answer):
             "text": self._echo(index) + "".join(choice.text),
             "logprobs": None if self.body.logprobs is None else self._logprobs(index, choice.logprobs),
             "finish_reason": choice.finish_reason,
+            **choice_details(self.body, choice),
+            **prompt_details(self.body, self.prompt_info[index // self.sampling.n]),
         }
+
+    def note(self, delta: CompletionOutput, now: float) -> None:
+        if self.body.max_tokens == 0:  # the engine makes one token of every prompt; this one nobody asked for
+            delta.text, delta.token_ids, delta.logprobs = "", [], None if delta.logprobs is None else []
+        super().note(delta, now)
 
     def _echo(self, index: int) -> str:
         """The prompt's text, if it is to stand before the answer."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompts()[index // self.sampling.n]
+        if self.body.truncate_prompt_tokens is not None:
+            prompt = self.prompt_info[index // self.sampling.n].token_ids
         if isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -88,9 +106,11 @@ class CompletionAnswer(Answer):
             # A token that begins inside a character points at that character.
             offsets.append(choice.num_chars - (data[:1] > b"\x7f" and data[0] & 0xC0 == 0x80))
             choice.num_chars += sum(byte & 0xC0 != 0x80 for byte in data)
-            tokens.append(_name(chosen))
+            name = id_name if self.body.return_tokens_as_token_ids else _name
+            tokens.append(name(chosen))
             values.append(None if position is None else chosen.logprob)
-            tops.append(None if position is None else {_name(t): t.logprob for t in (*position.top, chosen)})
+            best = () if position is None else (*position.top[: self.body.logprobs], chosen)
+            tops.append({name(t): t.logprob for t in best} or None)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     @cached_property
@@ -112,14 +132,31 @@ def _name(token: Logprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
 
 
-async def prepare(state: ServerState, body: CompletionRequest, record: RequestRecord) -> CompletionAnswer:
+async def prepare(
+    state: ServerState,
+    body: CompletionRequest,
+    record: RequestRecord,
+    *,
+    answer: type[Answer] = CompletionAnswer,
+    max_tokens: int | None = DEFAULT_MAX_TOKENS,
+) -> Answer:
+    """The `answer` to a body; `max_tokens` if the body has none (None: the rest of the context)."""
     prompts: list[Prompt] = [
-        prompt if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt) for prompt in body.prompts()
+        await text_prompt(
+            state,
+            prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+        if isinstance(prompt, str)
+        else TokensPrompt(prompt_token_ids=prompt)
+        for prompt in body.prompts()
     ]
+    asked = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     sampling = body.sampling(
         state.engine.description.sampling,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=max_tokens if body.max_tokens is None else body.max_tokens or 1,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=max(asked) if asked else None,
     )
-    return CompletionAnswer(state, body, prompts, sampling, record)
+    return answer(state, body, prompts, sampling, record)

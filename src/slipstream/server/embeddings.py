@@ -38,11 +38,14 @@ class PooledRoute:
     ) -> None:
         self.state, self.kind, self.answer = state, kind, answer
 
+    def read(self, raw: bytes) -> Pooled:
+        return decode(self.kind, raw)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, record = self.state, scope["record"]
         if state.draining:
             raise shutting_down()
-        body = decode(self.kind, await read_body(scope, receive, state.settings))
+        body = self.read(await read_body(scope, receive, state.settings))
         require_model(state, body.model)
         async with in_flight(state, receive):
             found = await self.answer(state, body, record)
@@ -58,7 +61,7 @@ async def embeddings(state: ServerState, body: EmbeddingRequest, record: Request
         p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
     ]
     try:
-        answer = await _embed(state, prompts, body, "input")
+        answer = await embed(state, prompts, body, "input")
     except RequestError as error:
         if error.field in ("prompt", "prompt_token_ids"):
             error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
@@ -79,7 +82,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     texts = rerank_texts(engine.description, body.query, documents)
     try:
-        answer = await _embed(state, texts, body, "documents")
+        answer = await embed(state, texts, body, "documents")
     except RequestError as error:
         if error.field == "prompt" and error.text is not None:
             document = error.text - (len(texts) - len(documents))  # the query may stand before them
@@ -94,7 +97,7 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     return {"id": f"rerank-{record.id}", "model": body.model, "results": results, "usage": usage}
 
 
-async def _embed(
+async def embed(
     state: ServerState, texts: Sequence[Prompt | tuple[str, str]], body: Pooled, field: str
 ) -> Vectors:
     """The engine's answer, its texts counted as choices are. A request for too many is refused, and `field` named."""

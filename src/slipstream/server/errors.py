@@ -18,6 +18,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from slipstream.errors import (
     ContextLengthError,
@@ -118,12 +119,17 @@ async def answer_error(request: Request, exc: Exception) -> Response:
     """The app's handler of exceptions that are meant to be answered; RequestLog answers the others."""
     if isinstance(exc, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return noted(request.scope, exc).response()
+
+
+def noted(scope: Scope, exc: Exception) -> ApiError:
+    """What a client is told about `exc`, which the request's record and the log now have."""
     error = as_api_error(exc)
     if error.status == 500 and isinstance(exc, SlipstreamError):
         logger.error("request failed: %s", exc)
-    record = request.scope["record"]
+    record = scope["record"]
     record.error = error.code or error.kind
     if error.param is not None:
         known = all(part in FIELDS for part in re.sub(r"\[\d+\]", "", error.param).split("."))
         record.param = error.param if known else "unknown"
-    return error.response()
+    return error

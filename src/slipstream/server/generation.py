@@ -27,6 +27,7 @@ from slipstream.engine.output import extend
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.server.errors import (
     CLIENT_CLOSED_REQUEST,
+    ApiError,
     ClientDisconnected,
     as_api_error,
     bad_request,
@@ -45,8 +46,6 @@ encode = msgspec.json.Encoder().encode
 Write: TypeAlias = Callable[[bytes], bool]
 """Writes a part of an answer's body at once, if it can be; else it says False and nothing is written."""
 
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
 
 @dataclass(slots=True)
 class Choice:
@@ -60,6 +59,7 @@ class Choice:
     finish_reason: str | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # if they are asked for
     begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
     num_chars: int = 0
     strips_space: bool = False  # whether the next token's space does not show
@@ -81,6 +81,8 @@ class Answer:
     kind: ClassVar[str]  # OpenAI's `object`
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
+    is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
 
     def __init__(
         self,
@@ -113,6 +115,11 @@ class Answer:
         self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
         self.parts = [_Part(self, number, prompt) for number, prompt in enumerate(prompts)]
 
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of a stream."""
+        return [(b"content-type", self.media_type), (b"cache-control", b"no-cache")]
+
     def chunk(self, delta: CompletionOutput) -> bytes:
         """The events for a delta; none if it has nothing to say."""
         raise NotImplementedError
@@ -135,9 +142,17 @@ class Answer:
         usage = self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.include_usage else b""
         return events + usage + b"data: [DONE]\n\n"
 
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream in place of `end`."""
+        return b"data: " + error.body() + b"\n\n"
+
     def collected(self) -> bytes:
         choices = [self.choice(i) for i in range(len(self.choices))]
-        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage()})
+        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage(), **self.beside()})
+
+    def beside(self) -> dict[str, Any]:
+        """What else the collected answer holds."""
+        return {}
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.record.num_prompt_tokens, self.record.num_output_tokens
@@ -234,6 +249,8 @@ class Answer:
         if not self.stream:
             choice.text.append(delta.text)
             choice.logprobs += delta.logprobs or ()
+            if self.body.return_token_ids:
+                choice.token_ids += delta.token_ids
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             metrics.finished[delta.finish_reason] += 1
@@ -249,8 +266,9 @@ class _Part:
         self.info = answer.prompt_info[number]
         self.first = number * answer.sampling.n
         self.choice = answer.choices[self.first]
-        self.on_token = self._on_token if answer.sampling.n == 1 and not answer.continuous_usage else None
-        self.head, _, self.tail = answer.text_event(self.first, b"\0").partition(b"\0")
+        general = answer.sampling.n > 1 or answer.continuous_usage or answer.body.return_token_ids or not answer.is_plain
+        self.on_token = None if general else self._on_token
+        self.head, _, self.tail = (b"", b"", b"") if general else answer.text_event(self.first, b"\0").partition(b"\0")
 
     def put(self, delta: RequestOutput) -> None:
         answer, now = self.answer, time.monotonic()
@@ -292,11 +310,14 @@ class GenerationRoute:
     ) -> None:
         self.state, self.kind, self.prepare = state, kind, prepare
 
+    def read(self, raw: bytes) -> Generation:
+        return decode(self.kind, raw)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
         if state.draining:
             raise shutting_down()
-        body = decode(self.kind, await read_body(scope, receive, state.settings))
+        body = self.read(await read_body(scope, receive, state.settings))
         body.check()
         require_model(state, body.model)
         record = scope["record"]
@@ -308,7 +329,7 @@ class GenerationRoute:
                     async for some in events:
                         if not started:
                             started = True
-                            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                            await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
                         if some:
                             await send({"type": "http.response.body", "body": some, "more_body": True})
                 last = answer.end() if answer.stream else answer.collected()
@@ -317,19 +338,20 @@ class GenerationRoute:
                 exc.field = body.param(exc.field)
             if not started:
                 raise
-            await _break_off(exc, record, send)
+            await _break_off(exc, answer, send)
             return
         # Sent after `in_flight` is left: from here on a disconnect changes nothing.
         if not answer.stream:
             await send_json(send, last)
             return
         if not started:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _break_off(exc: Exception, record: RequestRecord, send: Send) -> None:
+async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
     """Ends a stream that has begun: with an error event, if there is somebody to read it."""
+    record = answer.record
     if isinstance(exc, ClientDisconnected):
         record.status, record.error = CLIENT_CLOSED_REQUEST, "client_disconnected"
         return
@@ -337,7 +359,7 @@ async def _break_off(exc: Exception, record: RequestRecord, send: Send) -> None:
     record.status, record.error = error.status, error.code
     if not isinstance(exc, SlipstreamError) and error.status == 500:
         logger.exception("a stream broke off")
-    await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": False})
+    await send({"type": "http.response.body", "body": answer.failure(error), "more_body": False})
 
 
 async def send_json(send: Send, body: bytes) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.server import ollama
 from slipstream.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -15,7 +16,7 @@ from slipstream.server.protocol import (
     TokenizeRequest,
 )
 
-_BODIES = {
+_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -24,6 +25,7 @@ _BODIES = {
     "/v2/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    **ollama.BODIES,
 }
 _GETS = {
     "/v1/models": "The models served",
@@ -34,6 +36,9 @@ _GETS = {
     "/ping": "The same as /health",
     "/version": "The server's version",
     "/metrics": "Prometheus metrics",
+    "/api/tags": "The models served, as Ollama lists them",
+    "/api/version": "The server's version",
+    "/docs": "This description as a page",
 }
 _ERROR = {
     "type": "object",

@@ -40,6 +40,7 @@ from slipstream.server.tools import (
 from slipstream.types import SamplingParams
 
 Text = Annotated[str, Meta(min_length=1)]
+Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
@@ -85,6 +86,14 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = None  # keep the prompt's last ones; -1: as many as there is room for
+    add_special_tokens: bool | None = None  # default: true for completions, false for chat, whose template has them
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
+    spaces_between_special_tokens: bool | None = None  # no effect: no tokenizer that we read puts any there
     priority: Int | None = None  # lower goes first
     # About the caller; no effect on the answer, by OpenAI's definition
     user: str | None = None
@@ -100,6 +109,8 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
             raise bad_request("store=true is not supported: answers are not kept; leave it false", "store")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request("prompt_logprobs come with whole answers only; leave stream out", "prompt_logprobs")
 
     def param(self, field: str | None) -> str | None:
         """This body's own name for a field that an error from the engine names."""
@@ -118,7 +129,8 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
 _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
-    if name in Generation.__struct_fields__ and name not in ("logit_bias", "max_tokens", "structured_outputs")
+    if name in Generation.__struct_fields__
+    and name not in ("logit_bias", "max_tokens", "prompt_logprobs", "structured_outputs")
 )
 
 
@@ -139,9 +151,12 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
         refuse_unless_off(self, self.off)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request(f"best_of={self.best_of} is supported only when it equals n", "best_of")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise bad_request("max_tokens: 0 needs echo or prompt_logprobs; else nothing is asked for", "max_tokens")
 
     def param(self, field: str | None) -> str | None:
-        return {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs"}.get(field or "") or super().param(field)
+        own = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
+        return {"prompt_token_ids": "prompt", "prompt_logprobs": own}.get(field or "") or super().param(field)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
@@ -185,7 +200,9 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     compress_prompt: PromptCompression | None = None
     add_generation_prompt: bool | None = None  # vLLM's, as the next
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None  # to templates that know it, as the next
+    verbosity: str | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -208,8 +225,11 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
         super().check()
         refuse_unless_off(self, self.off)
         check_tools(self)
-        if taken := {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ()):
-            raise bad_request(f"chat_template_kwargs: {min(taken)} is a field of the request", "chat_template_kwargs")
+        if taken := _TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
+            raise bad_request(f"chat_template_kwargs: {min(taken)} is set by the request's own fields", "chat_template_kwargs")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "an answer is either begun or continued: leave out add_generation_prompt or continue_final_message"
+            raise bad_request(message, "continue_final_message")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -219,6 +239,11 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
         return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
+
+
+_TEMPLATE_FIELDS = {
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "any_length", "tokenize",
+}  # fmt: skip
 
 
 class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -341,29 +366,42 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
 
 
 def template_variables(body: ChatRequest, template: str | None) -> dict[str, Any]:
-    """What the request gives the chat template. `reasoning_effort` only where the template names it: elsewhere it would
+    """What the request gives the chat template. OpenAI's own fields only where the template names them: elsewhere they would
     change nothing."""
     given = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        if "reasoning_effort" not in (template or ""):
-            message = "this model's chat template knows no reasoning_effort; leave it out (chat_template_kwargs are passed on)"
-            raise bad_request(message, "reasoning_effort")
-        given["reasoning_effort"] = body.reasoning_effort
+    for name in ("reasoning_effort", "verbosity"):
+        if (value := getattr(body, name)) is not None:
+            if name not in (template or ""):
+                message = f"this model's chat template knows no {name}; leave it out (chat_template_kwargs are passed on)"
+                raise bad_request(message, name)
+            given[name] = value
     return given
 
 
 T = TypeVar("T", bound=Struct)
-_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, RerankRequest, TokenizeRequest, DetokenizeRequest, TextPart)
-}
-_STRUCTS: tuple[type[Struct], ...] = (
-    *_DECODERS,
-    *(StreamOptions, PromptCompression, Message, TextPart, ResponseFormat, JsonSchema, StructuredOutputs),
-    *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
+
+
+def register(*bodies: type[Struct], parts: tuple[type[Struct], ...] = ()) -> None:
+    """`bodies` can be decoded; errors and the log may name the fields of these and of their `parts`."""
+    _DECODERS.update({kind: msgspec.json.Decoder(kind) for kind in bodies})
+    for kind in (*bodies, *parts):
+        FIELDS.update(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+register(
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    TextPart,
+    parts=(
+        *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
+        *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+    ),
 )
-for _struct in _STRUCTS:
-    FIELDS.update(field.name for field in msgspec.structs.fields(_struct))
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
 _FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
 

@@ -29,6 +29,13 @@ ROUTES = _QUIET | {
     "/tokenize",
     "/detokenize",
     "/openapi.json",
+    "/docs",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/show",
+    "/api/tags",
+    "/api/version",
     "/version",
 }
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -16,35 +16,60 @@ from slipstream.server.limits import read_body
 from slipstream.server.models import require_model
 from slipstream.server.protocol import DetokenizeRequest, Message, TokenizeRequest, decode, message_dict
 from slipstream.server.state import ServerState, Tokenizer
+from slipstream.types import Prompt, TokensPrompt
 
 _MAX_CHARS_PER_TOKEN = 128
 """A text longer than this per token of context cannot fit, and is refused before time is spent on it."""
 
 
 async def chat_tokens(
-    state: ServerState, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    state: ServerState, messages: list[Message], /, *, add_generation_prompt: bool = True, **given: Any
 ) -> list[int]:
-    """The prompt's tokens. `variables` are for the template."""
+    """The prompt's tokens. `given` is as of `template_tokens`."""
     plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, **variables)
+    return await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, **given)
 
 
 async def template_tokens(
-    state: ServerState, plain: list[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    state: ServerState,
+    plain: list[dict[str, Any]],
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+    any_length: bool = False,
+    **variables: Any,
 ) -> list[int]:
-    """The template writes the special tokens itself, so the tokenizer adds none."""
+    """The template writes the special tokens itself, so the tokenizer adds none as a rule. `variables` are for the template."""
     tokenizer = _tokenizer(state, "messages")
 
     def tokens() -> list[int]:
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
-        return _encode(state, tokenizer, text, "messages", add_special_tokens=False)
+        return _encode(state, tokenizer, text, "messages", add_special_tokens=add_special_tokens, any_length=any_length)
 
     return await beside(tokens, sum(len(message["content"] or "") for message in plain))
 
 
-def _encode(state: ServerState, tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+async def text_prompt(state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False) -> Prompt:
+    """A prompt for the engine, which tokenises a text itself unless it is to get no special tokens."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or add_special_tokens:
+        return text
+    encoding = partial(_encode, state, tokenizer, text, "prompt", add_special_tokens=False, any_length=any_length)
+    return TokensPrompt(prompt_token_ids=await beside(encoding, len(text)))
+
+
+def _encode(
+    state: ServerState,
+    tokenizer: Tokenizer,
+    text: str,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    any_length: bool = False,
+) -> list[int]:
     limit = state.engine.config.model.max_model_len
-    if len(text) > limit * _MAX_CHARS_PER_TOKEN:
+    if len(text) > limit * _MAX_CHARS_PER_TOKEN and not any_length:
         raise ContextLengthError(
             f"{param} make {len(text)} characters, far more than the context of {limit} tokens; shorten them",
             field=param,

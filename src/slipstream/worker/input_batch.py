@@ -39,10 +39,12 @@ class Row:
     num_encoder_tokens: int = 0
     num_drafted: int = 0  # tokens that the draft model has computed; those of wrong drafts are computed again
     is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
+    allowed: LongArray | None = field(init=False)  # the only tokens that can be drawn, each once
 
     def __post_init__(self) -> None:
         s = self.sampling
-        changed = s.has_penalties or s.logit_bias or self.forbidden_early
+        self.allowed = None if s.allowed_token_ids is None else np.unique(np.array(s.allowed_token_ids, np.int64))
+        changed = s.has_penalties or s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.allowed_token_ids
         self.is_greedy = s.temperature == 0.0 and s.logprobs is None and s.structured_outputs is None and not changed
 
 

@@ -269,6 +269,12 @@ class ModelRunner:
                 self._warm_up()
         return graph_bytes
 
+    def release(self) -> None:
+        """Give back what `allocate` took. No step is in flight, and `allocate` comes before the next."""
+        self._take_tokens()
+        self.kv.clear()  # in place: the program looks at the same list
+        self.rows = self.texts = None
+
     def _capture(self, config: EngineConfig) -> None:
         if isinstance(self.texts, TextGraphs):
             self.texts.capture()

@@ -5,7 +5,6 @@ Only what some row asks for is built and uploaded. A step of greedy rows uploads
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +14,9 @@ from torch import Tensor
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.types import FROM_MODEL, ScheduledRequest, TokenLogprobs
 from slipstream.worker.input_batch import Row, RowTable, SampledRows, upload
+
+FORBIDDEN = -1e30
+"""Added to the logit of a token that must not be drawn. It is finite: where all tokens are forbidden, one is drawn still."""
 
 PROMPT_LOGPROB_ROWS = 256
 """Positions whose full-vocabulary logits are held at once for prompt log-probabilities."""
@@ -28,13 +30,13 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
         end = s.num_computed_tokens + s.num_tokens
         rows += [table.rows[s.request_id]] * s.num_sampled
         ends += range(end - s.num_sampled + 1, end + 1)  # tokens up to each sampled position
-    lens = np.array(ends, np.int32)
     device = table.device
-    bias = _bias(rows, lens)
+    bias = _bias(table, rows, ends)
+    limited = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
     params = [r.sampling for r in rows]
     penalised = any(p.has_penalties for p in params)
     all_greedy = all(p.temperature == 0.0 for p in params)
-    if all_greedy and not penalised and bias is None:
+    if all_greedy and not penalised and bias is None and not limited:
         empty = torch.empty(0, device=device)
         return SamplingTensors(
             temperature=empty, top_k=empty, top_p=empty, min_p=empty, seeds=empty, history_lens=empty, all_greedy=True
@@ -52,8 +54,13 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     ).T.copy()
     temperature, top_p, min_p, repetition, presence, frequency = upload(floats, device).unbind(0)
     top_k, prompt_lens, history_lens, indices = upload(ints, device).unbind(0)
-    biased = bias is not None
     bias_rows, bias_tokens, bias_values = bias if bias is not None else (None, None, None)
+    limited_rows = allowed_rows = allowed_tokens = None
+    if limited:
+        which, allowed = np.array([i for i, _ in limited], np.int64), [tokens for _, tokens in limited]
+        limited_rows = upload(which, device)
+        allowed_rows = upload(which.repeat([len(tokens) for tokens in allowed]), device)
+        allowed_tokens = upload(np.concatenate(allowed), device)
     return SamplingTensors(
         temperature=temperature,
         top_k=top_k,
@@ -62,13 +69,16 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
         seeds=upload(np.fromiter((r.seed for r in rows), np.int64, len(rows)), device),
         history_lens=history_lens,
         prompt_lens=prompt_lens if penalised else None,
-        history=table.tokens[:, : int(lens.max())].index_select(0, indices) if penalised else None,
+        history=table.tokens[:, : max(ends)].index_select(0, indices) if penalised else None,
         repetition_penalty=repetition if penalised else None,
         presence_penalty=presence if penalised else None,
         frequency_penalty=frequency if penalised else None,
-        bias_rows=upload(bias_rows, device) if biased else None,  # type: ignore[arg-type]
-        bias_tokens=upload(bias_tokens, device) if biased else None,  # type: ignore[arg-type]
-        bias_values=upload(bias_values, device) if biased else None,  # type: ignore[arg-type]
+        bias_rows=bias_rows,
+        bias_tokens=bias_tokens,
+        bias_values=bias_values,
+        limited_rows=limited_rows,
+        allowed_rows=allowed_rows,
+        allowed_tokens=allowed_tokens,
         all_greedy=all_greedy,
         any_top_k=any(p.top_k for p in params),
         any_top_p=any(p.top_p < 1.0 for p in params),
@@ -76,19 +86,37 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     )
 
 
-def _bias(
-    rows: Sequence[Row], lens: np.ndarray[tuple[int], np.dtype[np.int32]]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...] | None:
-    """(row, token, value) of every logit bias, and −inf on the end tokens of rows that are below min_tokens."""
+def _bias(table: RowTable, rows: Sequence[Row], ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(row, token, value) of every logit bias, and FORBIDDEN on the end tokens of rows that are below min_tokens, and on the
+    last tokens of bad words. Row i has ends[i] tokens. Whether the earlier tokens of a bad word stand there only the device
+    knows: the value is 0 where they don't."""
     entries: list[tuple[int, int, float]] = []
+    begun: list[tuple[int, tuple[int, ...]]] = []  # bad words of several tokens for which the answer is long enough
     for i, row in enumerate(rows):
-        entries.extend((i, token, value) for token, value in row.sampling.logit_bias.items())
-        if row.forbidden_early and int(lens[i]) - row.num_prompt_tokens < row.sampling.min_tokens:
-            entries.extend((i, token, -math.inf) for token in row.forbidden_early)
+        sampling, num_answered = row.sampling, ends[i] - row.num_prompt_tokens
+        entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
+        if row.forbidden_early and num_answered < sampling.min_tokens:
+            entries.extend((i, token, FORBIDDEN) for token in row.forbidden_early)
+        for word in sampling.bad_words_token_ids:
+            if len(word) == 1:
+                entries.append((i, word[0], FORBIDDEN))
+            elif num_answered >= len(word) - 1:
+                begun.append((i, word))
+    entries.extend((i, word[-1], 0.0) for i, word in begun)
     if not entries:
         return None
     where, tokens, values = zip(*entries, strict=True)
-    return np.array(where, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
+    biases = upload(np.array(values, np.float32), table.device)
+    if begun:
+        longest = max(len(word) for _, word in begun) - 1
+        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens, and their places in the table; −1: any
+        for n, (i, word) in enumerate(begun):
+            size, end = len(word) - 1, rows[i].index * table.tokens.shape[1] + ends[i]
+            wanted[0, n, :size], wanted[1, n, :size] = word[:-1], np.arange(end - size, end)
+        earlier, places = upload(wanted, table.device).unbind(0)
+        found = table.tokens.view(-1)[places.clamp(min=0).long()] == earlier
+        biases[-len(begun) :] = torch.where((found | (earlier < 0)).all(1), FORBIDDEN, 0.0)
+    return upload(np.array(where, np.int64), table.device), upload(np.array(tokens, np.int64), table.device), biases
 
 
 def verified(

@@ -161,7 +161,7 @@ class TritonOps(OpSet):
         return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        if params.bias_rows is not None or params.history is not None:
+        if params.changes_logits:
             logits = apply_bias_and_penalties(logits.float(), params)
         if params.all_greedy:
             return sampling.argmax(logits)

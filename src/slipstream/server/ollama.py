@@ -1,0 +1,451 @@
+"""Ollama's routes, for programs that speak to it: /api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/version.
+
+A body becomes one of ours (a chat, a completion, an embedding), so everything holds that holds there. What differs:
+
+1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
+2. A name may end with ":latest".
+3. Options about how a model is loaded, and `keep_alive`, are accepted without effect: that is decided when the server starts.
+4. A body without a prompt or messages asks that the model be loaded, which it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct, field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slipstream import __version__
+from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
+from slipstream.errors import SlipstreamError
+from slipstream.server import chat, completions
+from slipstream.server.embeddings import PooledRoute, embed
+from slipstream.server.errors import ApiError, bad_request, noted
+from slipstream.server.generation import Answer, GenerationRoute, encode
+from slipstream.server.limits import read_body
+from slipstream.server.models import require_model
+from slipstream.server.protocol import (
+    MAX_INPUTS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Int,
+    Pooled,
+    Stop,
+    decode,
+    refuse_unless_off,
+    register,
+)
+from slipstream.server.record import RequestRecord
+from slipstream.server.state import ServerState
+from slipstream.types import CompletionOutput, SamplingParams
+
+_Off = field(default_factory=Raw)
+
+
+class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Stop = None
+    num_predict: Int | None = None  # below 0: the rest of the context
+    num_ctx: Int | None = None  # at most this server's context
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Known and refused, unless they hold the value that means "off"
+    mirostat: Raw = _Off
+    tfs_z: Raw = _Off
+    typical_p: Raw = _Off
+    repeat_last_n: Raw = _Off
+    penalize_newline: Raw = _Off
+    # Without effect: of mirostat, and how a model is loaded
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    num_keep: Int | None = None
+    num_batch: Int | None = None
+    num_gpu: Int | None = None
+    main_gpu: Int | None = None
+    num_thread: Int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "mirostat": (b"null", b"0"),
+        "tfs_z": (b"null", b"1", b"1.0"),
+        "typical_p": (b"null", b"1", b"1.0"),
+        "repeat_last_n": (b"null", b"-1"),  # penalties look at everything
+        "penalize_newline": (b"null", b"true"),
+    }
+
+
+class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What generating routes share."""
+
+    model: str
+    stream: bool | None = None  # default: true
+    options: OllamaOptions | None = None
+    format: Raw = _Off  # "json" or a schema
+    think: Raw = _Off
+    keep_alive: float | str | None = None  # no effect
+    logprobs: Raw = _Off
+    top_logprobs: Raw = _Off
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "think": (b"null", b"false"),
+        "logprobs": (b"null", b"false"),
+        "top_logprobs": (b"null", b"0"),
+    }
+
+    def translated(self, state: ServerState) -> Generation:
+        raise NotImplementedError
+
+    def shared(self, state: ServerState) -> dict[str, Any]:
+        """The fields that chats and completions have in common, by our names."""
+        refuse_unless_off(self, self.off)
+        given = self.options or OllamaOptions()
+        refuse_unless_off(given, given.off, "options.")
+        limit = state.engine.config.model.max_model_len
+        if given.num_ctx is not None and given.num_ctx > limit:
+            message = f"num_ctx={given.num_ctx}: this server's context is {limit}; start it with --max-model-len"
+            raise bad_request(message, "options.num_ctx")
+        found = {ours: getattr(given, theirs) for theirs, ours in _NAMES.items()}
+        predict = given.num_predict
+        return {
+            "model": known_name(state, self.model),
+            "stream": self.stream is not False,
+            "max_tokens": None if predict is None or predict < 0 else predict,
+            **found,
+        }
+
+    def chat(self, state: ServerState, said: list[tuple[str, str | None]]) -> ChatRequest:
+        fields = {**self.shared(state), **self.response_format(), **self.thinking(state)}
+        if not said:
+            return ChatRequest(model=fields["model"], messages=[])
+        return _checked(ChatRequest, messages=[{"role": role, "content": text} for role, text in said], **fields)
+
+    def response_format(self) -> dict[str, Raw]:
+        """OpenAI's field for the same."""
+        raw = bytes(self.format)
+        if raw in (b"", b"null", b'""'):
+            return {}
+        if raw.startswith(b'"'):
+            return {"response_format": Raw(b'{"type":"json_object"}' if raw == b'"json"' else raw)}
+        return {"response_format": Raw(b'{"type":"json_schema","json_schema":{"name":"format","schema":' + raw + b"}}")}
+
+    def thinking(self, state: ServerState) -> dict[str, Any]:
+        """`think: false` is said to a template that can think."""
+        tokenizer = state.engine.tokenizer
+        knows = tokenizer is not None and "enable_thinking" in (tokenizer.chat_template or "")
+        return {"chat_template_kwargs": {"enable_thinking": False}} if knows and bytes(self.think) == b"false" else {}
+
+
+_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "repeat_penalty": "repetition_penalty"}
+
+
+T = TypeVar("T", bound=Generation)
+
+
+def _checked(kind: type[T], **fields: Any) -> T:
+    """One of our bodies, as if it had come so."""
+    return decode(kind, encode({name: value for name, value in fields.items() if value is not None}))
+
+
+class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    role: str
+    content: str | None = None
+    images: Raw = _Off
+    tool_calls: Raw = _Off
+    tool_name: Raw = _Off
+    thinking: Raw = _Off
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "images": (b"null", b"[]"),
+        "tool_calls": (b"null", b"[]"),
+        "tool_name": (b"null", b'""'),
+        "thinking": (b"null", b'""'),
+    }
+
+
+class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/chat"""
+
+    messages: list[OllamaMessage] = []
+    tools: Raw = _Off
+
+    def translated(self, state: ServerState) -> ChatRequest:
+        refuse_unless_off(self, {"tools": (b"null", b"[]")})
+        for i, message in enumerate(self.messages):
+            refuse_unless_off(message, message.off, f"messages[{i}].")
+        return self.chat(state, [(message.role, message.content) for message in self.messages])
+
+
+class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/generate: `prompt` as a user's message through the chat template, or as it is with `raw` and for a model
+    without a template"""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    suffix: Raw = _Off
+    template: Raw = _Off
+    context: Raw = _Off
+    images: Raw = _Off
+
+    no_more: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "suffix": (b"null", b'""'),
+        "template": (b"null", b'""'),
+        "context": (b"null", b"[]"),
+        "images": (b"null", b"[]"),
+    }
+
+    def translated(self, state: ServerState) -> Generation:
+        refuse_unless_off(self, self.no_more)
+        tokenizer = state.engine.tokenizer
+        if self.raw or tokenizer is None or tokenizer.chat_template is None:
+            if self.system or self.response_format():
+                field = "system" if self.system else "format"
+                raise bad_request(f"{field} needs a chat template; this is a prompt as it is", field)
+            body = CompletionRequest(model=known_name(state, self.model), prompt=[])
+            return _checked(CompletionRequest, prompt=self.prompt, **self.shared(state)) if self.prompt else body
+        said = [("system", self.system), ("user", self.prompt)] if self.prompt else []
+        return self.chat(state, [(role, text) for role, text in said if text])
+
+
+class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embed"""
+
+    model: str
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
+    truncate: bool = True
+    dimensions: Int | None = None
+    options: OllamaOptions | None = None  # no effect, as the next
+    keep_alive: float | str | None = None
+
+
+class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/show"""
+
+    model: str
+    verbose: bool = False  # there is no more to say
+
+
+BODIES: dict[str, type[Struct]] = {
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/show": OllamaShowRequest,
+}
+register(*BODIES.values(), parts=(OllamaOptions, OllamaMessage))
+
+
+def known_name(state: ServerState, name: str) -> str:
+    return name if name in state.model_names else name.removesuffix(":latest")
+
+
+# --- Answers --------------------------------------------------------------------------------------------------------
+
+
+class OllamaAnswer(Answer):
+    """The text is the field `response`, or a message."""
+
+    kind = chunk_kind = id_prefix = ""
+    media_type = b"application/x-ndjson"
+    is_plain = False
+    as_message: ClassVar[bool]
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        return encode({**self._said(delta.text), "done": False}) + b"\n" if delta.text else b""
+
+    def end(self) -> bytes:
+        return self._take_events() + encode({**self._said(""), **self._done()}) + b"\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        return encode({"error": error.message}) + b"\n"
+
+    def collected(self) -> bytes:
+        return encode({**self._said("".join(text for choice in self.choices for text in choice.text)), **self._done()})
+
+    def _said(self, text: str) -> dict[str, Any]:
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.as_message else {"response": text}
+        return {"model": self.body.model, "created_at": _stamp(), **said}
+
+    def _done(self) -> dict[str, Any]:
+        if not self.choices:
+            return {"done": True, "done_reason": "load"}
+        record, total = self.record, time.monotonic() - self.record.start
+        prompt = total if record.ttft_s is None else record.ttft_s
+        return {
+            "done": True,
+            "done_reason": self.choices[0].finish_reason,
+            "total_duration": round(total * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": record.num_prompt_tokens,
+            "prompt_eval_duration": round(prompt * 1e9),
+            "eval_count": record.num_output_tokens,
+            "eval_duration": round((total - prompt) * 1e9),
+        }
+
+
+class MessageAnswer(OllamaAnswer):
+    as_message = True
+
+
+class ResponseAnswer(OllamaAnswer):
+    as_message = False
+
+
+def _stamp(seconds: float | None = None) -> str:
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+async def _prepare(
+    state: ServerState, body: ChatRequest | CompletionRequest, record: RequestRecord, *, answer: type[OllamaAnswer]
+) -> Answer:
+    if not (body.messages if isinstance(body, ChatRequest) else body.prompt):
+        loaded = answer(state, body, [], SamplingParams(), record)
+        loaded.stream = False
+        return loaded
+    if isinstance(body, ChatRequest):
+        return await chat.prepare(state, body, record, answer=answer)
+    return await completions.prepare(state, body, record, answer=answer, max_tokens=None)
+
+
+# --- Routes ---------------------------------------------------------------------------------------------------------
+
+
+class _Generate(GenerationRoute):
+    def __init__(self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]) -> None:
+        super().__init__(state, Generation, partial(_prepare, answer=answer))
+        self.body = body
+
+    def read(self, raw: bytes) -> Generation:
+        return decode(self.body, raw).translated(self.state)
+
+
+class _Embed(PooledRoute):
+    def read(self, raw: bytes) -> OllamaPooled:
+        body = decode(OllamaEmbedRequest, raw)
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        cut = -1 if body.truncate else None
+        name = known_name(self.state, body.model)
+        return OllamaPooled(model=name, texts=texts, dimensions=body.dimensions, truncate_prompt_tokens=cut)
+
+
+class OllamaPooled(Pooled, kw_only=True):
+    texts: list[str]
+    dimensions: int | None
+
+
+async def _embeddings(state: ServerState, body: OllamaPooled, record: RequestRecord) -> dict[str, Any]:
+    refuse_classifier(state.engine.description)
+    check_dimensions(state.engine.description, body.dimensions)
+    answer = await embed(state, body.texts, body, "input")
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    total = round((time.monotonic() - record.start) * 1e9)
+    found = rows(answer, body.dimensions).tolist() if body.texts else []
+    about = {"total_duration": total, "load_duration": 0, "prompt_eval_count": tokens}
+    return {"model": body.model, "embeddings": found, **about}
+
+
+class _Errors:
+    """Answers errors as Ollama does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except (ApiError, SlipstreamError) as exc:
+            error = noted(scope, exc)
+            body = encode({"error": error.message})
+            await Response(body, error.status, error.headers, media_type="application/json")(scope, receive, send)
+
+
+class _About:
+    """What is served."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def tags(self, request: Request) -> Response:
+        return _json({"models": [self._model(name) for name in self.state.model_names]})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self.state
+        body = decode(OllamaShowRequest, await read_body(scope, receive, state.settings))
+        require_model(state, known_name(state, body.model))
+        description, tokenizer = state.engine.description, state.engine.tokenizer
+        spec, kind = description.spec, description.family.model_type
+        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
+        answer = {
+            "template": template,
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": kind,
+                "general.parameter_count": spec.num_parameters,
+                f"{kind}.context_length": state.engine.config.model.max_model_len,
+                f"{kind}.embedding_length": spec.hidden_size,
+                f"{kind}.block_count": len(spec.layers),
+            },
+            "capabilities": ["completion"] if spec.generates else ["embedding"],
+            "modified_at": _stamp(state.created),
+        }
+        await _json(answer)(scope, receive, send)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        path = self.state.engine.description.path
+        files = [path] if path.is_file() else path.glob("*.safetensors")
+        about = {"modified_at": _stamp(self.state.created), "size": sum(file.stat().st_size for file in files), "digest": ""}
+        return {"name": name, "model": name, **about, "details": self._details()}
+
+    def _details(self) -> dict[str, Any]:
+        description = self.state.engine.description
+        family = description.family.model_type
+        return {
+            "parent_model": "",
+            "format": description.format,
+            "family": family,
+            "families": [family],
+            "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
+            "quantization_level": description.scheme or description.dtype,
+        }
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def routes(state: ServerState) -> list[Route]:
+    about = _About(state)
+
+    def post(path: str, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Route:
+        return Route(path, _Errors(app), methods=["POST"])
+
+    return [
+        post("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer)),
+        post("/api/generate", _Generate(state, OllamaGenerateRequest, ResponseAnswer)),
+        post("/api/embed", _Embed(state, Pooled, _embeddings)),
+        post("/api/show", about.show),
+        Route("/api/tags", about.tags),
+        Route("/api/version", about.version),
+    ]

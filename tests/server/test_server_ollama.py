@@ -1,0 +1,171 @@
+"""Ollama's routes, and the page of the API, over real engines."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from slipstream import __version__
+
+SAID = [{"role": "user", "content": "Say hello."}]
+GREEDY = {"temperature": 0, "num_predict": 6}
+
+
+@pytest.fixture
+def http(tiny_server):
+    with tiny_server.http() as http:
+        yield http
+
+
+def lines(answer):
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_the_same_as_a_chat(http, path):
+    ours = {"model": "smollm2", "messages": SAID, "temperature": 0, "max_tokens": 6}
+    expected = http.post("/v1/chat/completions", json=ours).json()
+    asked = {"messages": SAID} if path == "/api/chat" else {"prompt": SAID[0]["content"]}
+    body = {"model": "smollm2:latest", **asked, "options": GREEDY}
+    whole = http.post(path, json=body | {"stream": False}).json()
+
+    def text(part):
+        return part["message"]["content"] if path == "/api/chat" else part["response"]
+
+    assert text(whole) == expected["choices"][0]["message"]["content"]
+    assert (whole["done"], whole["done_reason"]) == (True, expected["choices"][0]["finish_reason"])
+    assert (whole["prompt_eval_count"], whole["eval_count"]) == (
+        expected["usage"]["prompt_tokens"],
+        expected["usage"]["completion_tokens"],
+    )
+    assert 0 < whole["prompt_eval_duration"] <= whole["total_duration"]
+    *parts, last = lines(http.post(path, json=body))
+    assert "".join(map(text, parts)) == text(whole)
+    assert not any(part["done"] for part in parts)
+    assert (last["done"], last["eval_count"], text(last)) == (True, whole["eval_count"], "")
+
+
+def test_raw_prompts_and_system_messages(http):
+    ours = {"model": "smollm2", "prompt": "Once upon", "temperature": 0, "max_tokens": 6}
+    expected = http.post("/v1/completions", json=ours).json()["choices"][0]["text"]
+    body = {"model": "smollm2", "prompt": "Once upon", "raw": True, "stream": False, "options": GREEDY}
+    assert http.post("/api/generate", json=body).json()["response"] == expected
+    with_system = {"model": "smollm2", "prompt": "Say hello.", "system": "Be brief.", "stream": False, "options": GREEDY}
+    said = [{"role": "system", "content": "Be brief."}, *SAID]
+    count = http.post("/api/chat", json={"model": "smollm2", "messages": said, "stream": False, "options": GREEDY}).json()
+    assert http.post("/api/generate", json=with_system).json()["prompt_eval_count"] == count["prompt_eval_count"]
+
+
+def test_options(http, tiny_server):
+    given = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["x"], "num_predict": 7, "num_ctx": 512,
+        "repeat_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "num_thread": 4, "mirostat": 0,
+    }  # fmt: skip
+    seen, engine = [], tiny_server.engine
+
+    def generate(prompt, sampling, **more):
+        seen.append(sampling)
+        return type(engine).generate(engine, prompt, sampling, **more)
+
+    engine.generate = generate
+    try:
+        assert http.post("/api/chat", json={"model": "smollm2", "messages": SAID, "options": given}).status_code == 200
+    finally:
+        del engine.generate
+    (sampling,) = seen
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"):
+        assert getattr(sampling, name) == given[name]
+    assert (sampling.stop, sampling.max_tokens, sampling.repetition_penalty) == (("x",), 7, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        ("/api/chat", {"options": {"num_ctx": 10**6}}, "context is 1024"),
+        ("/api/chat", {"options": {"mirostat": 1}}, "mirostat"),
+        ("/api/chat", {"options": {"heat": 1}}, "heat"),
+        ("/api/chat", {"tools": [{"type": "function"}]}, "tools"),
+        ("/api/chat", {"think": True}, "think"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "images"),
+        ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+        ("/api/chat", {"options": {"temperature": -1}}, "temperature"),
+        ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
+        ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
+        ("/api/embed", {"input": "x", "evil": 1}, "evil"),
+        ("/api/show", {"evil": 1}, "evil"),
+    ],
+)
+def test_what_cannot_be_had(http, path, wrong, words):
+    body = {"model": "smollm2"} | ({"messages": SAID} if path == "/api/chat" else {}) | wrong
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]
+
+
+def test_what_is_served(http):
+    (model,) = http.get("/api/tags").json()["models"]
+    assert model["name"] == model["model"] == "smollm2"
+    assert model["size"] > 0
+    assert model["details"]["family"] == "llama"
+    shown = http.post("/api/show", json={"model": "smollm2:latest"}).json()
+    assert shown["model_info"]["llama.context_length"] == 1024
+    assert shown["capabilities"] == ["completion"]
+    assert http.get("/api/version").json() == {"version": __version__}
+    for path in ("/api/chat", "/api/generate", "/api/show"):
+        assert http.post(path, json={"model": "smollm2"}).status_code == 200
+        answer = http.post(path, json={"model": "other"})
+        assert (answer.status_code, type(answer.json()["error"])) == (404, str)
+    for path in ("/api/chat", "/api/generate"):
+        loaded = http.post(path, json={"model": "smollm2"}).json()
+        assert (loaded["done"], loaded["done_reason"]) == (True, "load")
+
+
+def test_a_stream_that_breaks(serve):
+    server = serve()
+    server.engine.fail_after = 2
+    with server.http() as http:
+        *_, last = lines(http.post("/api/chat", json={"model": "fake", "messages": SAID}))
+        assert isinstance(last["error"], str)
+
+
+def test_embeddings(tiny_encoder_server):
+    texts = ["A man is eating.", "Someone has a meal."]
+    with tiny_encoder_server.http() as http:
+        expected = http.post("/v1/embeddings", json={"model": "minilm", "input": texts}).json()
+        found = http.post("/api/embed", json={"model": "minilm", "input": texts}).json()
+        assert found["embeddings"] == [pytest.approx(one["embedding"]) for one in expected["data"]]
+        assert found["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
+        assert http.post("/api/embed", json={"model": "minilm", "input": "word " * 2000}).status_code == 200
+        long = {"model": "minilm", "input": "word " * 2000, "truncate": False}
+        assert http.post("/api/embed", json=long).status_code == 400
+        assert http.post("/api/show", json={"model": "minilm"}).json()["capabilities"] == ["embedding"]
+
+
+def test_the_page_of_the_api(http):
+    """Every route and body is on it, every link leads somewhere, and nothing is fetched from elsewhere."""
+
+    class Links(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.links, self.ids, self.others = [], set(), []
+
+        def handle_starttag(self, tag, attributes):
+            given = dict(attributes)
+            self.links += [given["href"]] if "href" in given else []
+            self.ids |= {given["id"]} if "id" in given else set()
+            self.others += [tag] if "src" in given or tag in ("script", "link", "iframe") else []
+
+    answer = http.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    document = http.get("/openapi.json").json()
+    for path in document["paths"]:
+        assert path in answer.text
+    found = Links()
+    found.feed(answer.text)
+    assert not found.others
+    assert "http" not in "".join(found.links)
+    assert {link[1:] for link in found.links if link.startswith("#")} <= found.ids
+    assert set(document["components"]["schemas"]) <= found.ids
