@@ -35,3 +35,11 @@ def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_siz
 def group_key(key: bytes, group: int) -> bytes:
     """The key of the block in `group` where `key` is the chain's: no two groups share one."""
     return key + bytes((group,)) if group else key
+
+
+def runs_of(found: Sequence[int | None]) -> list[int]:
+    """For each n from 0 on how many of the first n, counted from the last of them, are there without a gap."""
+    runs = [0]
+    for block in found:
+        runs.append(0 if block is None else runs[-1] + 1)
+    return runs

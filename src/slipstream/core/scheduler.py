@@ -37,15 +37,14 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.policy import make_policy
-from slipstream.core.prefix_cache import extend_keys, group_key, root_key
+from slipstream.core.prefix_cache import extend_keys, group_key, root_key, runs_of
 from slipstream.core.request import Request, Status
 from slipstream.core.speculation import Speculation
-from slipstream.core.step import StepBuilder
+from slipstream.core.step import StepBuilder, tokens_of_each
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
 from slipstream.spec.model import longest_sequence
 from slipstream.types import (
@@ -396,7 +395,7 @@ class Scheduler:
         of_prompts = {x.request_id: x for x in result.extras if isinstance(x, PromptLogprobs)}
         size = self._block_size
         requests, drafts = self._in_flight.pop(plan.step_id, ([], {}))
-        for request, tokens in zip(requests, _tokens_of_each(result), strict=True):
+        for request, tokens in zip(requests, tokens_of_each(result), strict=True):
             if request.status is Status.FINISHED:
                 continue
             known, request_id = request.token_ids, request.request_id
@@ -474,7 +473,7 @@ class Scheduler:
             if g not in windows and None in found[g]:
                 longest = min(longest, found[g].index(None))
         # runs[n]: how many of the n first blocks, counted from the last, are cached without a gap
-        runs = {g: _runs(found[g][:longest]) for g in windows}
+        runs = {g: runs_of(found[g][:longest]) for g in windows}
         for n in range(min(longest, (total - 2) // size), 0, -1):
             computed = n * size
             begins = {g: windows[g].first_block(computed, size) if g in windows else 0 for g in self._own}
@@ -631,22 +630,6 @@ class Scheduler:
             kv_wasted_tokens=wasted,
             **({} if self.speculation is None else self.speculation.stats()),
         )
-
-
-def _tokens_of_each(result: StepResult) -> list[tuple[int, ...]]:
-    """The new tokens of each request that sampled."""
-    if result.num_tokens is None:
-        return [(token,) for token in result.token_ids]
-    ends = [0, *accumulate(result.num_tokens)]
-    return [tuple(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
-
-
-def _runs(found: Sequence[int | None]) -> list[int]:
-    """For each n from 0 on how many of the first n, counted from the last of them, are there without a gap."""
-    runs = [0]
-    for block in found:
-        runs.append(0 if block is None else runs[-1] + 1)
-    return runs
 
 
 def _order(request: Request) -> tuple[int, float, int]:
