@@ -59,9 +59,21 @@ PROMPTS = {
         "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n" + CODE + "```",
         "Copy this letter word by word and correct nothing but the number of days, which is twelve:\n\n" + LETTER,
     ),
-    "other": (
-        "Write a short story about a fisherman who finds a machine for {0} on the beach.",
-        "Explain to a child of ten years why ships of iron float. Begin with an example about {0}.",
+    "other": tuple(
+        f"{text} Take care that {{0}} come up, and the number {{1}}."
+        for text in (
+            "Write a short story about a fisherman who finds a strange machine on the beach.",
+            "Explain to a child of ten years why ships of iron float.",
+            "Which three books would you take to an island, and why?",
+            "Describe how bread is made, from the field to the table.",
+            "What should one know before the first winter in Norway?",
+            "Write a dialogue of two taxi drivers who wait in the rain.",
+            "Give advice to somebody who wants to learn the violin at sixty.",
+            "Compare the life of a whale with that of an elephant.",
+            "How did people tell the time before there were clocks?",
+            "Invent a board game for four players and explain its rules.",
+            "Why do some cities grow while others shrink?",
+        )
     ),
 }
 

@@ -68,7 +68,7 @@ FORMS = (
     "config", [{"method": "ngram"}, {"method": "suffix"}, {"method": "draft", "num_speculative_tokens": 3}], ids=str
 )
 def test_speculation_changes_no_greedy_answer(config):
-    """300 prompts of 128 tokens: the questions in five forms, each alone, with another question and with two others."""
+    """300 prompts of 128 tokens: the questions in five forms, alone and followed by one or two others."""
     path = str(list_cached()["smollm2"])
     if config["method"] == "draft":
         config = {**config, "model": path}

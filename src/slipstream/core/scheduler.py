@@ -38,7 +38,6 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
@@ -48,7 +47,7 @@ from slipstream.core.policy import make_policy
 from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key
 from slipstream.core.request import Request, Status
 from slipstream.core.speculation import Speculation
-from slipstream.core.step import StepBuilder
+from slipstream.core.step import StepBuilder, tokens_of_each
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.types import (
     EngineOutput,
@@ -392,7 +391,7 @@ class Scheduler:
         of_prompts = {x.request_id: x for x in result.extras if isinstance(x, PromptLogprobs)}
         size = self._block_size
         requests, drafts = self._in_flight.pop(plan.step_id, ([], {}))
-        for request, tokens in zip(requests, _tokens_of_each(result), strict=True):
+        for request, tokens in zip(requests, tokens_of_each(result), strict=True):
             if request.status is Status.FINISHED:
                 continue
             known, request_id = request.token_ids, request.request_id
@@ -602,14 +601,6 @@ class Scheduler:
             kv_wasted_tokens=wasted,
             **({} if self.speculation is None else self.speculation.stats()),
         )
-
-
-def _tokens_of_each(result: StepResult) -> list[tuple[int, ...]]:
-    """The new tokens of each request that sampled."""
-    if result.num_tokens is None:
-        return [(token,) for token in result.token_ids]
-    ends = [0, *accumulate(result.num_tokens)]
-    return [tuple(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _order(request: Request) -> tuple[int, float, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from slipstream.core.request import Request
-from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
+from slipstream.types import NewRequest, ScheduledRequest, StepPlan, StepResult, TableUpdate
 
 
 class StepBuilder:
@@ -77,3 +78,11 @@ class StepBuilder:
             released=tuple(released),
             block_copies=tuple(self.copies),
         )
+
+
+def tokens_of_each(result: StepResult) -> list[tuple[int, ...]]:
+    """The new tokens of each request that sampled."""
+    if result.num_tokens is None:
+        return [(token,) for token in result.token_ids]
+    ends = [0, *accumulate(result.num_tokens)]
+    return [tuple(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
