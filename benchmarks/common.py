@@ -50,7 +50,8 @@ def without_folders(value: Any) -> Any:
 
 def with_source() -> dict[str, str]:
     """The environment in which another environment's Python finds this source."""
-    return {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
+    others = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), *([others] if others else [])])}
 
 
 def median(values: Sequence[float]) -> float:

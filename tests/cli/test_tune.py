@@ -76,6 +76,6 @@ def test_the_server_says_which_table_it_took():
         device="x", total_bytes=1, allowed_bytes=1, weights_bytes=1, activation_bytes=1, graph_bytes=1, kv_bytes=1,
         other_bytes=0, block_bytes=1, num_blocks=2, block_size=16, max_model_len=16,
     )  # fmt: skip
-    banner = dict(url="u", models=("m",), start_s=1.0, device="NVIDIA Test", dtype="bfloat16", ledger=ledger)
+    banner = dict(url="u", models=("m",), start_s=1.0, device="NVIDIA Test", dtype="bfloat16", ledger=ledger, api_servers=1)
     assert "bfloat16, tile table 0123 (4 tiles): weights" in str(Banner(**banner, tiles="0123 (4 tiles)"))
     assert "bfloat16: weights" in str(Banner(**banner, tiles=""))

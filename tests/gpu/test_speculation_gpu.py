@@ -44,11 +44,12 @@ def test_answers_are_the_same(tmp_path, method, eager):
         found, stats = answers(llm), llm.core.stats()
     assert found == expected
     assert stats.num_free_blocks == stats.num_blocks
-    if method != "auto":
+    if method in ("suffix", "draft"):  # a made-up answer seldom repeats its prompt
         assert stats.spec_accepted_tokens > 0
 
 
-def test_drafts_run_from_graphs(tmp_path):
+def test_drafts_run_from_graphs(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.worker.graphs.PATIENCE", 1)
     tiny_models.build(tmp_path, "llama", initializer_range=0.1, **SHAPE)
     with LLM(str(tmp_path), speculative_config={"method": "suffix", "num_speculative_tokens": 4}, **SIZES) as llm:
         graphs = llm.core.executor.runner.graphs

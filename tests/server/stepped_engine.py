@@ -8,6 +8,7 @@ import msgspec
 
 from slipstream import AsyncLLM
 from slipstream.config import EngineArgs, resolve
+from slipstream.engine.core_client import CoreSource
 from slipstream.engine.core_process import Abort, Add, Outputs, ToParent
 from slipstream.engine.processor import InputProcessor, load_tokenizer
 from slipstream.hub import machine_folder
@@ -22,12 +23,12 @@ class SteppedEngine(AsyncLLM):
     def __init__(self, path):
         args = EngineArgs(model=str(path), dtype="float32", device="cpu", num_threads=1)
         description = read_spec(path)
-        super().__init__(args, description, load_tokenizer(args, description))
+        super().__init__(args, description, load_tokenizer(args, description), CoreSource(connect=None))
         self.config = resolve(args, description, detect("cpu", machine_folder(), num_threads=1))
-        self._input = InputProcessor.for_model(description, self.config, self.tokenizer)
+        self._input = InputProcessor.for_model(description, self.config, self.tokenizer, ids=self._ids)
         self.keys: list[str] = []  # of engine requests, as they came
         self.aborted: list[str] = []
-        self._child = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), send=self._send, end=self._end)
+        self._core.link = SimpleNamespace(death=lambda: None, send=self._send, end=self._end)
 
     @property
     def running(self):
@@ -52,4 +53,4 @@ class SteppedEngine(AsyncLLM):
             TokenOutput(key, tuple(tokens), FinishReason.LENGTH if last else None)
             for key, (tokens, last) in news.items()
         ]
-        self._on_message(DECODER.decode(ENCODER.encode(Outputs.of(outputs))))
+        self.core_said(DECODER.decode(ENCODER.encode(Outputs.of(outputs))))

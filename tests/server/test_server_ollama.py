@@ -66,15 +66,15 @@ def test_options(http, tiny_server):
     }  # fmt: skip
     seen, engine = [], tiny_server.engine
 
-    def generate(prompt, sampling, **more):
+    def submit(prompt, sampling, sink, **more):
         seen.append(sampling)
-        return type(engine).generate(engine, prompt, sampling, **more)
+        return type(engine).submit(engine, prompt, sampling, sink, **more)
 
-    engine.generate = generate
+    engine.submit = submit
     try:
         assert http.post("/api/chat", json={"model": "smollm2", "messages": SAID, "options": given}).status_code == 200
     finally:
-        del engine.generate
+        del engine.submit
     (sampling,) = seen
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"):
         assert getattr(sampling, name) == given[name]

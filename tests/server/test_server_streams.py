@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.core_process import Outputs
-from slipstream.errors import EngineDeadError
 from slipstream.server.app import create_app
 from slipstream.server.chat import ChatAnswer
 from slipstream.server.completions import CompletionAnswer
@@ -323,7 +322,7 @@ def test_an_error_comes_behind_the_tokens_before_it(stepped):
         step(server, {engine.keys[0]: ([token], False)})
 
     async def die():
-        engine._fail(EngineDeadError("gone"))
+        engine.core_died("gone", final=False)
 
     server.call(die())
     read_all([reader])

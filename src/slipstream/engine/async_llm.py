@@ -47,7 +47,7 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import EngineDeadError, EngineError
+from slipstream.errors import EngineDeadError, EngineError, SlipstreamError
 from slipstream.hub import resolve_model
 from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
@@ -385,7 +385,7 @@ class AsyncLLM:
             return
         try:
             sink.put(raise_on_error(delta))
-        except EngineError as error:
+        except SlipstreamError as error:
             self._forget(delta.request_id)
             sink.fail(error)
 

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -80,8 +81,11 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     """The tokenizer that `args` asks for: the model's own, another one, or none."""
     if args.skip_tokenizer_init:
         return None
-    other = None if args.tokenizer is None else resolve_model(args.tokenizer, download_dir=args.download_dir)
-    return Tokenizer.for_model(model, other)
+    if args.tokenizer is None:
+        return Tokenizer.for_model(model, None)
+    folder = Path(args.tokenizer).expanduser()
+    alone = (folder / "tokenizer.json").is_file()  # it needs no model beside it
+    return Tokenizer.for_model(model, folder if alone else resolve_model(args.tokenizer, download_dir=args.download_dir))
 
 
 def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
