@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,8 +20,10 @@ import httpx
 import openai
 import psutil
 import pytest
+import uvloop
 
 from slipstream.cli import serve as cli
+from slipstream.frontend.control import Channel, Drain, ToSupervisor
 from slipstream.server.load import Load
 from slipstream.server.metrics import Metrics
 
@@ -371,6 +374,24 @@ def test_who_has_fewer_connections_takes_the_next():
     assert first.has_most_connections
     assert not second.has_most_connections
     assert first.num_requests == 0
+
+
+def test_what_is_sent_to_a_process_that_has_ended_is_lost():
+    """An exception would end the supervisor's watch over the engine, or keep other front ends from hearing of a signal."""
+
+    async def say() -> None:
+        ours, theirs = socket.socketpair()
+        channel: Channel = await Channel.open(ours, ToSupervisor)
+        theirs.close()
+        assert await channel.receive() is None
+        for _ in range(3):
+            channel.send(Drain())
+            await asyncio.sleep(0)
+        channel.close()
+        channel.send(Drain())
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(say())
 
 
 def test_counts_are_added():
