@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,9 +24,12 @@ import pytest
 import uvloop
 
 from slipstream.cli import serve as cli
+from slipstream.config import EngineArgs
 from slipstream.frontend.control import Channel, Drain, ToSupervisor
+from slipstream.frontend.supervisor import Supervisor
 from slipstream.server.load import Load
 from slipstream.server.metrics import Metrics
+from slipstream.server.state import ServerSettings
 
 KEY = "the-key"
 LIMIT = 8
@@ -392,6 +396,19 @@ def test_what_is_sent_to_a_process_that_has_ended_is_lost():
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(say())
+
+
+def test_a_front_end_whose_start_a_signal_overtakes_ends(tiny_path):
+    async def live() -> None:
+        with socket.socket() as listener:
+            supervisor = Supervisor([EngineArgs(model=str(tiny_path))], ServerSettings(), listener, 1)
+            supervisor._stop()
+            served, error = await asyncio.wait_for(supervisor._live(0), 20)
+            await asyncio.to_thread(shutil.rmtree, supervisor._folder)
+        assert not served
+        assert "was killed by signal 9" in str(error)
+
+    asyncio.run(live())
 
 
 def test_counts_are_added():
