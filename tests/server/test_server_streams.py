@@ -172,6 +172,22 @@ async def test_an_app_under_another_server_says_the_same(tiny_path):
     assert (texts, reasons) == ({0: "to and fro"}, {0: "length"})
 
 
+async def test_an_answer_that_cannot_be_written_fails_alone(tiny_path):
+    """An exception would be the core's death to who reads its messages, and the end of every answer."""
+    engine = SteppedEngine(tiny_path)
+    token = engine.tokenizer.encode("to", add_special_tokens=False)[:1]
+
+    def write():
+        raise RuntimeError("the transport is broken")
+
+    bad, good = make_answer(engine, ChatAnswer), make_answer(engine, ChatAnswer)
+    steps = [token] * 4
+    with pytest.raises(RuntimeError, match="the transport is broken"):
+        await told(engine, bad, steps, write=write)
+    assert engine.num_requests == 0
+    assert b"[DONE]" in await told(engine, good, steps, write=lambda: True)
+
+
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 @pytest.mark.parametrize("length", [100, 20_000])
 async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch, route, length):
