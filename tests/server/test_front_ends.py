@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +21,15 @@ import httpx
 import openai
 import psutil
 import pytest
+import uvloop
 
 from slipstream.cli import serve as cli
+from slipstream.config import EngineArgs
+from slipstream.frontend.control import Channel, Drain, ToSupervisor
+from slipstream.frontend.supervisor import Supervisor
 from slipstream.server.load import Load
 from slipstream.server.metrics import Metrics
+from slipstream.server.state import ServerSettings
 
 KEY = "the-key"
 LIMIT = 8
@@ -371,6 +378,37 @@ def test_who_has_fewer_connections_takes_the_next():
     assert first.has_most_connections
     assert not second.has_most_connections
     assert first.num_requests == 0
+
+
+def test_what_is_sent_to_a_process_that_has_ended_is_lost():
+    """An exception would end the supervisor's watch over the engine, or keep other front ends from hearing of a signal."""
+
+    async def say() -> None:
+        ours, theirs = socket.socketpair()
+        channel: Channel = await Channel.open(ours, ToSupervisor)
+        theirs.close()
+        assert await channel.receive() is None
+        for _ in range(3):
+            channel.send(Drain())
+            await asyncio.sleep(0)
+        channel.close()
+        channel.send(Drain())
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(say())
+
+
+def test_a_front_end_whose_start_a_signal_overtakes_ends(tiny_path):
+    async def live() -> None:
+        with socket.socket() as listener:
+            supervisor = Supervisor([EngineArgs(model=str(tiny_path))], ServerSettings(), listener, 1)
+            supervisor._stop()
+            served, error = await asyncio.wait_for(supervisor._live(0), 20)
+            await asyncio.to_thread(shutil.rmtree, supervisor._folder)
+        assert not served
+        assert "was killed by signal 9" in str(error)
+
+    asyncio.run(live())
 
 
 def test_counts_are_added():

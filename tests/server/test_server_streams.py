@@ -28,6 +28,8 @@ from slipstream.types import FinishReason, SamplingParams, TokenLogprobs, TokenO
 from tests.server.stepped_engine import SteppedEngine
 
 BODY = {"model": "tiny", "stream": True, "max_tokens": 100_000}
+USER, LONG = {"role": "user", "content": "x"}, "x" * 20_000
+VARIABLE = {"chat_template_kwargs": {"documents": LONG}}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,22 @@ async def test_an_app_under_another_server_says_the_same(tiny_path):
     assert (texts, reasons) == ({0: "to and fro"}, {0: "length"})
 
 
+async def test_an_answer_that_cannot_be_written_fails_alone(tiny_path):
+    """An exception would be the core's death to who reads its messages, and the end of every answer."""
+    engine = SteppedEngine(tiny_path)
+    token = engine.tokenizer.encode("to", add_special_tokens=False)[:1]
+
+    def write():
+        raise RuntimeError("the transport is broken")
+
+    bad, good = make_answer(engine, ChatAnswer), make_answer(engine, ChatAnswer)
+    steps = [token] * 4
+    with pytest.raises(RuntimeError, match="the transport is broken"):
+        await told(engine, bad, steps, write=write)
+    assert engine.num_requests == 0
+    assert b"[DONE]" in await told(engine, good, steps, write=lambda: True)
+
+
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 @pytest.mark.parametrize("length", [100, 20_000])
 async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch, route, length):
@@ -189,6 +207,31 @@ async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch
         assert (await asking).status_code == (200 if length == 100 else 400)  # it is longer than the context
     assert threads
     assert (get_ident() in threads) == (length == 100)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "given"),
+    [
+        ("/v1/completions", "encode", {"prompt": "x", "max_tokens": 1, "bad_words": ["x" * 1000] * 20}),
+        ("/v1/chat/completions", "apply_chat_template", {"messages": [USER], "max_tokens": 1, **VARIABLE}),
+        ("/tokenize", "encode", {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]}),
+        ("/detokenize", "decode", {"tokens": [5] * 20_000}),
+    ],
+)
+async def test_what_else_is_long_is_read_beside_the_loop(tiny_path, monkeypatch, path, name, given):
+    engine, threads = SteppedEngine(tiny_path), set()
+    work = getattr(engine.tokenizer, name)
+    monkeypatch.setattr(engine.tokenizer, name, lambda *a, **k: threads.add(get_ident()) or work(*a, **k))
+    app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        asking = asyncio.create_task(client.post(path, json={"model": "tiny"} | given))
+        while not engine.keys and not asking.done():
+            await asyncio.sleep(0.001)
+        for key in engine.keys:
+            engine.step({key: ([5], True)})
+        assert (await asking).status_code == 200
+    assert threads
+    assert get_ident() not in threads
 
 
 # --- Over sockets -----------------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ class AsyncLLM:
 
         if sampling.structured_outputs is not None:
             await check_in_thread(sampling.structured_outputs)
-        request = await beside(prepare, _num_characters(prompt))
+        request = await beside(prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)))
         child = self._running_child()
         self._output.add(request, sink.on_token)
         self._sinks[request.request_id] = sink

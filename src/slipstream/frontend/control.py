@@ -94,8 +94,9 @@ class Channel(Generic[T]):
 
     def send(self, message: ToFrontEnd | ToSupervisor) -> None:
         """Without waiting. What is sent to a process that has ended is lost."""
-        data = self._encoder.encode(message)
-        self._writer.write(len(data).to_bytes(4) + data)
+        if not self._writer.is_closing():  # uvloop raises in a write to a closed transport
+            data = self._encoder.encode(message)
+            self._writer.write(len(data).to_bytes(4) + data)
 
     async def receive(self) -> T | None:
         """None when the other end is closed."""

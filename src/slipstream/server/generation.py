@@ -293,7 +293,10 @@ class _Part:
         elif not answer.can_write:
             answer.tell([CompletionOutput(self.first, text, [token])], finished=False)
         elif text:
-            answer.send(self.head + encode(text) + self.tail)
+            try:
+                answer.send(self.head + encode(text) + self.tail)
+            except Exception as error:  # as above
+                answer.fail(error)
 
     def fail(self, error: Exception) -> None:
         self.answer.fail(error)

@@ -47,7 +47,7 @@ async def template_tokens(
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
         return _encode(state, tokenizer, text, "messages", add_special_tokens=add_special_tokens, any_length=any_length)
 
-    return await beside(tokens, sum(len(message["content"] or "") for message in plain))
+    return await beside(tokens, len(msgspec.json.encode((plain, variables))))  # tools and calls are rendered, too
 
 
 async def text_prompt(state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False) -> Prompt:
@@ -124,5 +124,6 @@ class Tokens:
         for token in body.tokens:
             if token >= tokenizer.vocab_size:
                 raise bad_request(f"{token} is not a token id of this model (0 … {tokenizer.vocab_size - 1})", "tokens")
-        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        decoding = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+        text = await beside(decoding, len(body.tokens))
         return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
