@@ -330,7 +330,8 @@ class ModelRunner:
         def sampled(mask: TokenMask | None = None) -> InFlightStep:
             step = self.sample(batch, output, mask)
             if drafts is not None:
-                step.drafts, step.done = self.platform.to_host(drafts), self.platform.record()
+                step.drafts = self.platform.to_host(drafts)
+                step.done = self.platform.record() or step.done  # a CPU's step may be under way still
             return step
 
         return AwaitingMask(plan, sampled) if batch.has_grammar else sampled()
