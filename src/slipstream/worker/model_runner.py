@@ -273,6 +273,8 @@ class ModelRunner:
         """Give back what `allocate` took. No step is in flight, and `allocate` comes before the next."""
         self._take_tokens()
         self.kv.clear()  # in place: the program looks at the same list
+        if self.draft is not None:
+            self.draft.kv.clear()
         self.rows = self.texts = None
 
     def _capture(self, config: EngineConfig) -> None:
