@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.engine.engine_core import EngineCore
-from slipstream.errors import ModelError
+from slipstream.worker.model_runner import ModelRunner
 from tests import tiny_models
 
 SIZES = dict(device="cpu", dtype="float32", max_model_len=96, max_num_seqs=16, block_size=4, kv_cache_bytes=2**20)
@@ -46,12 +45,13 @@ def alone(path):
     return answers(made), made[6]
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 MODES = {
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "ngram": {"speculative_config": NGRAM},
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}},
     "paced": {"speculative_config": {"method": "suffix"}, "target_itl_ms": 5.0, "max_num_batched_tokens": 48},
     "draft": {"speculative_config": {"method": "draft", "num_speculative_tokens": 3}},
-    "few blocks": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "kv_cache_bytes": 50 * 2**11},
+    "few blocks": {"speculative_config": NGRAM, "kv_cache_bytes": 50 * 2**11},
 }
 
 
@@ -66,12 +66,25 @@ def test_one_batch_answers_as_each_alone(path, alone, mode, num_threads):
             outputs = llm.generate(prompts(len(BATCH)), BATCH, progress=False)
             assert answers(outputs) == alone[0]
         assert mode == "paced" or llm.core.stats().spec_accepted_tokens > 0
-        given, expected = outputs[6], alone[1]
-        for ours, theirs in ((given.outputs[0].logprobs, expected.outputs[0].logprobs),):
-            assert [x.chosen.token_id for x in ours] == [x.chosen.token_id for x in theirs]
-            assert [x.chosen.logprob for x in ours] == pytest.approx([x.chosen.logprob for x in theirs], abs=1e-4)
+        given, expected = ([x.chosen.logprob for x in o.outputs[0].logprobs] for o in (outputs[6], alone[1]))
+        assert given == pytest.approx(expected, abs=1e-4)
         stats = llm.core.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+
+
+@pytest.mark.parametrize(("config", "rows"), [(None, 4), (NGRAM, 16), ({"method": "suffix"}, 48)], ids=str)
+def test_memory_is_kept_for_all_that_a_step_samples(path, monkeypatch, config, rows):
+    """Of the model's logits as many rows as there may be sequences and drafts, if a step has room for them."""
+    measured, dummy = [], ModelRunner._dummy_sampling
+    noted = lambda self, num_rows: measured.append(num_rows) or dummy(self, num_rows)
+    monkeypatch.setattr(ModelRunner, "_dummy_sampling", noted)
+    sizes = {**SIZES, "max_num_seqs": 4, "max_num_batched_tokens": 48, "speculative_config": config}
+    with LLM(str(path), kernels="torch", num_threads=1, **sizes) as llm:
+        assert max(measured) == rows
+        launch, sampled = llm.core.executor.launch, []
+        llm.core.executor.launch = lambda plan: sampled.append(sum(s.num_sampled for s in plan.scheduled)) or launch(plan)
+        llm.generate(prompts(4), BATCH[0], progress=False)
+    assert (4 if config is None else 5) <= max(sampled) <= rows
 
 
 def test_a_draft_model_beside_steps_under_way(path):

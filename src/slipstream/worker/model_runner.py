@@ -215,7 +215,7 @@ class ModelRunner:
         with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
             num_tokens, per_token = scheduling.max_num_batched_tokens, self.forwards.token_bytes
-            num_rows = few_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
+            num_rows = few_rows = self.config.max_num_sampled
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
                 known = num_tokens * (per_token + (self.draft.forwards.token_bytes or 0 if self.draft is not None else 0))
