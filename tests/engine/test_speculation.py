@@ -12,6 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.config import SpeculationConfig
 from slipstream.core.proposer import LookUp, Proposal
+from slipstream.core.speculation import Speculation
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, filter_probs, scaled_probs
@@ -218,6 +219,33 @@ def test_a_draft_model_computes_nothing_twice(path):
         llm.generate(PROMPTS[1:2], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
     # After the first token, of which the target's step made one: 11 tokens and the prompt's answer, two drafts more, and so on.
     assert seen == [(0, 12), (12, 1), (13, 1), (14, 2), (16, 1), (17, 1)]
+
+
+def test_a_draft_model_forgets_wrong_drafts(path, draft_path, monkeypatch):
+    """Steps without drafts may follow wrong ones. What it proposes then is what it proposes with nothing kept."""
+    choose = Speculation.choose
+    plainly = lambda self, running: bool([r for r in running if len(r.token_ids) % 7 == 0]) and choose(self, running)
+    monkeypatch.setattr(Speculation, "choose", plainly)
+    config = {"method": "draft", "model": str(draft_path), "num_speculative_tokens": 4}
+    found = []
+    for kept in (True, False):
+        with LLM(str(path), speculative_config=config, enable_prefix_caching=False, **SIZES) as llm:
+            draft, drafts = llm.core.executor.runner.draft, []
+            propose = draft.propose
+
+            def noted(plan, rows, propose=propose, drafts=drafts, kept=kept):
+                for row in rows.rows.values():
+                    row.num_drafted = row.num_drafted if kept else 0
+                proposed = propose(plan, rows)
+                drafts.append(None if proposed is None else proposed.tolist())
+                return proposed
+
+            draft.propose = noted
+            llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+            found.append(drafts)
+    assert len([d for d in found[0] if d]) > 5
+    assert None in found[0]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

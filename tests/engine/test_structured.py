@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from typing import Any
 
 import jsonschema
@@ -219,6 +220,75 @@ def test_a_deadline_ends_a_request_whose_grammar_compiles(llm):
     while llm.core.grammars.is_compiling:
         llm.core.step()
     assert not llm.core.grammars
+
+
+def compiling(llm, regex, release, **more):
+    """A request whose grammar compiles until `release` is set."""
+    compile_now = llm.core.grammars._compile
+    llm.core.grammars._compile = lambda params: release.wait(60) and compile_now(params)
+    try:
+        request = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex=regex), **more))
+        llm.core.add(request.engine_requests)
+    finally:
+        del llm.core.grammars._compile
+    return [r.request_id for r in request.engine_requests]
+
+
+def test_choices_wait_for_their_grammar_though_the_first_is_aborted(llm):
+    """The others wait for its prompt; they may not begin without the grammar."""
+    release = threading.Event()
+    first, *others = compiling(llm, "(abc){2}", release, n=3)
+    llm.core.abort([first])
+    tokens, before = {i: [] for i in others}, 20
+    while llm.core.has_work:
+        if before == 0:
+            release.set()
+        before -= 1
+        for output in llm.core.step():
+            tokens[output.request_id] += output.token_ids
+            assert output.error is None
+    end = llm.get_tokenizer().eos_token_ids
+    assert {llm.get_tokenizer().decode([t for t in own if t not in end]) for own in tokens.values()} == {"abcabc"}
+
+
+def test_a_request_that_is_refused_leaves_no_grammar(llm):
+    """And one that takes a name that is in use does not touch the grammar of the other."""
+    list(answers(llm, sampling(StructuredOutputsParams(regex="x+y"), max_tokens=4)))  # compiled
+    request = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="(ab){4}"), temperature=0))
+    llm.core.add(request.engine_requests)
+    same = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="x+y")))
+    other = dataclasses.replace(same.engine_requests[0], request_id=request.engine_requests[0].request_id)
+    long = dataclasses.replace(same.engine_requests[0], max_tokens=10_000)
+    tokens, done = [], 0
+    while llm.core.has_work:
+        for output in llm.core.step():
+            assert output.error is None
+            tokens += output.token_ids
+            done += 1
+        if done == 1:
+            for refused in (other, long):
+                with pytest.raises(RequestError):
+                    llm.core.add([refused])
+    end = llm.get_tokenizer().eos_token_ids
+    assert llm.get_tokenizer().decode([t for t in tokens if t not in end]) == "abababab"
+    assert not llm.core.grammars
+    assert not llm.core.grammars.is_compiling
+
+
+def test_a_compilation_that_breaks_ends_its_request_alone(llm, monkeypatch):
+    def broken(params):
+        raise OSError("no tokenizer.json")
+
+    request = llm._input.prepare("a", sampling(None, max_tokens=5, ignore_eos=True))
+    llm.core.add(request.engine_requests)
+    monkeypatch.setattr(llm.core.grammars, "_compile", broken)
+    bad = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="(zz)+q")))
+    llm.core.add(bad.engine_requests)
+    ends = {}
+    while llm.core.has_work:
+        ends |= {o.request_id: (o.finish_reason, o.error) for o in llm.core.step() if o.finish_reason is not None}
+    assert ends[bad.engine_requests[0].request_id] == (FinishReason.INVALID, "no tokenizer.json")
+    assert ends[request.engine_requests[0].request_id] == (FinishReason.LENGTH, None)
 
 
 def test_without_a_tokenizer(tiny_model):

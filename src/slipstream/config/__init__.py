@@ -8,6 +8,7 @@ a shorter context. No torch here.
 from slipstream.config.resolver import held_products, resolve
 from slipstream.config.settings import (
     DTYPE_BYTES,
+    MOST_DRAFTS,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -24,6 +25,7 @@ from slipstream.config.settings import (
 
 __all__ = [
     "DTYPE_BYTES",
+    "MOST_DRAFTS",
     "CacheConfig",
     "DType",
     "DeviceConfig",

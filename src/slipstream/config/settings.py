@@ -191,6 +191,10 @@ class SchedulingConfig:
     target_itl_ms: float | None = None
 
 
+MOST_DRAFTS = 16
+"""Drafts of a request in a step, where the number is chosen."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
@@ -227,6 +231,12 @@ class EngineConfig:
     def max_blocks_per_seq(self) -> int:
         """The width of a block table: a prompt with its answer, or one of the two where an encoder reads the prompt."""
         return -(-self.model.max_model_len // self.cache.block_size)
+
+    @property
+    def max_num_sampled(self) -> int:
+        """The most tokens that a step samples: one of each sequence, and one behind each draft."""
+        drafts = 0 if self.speculation is None else self.speculation.num_speculative_tokens or MOST_DRAFTS
+        return min(self.scheduling.max_num_seqs * (1 + drafts), self.scheduling.max_num_mixed_tokens)
 
     @property
     def longest_seq_blocks(self) -> int:

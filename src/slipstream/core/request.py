@@ -36,6 +36,7 @@ class Request:
         "drafts",
         "end",
         "forks",
+        "held",
         "in_worker",
         "needs_copy",
         "num_cached_tokens",
@@ -65,6 +66,7 @@ class Request:
         self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)  # it never has more tokens than this
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
+        self.held = False  # nothing is scheduled of it yet, wherever it stands
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]

@@ -125,6 +125,7 @@ class Scheduler:
         order = (spec.priority, spec.arrival, self._counter)
         root = root_key(self._salt, spec.cache_salt) if spec.cache_salt else self._root_key
         request = Request(spec, order, root, len(self.cache.groups))
+        request.held = held
         self._requests[spec.request_id] = request
         if spec.deadline is not None:
             heapq.heappush(self._deadlines, (spec.deadline, self._counter, request))
@@ -132,14 +133,16 @@ class Scheduler:
         if parent is not None and parent.num_computed_tokens < parent.num_prompt_tokens:
             request.status = Status.FORKING
             parent.forks.append(request)
-        elif not held:
+        else:
             self._wait(request)
 
     def release(self, request_id: str) -> None:
         """A request that was held back may be scheduled."""
         request = self._requests.get(request_id)  # its deadline may have passed
-        if request is not None and request.status is Status.WAITING:
-            self._wait(request)
+        if request is not None and request.held:
+            request.held = False
+            if request.status is Status.WAITING:
+                self._wait(request)
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End requests now; their blocks are free for the next step. Unknown ids are nothing to do."""
@@ -561,7 +564,8 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         request.status = Status.WAITING
-        heapq.heappush(self._waiting, (request.order, request))
+        if not request.held:
+            heapq.heappush(self._waiting, (request.order, request))
 
     def _next_waiting(self) -> Request | None:
         while self._waiting:

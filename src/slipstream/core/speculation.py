@@ -25,12 +25,9 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
-from slipstream.config import SpeculationConfig
+from slipstream.config import MOST_DRAFTS, SpeculationConfig
 from slipstream.core.proposer import LookUp, ModelDrafts, Proposal, Proposer, Traffic
 from slipstream.core.request import Request
-
-MOST_DRAFTS = 16
-"""Drafts of a request in a step, where the number is chosen."""
 
 MOST_SALTS = 64
 """Salts whose recent answers are kept."""

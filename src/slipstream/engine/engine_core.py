@@ -85,8 +85,10 @@ class EngineCore:
         requests = list(requests)
         assert isinstance(self.scheduler, Scheduler), "an encoder takes texts"
         for request in requests:
-            ready = request.sampling.structured_outputs is None or self.grammars.begin(request)
-            self.scheduler.add(request, held=not ready)
+            has_grammar = request.sampling.structured_outputs is not None
+            self.scheduler.add(request, held=has_grammar)  # a request that is refused leaves no grammar
+            if has_grammar and self.grammars.begin(request):
+                self.scheduler.release(request.request_id)
         # A prompt that several choices share is one prompt.
         self._prompt_tokens += sum(len(r.encoder_token_ids or r.prompt_token_ids) for r in requests if r.fork_of is None)
 

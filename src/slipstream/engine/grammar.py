@@ -295,17 +295,18 @@ class Grammars:
             if not future.done() and not late:
                 continue
             del self._pending[request_id]
-            error = f"the grammar takes longer than {MAX_SECONDS:g} s to compile" if late else None
-            if not late:
-                try:
-                    matcher, params = future.result(), request.sampling.structured_outputs
-                    assert params is not None
-                    self._compiled[params] = matcher
-                    while len(self._compiled) > CACHED_GRAMMARS:
-                        self._compiled.popitem(last=False)
-                    self._start(request, matcher)
-                except GrammarError as reason:
-                    error = str(reason)
+            error = None
+            if late:
+                error = f"the grammar takes longer than {MAX_SECONDS:g} s to compile"
+            elif (failure := future.exception()) is not None:  # whatever it is, it is this request's alone
+                error = str(failure) or type(failure).__name__
+            else:
+                matcher, params = future.result(), request.sampling.structured_outputs
+                assert params is not None
+                self._compiled[params] = matcher
+                while len(self._compiled) > CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+                self._start(request, matcher)
             found.append((request_id, error))
         return found
 

@@ -358,7 +358,9 @@ class LLM:
         if runner is None:
             self._core = EngineCore.build(self._args)
         else:
-            self._core = EngineCore(LocalExecutor(runner.config, runner.model.description, runner))
+            args, description = self._args, runner.model.description
+            executor = LocalExecutor(runner.config, description, runner)
+            self._core = EngineCore(executor, lambda: load_tokenizer(args, description))
         self._sleeps, self._asleep = False, None
         self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
 

@@ -97,6 +97,9 @@ class DraftModel:
 
     def propose(self, plan: StepPlan, rows: RowTable) -> Tensor | None:
         """Put drafts behind the last tokens of the requests that want some. All drafts [N], in the plan's order."""
+        for s in plan.scheduled:  # wrong drafts are forgotten in the step behind them, before plain ones pass them by
+            row = rows.rows[s.request_id]
+            row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
         drafted = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
         if not drafted:
             return None
@@ -117,7 +120,7 @@ class DraftModel:
 
     def _catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Compute what it has not seen of the requests, up to their last tokens, and draw the first draft of each."""
-        begins = {s.request_id: min(rows.rows[s.request_id].num_drafted, s.num_computed_tokens) for s in drafted}
+        begins = {s.request_id: rows.rows[s.request_id].num_drafted for s in drafted}
         while True:
             room, shares = self.max_tokens, []
             for s in drafted:

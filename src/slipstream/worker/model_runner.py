@@ -215,7 +215,7 @@ class ModelRunner:
         with self._phase("profile"), torch.inference_mode():
             scheduling, size = self.config.scheduling, self.config.cache.block_size
             num_tokens, per_token = scheduling.max_num_batched_tokens, self.forwards.token_bytes
-            num_rows = few_rows = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
+            num_rows = few_rows = self.config.max_num_sampled
             known = 0
             if per_token is not None:  # then a short step shows the rest, and leaves little behind in the process
                 known = num_tokens * (per_token + (self.draft.forwards.token_bytes or 0 if self.draft is not None else 0))
@@ -273,6 +273,8 @@ class ModelRunner:
         """Give back what `allocate` took. No step is in flight, and `allocate` comes before the next."""
         self._take_tokens()
         self.kv.clear()  # in place: the program looks at the same list
+        if self.draft is not None:
+            self.draft.kv.clear()
         self.rows = self.texts = None
 
     def _capture(self, config: EngineConfig) -> None:
@@ -330,7 +332,8 @@ class ModelRunner:
         def sampled(mask: TokenMask | None = None) -> InFlightStep:
             step = self.sample(batch, output, mask)
             if drafts is not None:
-                step.drafts, step.done = self.platform.to_host(drafts), self.platform.record()
+                step.drafts = self.platform.to_host(drafts)
+                step.done = self.platform.record() or step.done  # a CPU's step may be under way still
             return step
 
         return AwaitingMask(plan, sampled) if batch.has_grammar else sampled()
