@@ -141,7 +141,7 @@ def _culprit(schema: Any, message: str) -> str:
     path, until = "", time.monotonic() + 1.0
     while time.monotonic() < until:
         for name, part in _parts(schema):
-            alone = {**around, **part} if isinstance(part, dict) else part
+            alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
             if _invalid(json_grammar(json.dumps(alone))) == message:
                 schema, path = part, f"{path}.{name}" if path else name
                 break
