@@ -41,6 +41,11 @@ FEW = {"model": "tiny", "max_tokens": 4}
 CHAT, TEXT = FEW | {"messages": SAID}, FEW | {"prompt": "hello the inn"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+TEMPLATE = """{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{{ (m.tool_calls or []) | tojson }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 VALID: list[tuple[str, dict]] = [
     ("/v1/completions", TEXT | {"n": 2, "stop": ["a"], "seed": 1, "logprobs": 2, "echo": True, "stream": True}),
     ("/v1/completions", FEW | {"prompt": [[5, 6], [7]], "temperature": 0.5, "top_k": 3, "min_p": 0.1, "prompt_logprobs": 1}),
@@ -51,34 +56,46 @@ VALID: list[tuple[str, dict]] = [
     ("/v1/completions", TEXT | {"structured_outputs": {"regex": "[0-9]{1,3}"}, "truncate_prompt_tokens": 3, "stream": True}),
     ("/v1/chat/completions", CHAT | {"stream": True, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.3}),
     ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}),
+    ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required", "stream": True}),
     ("/v1/chat/completions", CHAT | {"messages": [*SAID, CALLED, {"role": "tool", "tool_call_id": "c", "content": "1"}]}),
     ("/v1/chat/completions", CHAT | {"response_format": JSON_SCHEMA, "metadata": {"a": "b"}, "user": "u"}),
     ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "stream": True}),
     ("/v1/chat/completions", CHAT | {"guided_choice": ["yes", "no"], "chat_template_kwargs": {"a": 1}}),
-    ("/v1/chat/completions", CHAT | {"guided_regex": "(a|b)+", "max_completion_tokens": 3}),
-    ("/v1/embeddings", {"model": "tiny", "input": ["hello"], "encoding_format": "float", "dimensions": 4}),
+    ("/v1/chat/completions", {"model": "tiny", "messages": SAID, "guided_regex": "(a|b)+", "max_completion_tokens": 3}),
+    ("/v1/embeddings", {"model": "tiny", "input": ["hello"], "encoding_format": "float", "dimensions": 32}),
     ("/v1/rerank", {"model": "tiny", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
     ("/tokenize", {"model": "tiny", "prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": SAID, "add_generation_prompt": True}),
-    ("/detokenize", {"model": "tiny", "tokens": [5, 6, 300], "skip_special_tokens": True}),
+    ("/detokenize", {"model": "tiny", "tokens": [5, 6, 200], "skip_special_tokens": True}),
     ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 4}}),
     ("/api/chat", {"model": "tiny", "messages": [], "format": SCHEMA, "stream": False, "options": {"num_predict": 4}}),
     ("/api/generate", {"model": "tiny", "prompt": "hi", "stream": False, "options": {"num_predict": 4, "top_k": 2, "seed": 1}}),
     ("/api/embed", {"model": "tiny", "input": "hi"}),
     ("/api/show", {"model": "tiny", "verbose": True}),
 ]
-PATHS = [*dict(VALID), "/v1/models/tiny", "/health", "/metrics", "/api/tags", "/", "/docs", "/%ff", "//v1/completions?a=%00", "/" + "a" * 9000]  # fmt: skip
-RAW = ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "-0", "1.0", "[" * 30 + "]" * 30, "[" * 50_000 + "]" * 50_000, '{"a":' * 3000 + "1" + "}" * 3000, '"\\ud800"', '"\\u0000"', '"\ufffe\U0001f9d1"', "nul", "'a'"]  # fmt: skip
+PATHS = [*dict(VALID), "/v1/models/tiny", "/health", "/metrics", "/api/tags", "/", "/docs", "/%ff", "//v1/completions?a=%00"]
+PATHS += ["/" + "a" * 9000]
+RAW = ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "-0", "1.0", "[" * 30 + "]" * 30, "[" * 50_000 + "]" * 50_000]
+RAW += ['{"a":' * 3000 + "1" + "}" * 3000, '"\\ud800"', '"\\u0000"', '"\ufffe\U0001f9d1"', "nul", "'a'"]
 WEIRD = [
-    *(None, True, False, 0, -1, 1, 3, 0.5, -1e308, 1e308, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), "", " ", "x", "auto"),
-    *("required", "none", "null", "7", [], {}, [None], [[]], [""], [0, -1], [2**40], {"": ""}, {"type": 5}, {"$ref": "#"}),
+    *(None, True, False, 0, -1, 1, 3, 0.5, -1e308, 1e308, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), "", " ", "x"),
+    *("auto", "required", "none", "null", "7", [], {}, [None], [[]], [""], [0, -1], [2**40], {"": ""}, {"type": 5}),
+    *({"$ref": "#"}, {"required": [5]}),
     *({"type": "string", "minLength": 2**31}, {"type": "array", "items": {"$ref": "#"}, "minItems": 10**6}, {"enum": []}),
     *({"allOf": [{"type": "integer"}, {"type": "string"}]}, {"properties": {"a": False}}, {"pattern": "(a*)*b{99999}"}),
-    *("(a*)*b", "a{1000000}", "(((", "[", "\\p{L}+", "(?=a)", "root ::= root", "root ::= x", 'root ::= ""', "start: /a/", "a" * 5000),
+    *("(a*)*b", "a{1000000}", "(((", "[", "\\p{L}+", "(?=a)", "root ::= root", "root ::= x", 'root ::= ""'),
+    *("start: /a/", "a" * 5000),
     *({"type": "function", "function": {"name": "look"}}, {"type": "image_url", "image_url": {"url": "http://a"}}, "é数" * 50),
 ]  # fmt: skip
+KEYS = [*(name for _, valid in VALID for name in valid), "x", "\u0000"]
 METHODS = [b"GET", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"PATCH", b"TRACE", b"post", b"BREW"]
-HEADERS = [b"content-type: text/plain", b"content-encoding: gzip", b"x-request-id: \xff\xfe", b"x-request-id: " + b"a" * 5000, b"expect: 100-continue", b"connection: upgrade\r\nupgrade: websocket", b"connection: upgrade\r\nupgrade: h2c", b"transfer-encoding: chunked", b"transfer-encoding: gzip", b"content-length: 5", b"content-length: -1", b"authorization: Bearer \xc3", b"accept: */*;q=x", b"cookie: a", b"bad header", b": x", b"host: other", b"x: " + b"a" * 70_000]  # fmt: skip
+HEADERS = [
+    b"content-type: text/plain", b"content-encoding: gzip", b"x-request-id: \xff\xfe",
+    b"x-request-id: " + b"a" * 5000, b"expect: 100-continue", b"connection: upgrade\r\nupgrade: websocket",
+    b"connection: upgrade\r\nupgrade: h2c", b"transfer-encoding: chunked", b"transfer-encoding: gzip",
+    b"content-length: 5", b"content-length: -1", b"authorization: Bearer \xc3", b"accept: */*;q=x", b"cookie: a",
+    b"bad header", b": x", b"host: other", b"x: " + b"a" * 70_000,
+]  # fmt: skip
 
 
 def places(value: object) -> list[tuple]:
@@ -102,7 +119,7 @@ def mutate(rng: random.Random, valid: dict) -> bytes:
         elif what < 0.8:
             container[key], raw = "@RAW@", rng.choice(RAW)
         elif what < 0.9 and isinstance(container, dict):
-            container[rng.choice([*(name for _, other in VALID for name in other), "x", "\u0000"])] = copy.deepcopy(rng.choice(WEIRD))
+            container[rng.choice(KEYS)] = copy.deepcopy(rng.choice(WEIRD))
         else:
             holder, other = rng.choice(found)
             container[key] = copy.deepcopy(holder[other])
@@ -115,7 +132,8 @@ def mutate(rng: random.Random, valid: dict) -> bytes:
     if what < 0.04:
         return data[:at]
     if what < 0.10:
-        return data[:at] + rng.choice([b"\xff", b"\xc3", b"\x00", b"\xed\xa0\x80", b"}", b'"', b"\xef\xbb\xbf", b"{"]) + data[at:]
+        wrong = [b"\xff", b"\xc3", b"\x00", b"\xed\xa0\x80", b"}", b'"', b"\xef\xbb\xbf", b"{"]
+        return data[:at] + rng.choice(wrong) + data[at:]
     return rng.choice([b"", b"null", b"[]", b"0", b"\xef\xbb\xbf{}", os.urandom(99)]) if what < 0.12 else data
 
 
@@ -166,7 +184,9 @@ class Answers:
         self.parser.feed_data(data)
 
 
-async def talk(address: tuple, data: bytes, wanted: int, manner: str, rng: random.Random, seconds: float = 60) -> tuple[Answers, str]:  # fmt: skip
+async def talk(
+    address: tuple, data: bytes, wanted: int, manner: str, rng: random.Random, seconds: float = 60
+) -> tuple[Answers, str]:
     """Send over a new connection, read `wanted` answers as `manner` says; the answers, and how it ended."""
     loop, answers = asyncio.get_running_loop(), Answers()
     with socket.socket() as sock:
@@ -204,8 +224,9 @@ async def talk(address: tuple, data: bytes, wanted: int, manner: str, rng: rando
 MANNERS = ["plain"] * 12 + ["half", "half", "leave", "leave", "reset", "slow", "cut"]
 
 
-async def fuzz(args, address: tuple, found: dict) -> None:
+async def fuzz(args, address: tuple, found: dict, pid: int) -> None:
     rng, statuses, ends, sent = random.Random(args.seed), Counter(), Counter(), 0
+    samples: list[dict] = []
     until = time.monotonic() + args.seconds
 
     async def client(mine: random.Random) -> None:
@@ -213,26 +234,31 @@ async def fuzz(args, address: tuple, found: dict) -> None:
         while sent < args.fuzz and time.monotonic() < until:
             made = [request(mine) for _ in range(mine.randint(2, 6) if mine.random() < 0.15 else 1)]
             sent += len(made)
+            if sent * 10 // args.fuzz >= len(samples):
+                samples.append({"sent": sent, **memory(pid)})
+                print(samples[-1], f"{len(found['server_errors'])} server errors", flush=True)
             head = any(is_head for _, _, is_head in made)
             manner = "leave" if head else mine.choice(MANNERS)
             framed = manner in ("plain", "slow") and all(whole for _, whole, _ in made)
             data = b"".join(part for part, _, _ in made)
             answers, end = await talk(address, data, len(made), manner, mine, 60 if framed else 4)
             ends[f"{manner}: {end}" if not end.startswith("unread") else "HEAD" if head else end] += 1
+            shown = repr(data[:3000])
             for status, body in answers.whole:
                 statuses[status] += 1
                 if status >= 500 or b'"server_error"' in body:
-                    found["server_errors"].append({"status": status, "body": body.decode(errors="replace")[-2000:], "request": repr(data[:3000])})  # fmt: skip
+                    found["server_errors"].append({"status": status, "body": repr(body[-2000:]), "request": shown})
             if framed and end != "whole":
-                found["unanswered"].append({"end": end, "answers": repr(answers.whole)[:500], "of": len(made), "request": repr(data[:3000])})  # fmt: skip
+                whole = repr(answers.whole)[:500]
+                found["unanswered"].append({"end": end, "answers": whole, "of": len(made), "request": shown})
 
     await asyncio.gather(*(client(random.Random(rng.random())) for _ in range(args.concurrency)))
-    found |= {"sent": sent, "statuses": dict(sorted(statuses.items())), "ends": dict(sorted(ends.items()))}
+    found |= {"sent": sent, "statuses": dict(sorted(statuses.items())), "ends": dict(sorted(ends.items())), "memory": samples}
 
 
-def judge(status: int, body: bytes, path: str, kind: str, choices: int) -> str:
+def judge(status: int, body: bytes, kind: str, choices: int) -> str:
     """What became of a request of the soak."""
-    if status == 503 and b'"engine_dead"' in body or status == 429:
+    if (status == 503 and b'"engine_dead"' in body) or status == 429:
         return f"refused with {status}"
     if kind == "bad":
         return "bad request, 400" if status == 400 else f"LOST {status} {body[:200]!r}"
@@ -261,7 +287,10 @@ async def load(args, address: tuple, found: dict, pid: int) -> None:
             data = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(data)) + data
             answers, end = await talk(address, data, 1, "leave" if kind == "leave" else "plain", mine)
             whole = answers.whole
-            what = judge(*whole[0], path, kind, body.get("n", 1)) if whole else "left" if end == "left" else f"LOST {end} {kind}"
+            if whole:
+                what = judge(*whole[0], kind, body.get("n", 1))
+            else:
+                what = "left" if end == "left" else f"LOST {end} {kind}"
             outcome[what] += 1
             if what.startswith("refused"):
                 await asyncio.sleep(0.2)  # a client that is told to come back
@@ -333,10 +362,12 @@ def main() -> None:
     result: dict = {}
     with tempfile.TemporaryDirectory() as folder:
         tiny_models.build_with_tokenizer(Path(folder), max_position_embeddings=1024)
+        config = Path(folder) / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
         command = [sys.executable, "-m", "slipstream", "serve", folder, "--port=0", "--json", "--served-model-name=tiny"]
         command += ["--device=cpu", "--dtype=float32", "--max-num-seqs=32", "--kv-cache-bytes=4MiB", "--num-threads=1"]
         command += ["--api-servers=2", "--body-timeout=2", "--tool-call-parser=hermes"]
-        with open(args.output.with_suffix(".log"), "w") as log:
+        with tempfile.TemporaryFile("w+") as log:
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             try:
                 url = json.loads(server.stdout.readline())["url"].removesuffix("/v1")
@@ -347,13 +378,16 @@ def main() -> None:
                         continue
                     found = result[name] = {"before": memory(server.pid), "server_errors": [], "unanswered": []}
                     begin = time.monotonic()
-                    asyncio.run(fuzz(args, address, found) if name == "fuzz" else load(args, address, found, server.pid))
+                    part = fuzz if name == "fuzz" else load
+                    asyncio.run(part(args, address, found, server.pid))
                     found["seconds"] = round(time.monotonic() - begin, 1)
                     found["left_after_1_s"] = asyncio.run(left(url))
                     found["after"] = memory(server.pid)
             finally:
                 server.send_signal(signal.SIGTERM)
                 result["exit_code"] = server.wait(60)
+            log.seek(0)
+            traces = [text[:4000] for text in log.read().split("Traceback")[1:6]]
     for name in ("fuzz", "soak"):
         if name in result:
             rows = [(key, json.dumps(value)[:300]) for key, value in result[name].items() if key != "memory"]
@@ -362,8 +396,8 @@ def main() -> None:
     parts = [result[name] for name in ("fuzz", "soak") if name in result]
     idle = all({**part["left_after_1_s"], "health": 0} == dict.fromkeys(part["left_after_1_s"], 0) for part in parts)
     wrong = [error for part in parts for key in ("server_errors", "unanswered") for error in part[key]]
-    for error in wrong[:40]:
-        print(json.dumps(error, indent=1))
+    for error in [*wrong[:40], *traces]:
+        print(error if isinstance(error, str) else json.dumps(error, indent=1))
     result["passed"] = idle and not wrong and not lost and result["exit_code"] == 0
     common.save(args.output, "fuzz_server", settings=vars(args) | {"output": str(args.output)}, results=result)
     sys.exit(0 if result["passed"] else 1)
