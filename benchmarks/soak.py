@@ -184,7 +184,7 @@ def main() -> None:
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             try:
                 ready = json.loads(server.stdout.readline())
-                result = asyncio.run(soak(args, ready["url"], server.pid))
+                result = asyncio.run(soak(args, ready["url"].removesuffix("/v1"), server.pid))
             finally:
                 server.send_signal(signal.SIGTERM)
                 code = server.wait(60)

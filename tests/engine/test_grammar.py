@@ -235,6 +235,9 @@ def nested(schema):
     [
         ({"json": nested({"not": {"type": "null"}})}, "json", r"not.*properties\.a\.items\.anyOf\[1\]"),
         ({"json": nested({"type": "string", "format": "frob"})}, "json", r"frob.*properties\.a\.items\.anyOf\[1\]"),
+        ({"json": nested(7)}, "json", r"object or boolean.*properties\.a\.items\.anyOf\[1\]"),
+        ({"json": {"properties": {"a": True, "b": {"type": 5}}}}, "json", r"type must be.*properties\.b\)"),
+        ({"json": nested({"required": "é数" * 50})}, "json", r"library fails.*properties\.a\.items\.anyOf\[1\]"),  # it panics
         ({"json": {"$defs": {"x": {"type": "array", "uniqueItems": True}}, "$ref": "#/$defs/x"}}, "json", r"uniqueItems"),
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "json", "look-ahead"),
         ({"json": {"$ref": "#/nowhere"}}, "json", "nowhere"),

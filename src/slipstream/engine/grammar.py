@@ -22,13 +22,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.tokenizer_parts import is_panic
 from slipstream.errors import RequestError
 from slipstream.types import EngineRequest, StepPlan, StructuredOutputsParams, TokenMask
 
@@ -47,6 +48,7 @@ PARALLEL_ROWS = 8
 """From so many masks on, several threads compute them."""
 
 Bits = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 
 def compose(params: StructuredOutputsParams) -> str:
@@ -71,11 +73,11 @@ def _compose(params: StructuredOutputsParams) -> str:
                     raise ValueError("a schema is an object, or true")
                 return json_grammar(json.dumps({} if schema is True else schema), **_options(params))
             case "regex":
-                return LLMatcher.grammar_from_regex(text)
+                return _library(LLMatcher.grammar_from_regex, text)
             case "choice":
-                return grammar_from("choice", text)
+                return _library(grammar_from, "choice", text)
             case _:
-                return grammar_from("grammar", text)
+                return _library(grammar_from, "grammar", text)
     except (ValueError, RecursionError) as error:
         raise _refused(str(error), name) from None
 
@@ -86,7 +88,17 @@ def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
 
 
 def json_grammar(schema: str, **options: Any) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+    return _library(LLMatcher.grammar_from_json_schema, schema, overrides=options)
+
+
+def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What llguidance gives. Its panics, which are no `Exception`, are a ValueError, too."""
+    try:
+        return call(*args, **options)
+    except BaseException as error:
+        if is_panic(error):
+            raise ValueError(f"the grammar's library fails: {str(error)[:300]}") from None
+        raise
 
 
 def _options(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -131,7 +143,10 @@ def _refused(message: str, name: str) -> RequestError:
 
 
 def _invalid(grammar: str) -> str | None:
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+    try:
+        is_error, messages = _library(LLMatcher.validate_grammar_with_warnings, grammar, None, limits=LIMITS)
+    except ValueError as error:
+        return str(error)
     return messages[0] if is_error else None
 
 
@@ -141,7 +156,7 @@ def _culprit(schema: Any, message: str) -> str:
     path, until = "", time.monotonic() + 1.0
     while time.monotonic() < until:
         for name, part in _parts(schema):
-            alone = {**around, **part} if isinstance(part, dict) else part
+            alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
             if _invalid(json_grammar(json.dumps(alone))) == message:
                 schema, path = part, f"{path}.{name}" if path else name
                 break
@@ -369,10 +384,9 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
         try:
-            grammar = compose(params)
-        except RequestError as error:
-            raise GrammarError(error.message) from None
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+            matcher = _library(LLMatcher, self._vocabulary, compose(params), log_level=0, limits=LIMITS)
+        except ValueError as error:  # a RequestError is one
+            raise GrammarError(str(error)) from None
         if matcher.is_error():
             raise GrammarError(matcher.get_error().splitlines()[0])
         return matcher

@@ -57,7 +57,7 @@ def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
     except SlipstreamError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         said = str(error)[:300] or type(error).__name__
         raise CheckpointError(f"{path}: the tokenizer can't be read: {said}", field=field) from error
@@ -70,12 +70,12 @@ def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
     except TypeError as error:  # no str, or one that UTF-8 can't write
         raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise RequestError(f"the tokenizer can't take this text: {str(error)[:300]}", field="prompt") from error
 
 
-def _is_panic(error: BaseException) -> bool:
+def is_panic(error: BaseException) -> bool:
     """Rust's panics come as a BaseException whose class can't be imported."""
     return type(error).__module__ == "pyo3_runtime"
 
