@@ -131,7 +131,7 @@ def test_interrupt(fails_with):
         ["frob"],
         ["run"],
         ["run", "x", "--no-such-option"],
-        ["serve"],
+        ["serve", "smollm2", "word"],
         ["bench"],
         ["run", "x", "--max-tokens", "few"],
     ],

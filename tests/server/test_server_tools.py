@@ -244,8 +244,9 @@ def test_xml_formats_say_what_they_cannot_enforce(client, model):
 
 
 def test_a_model_without_tools(client, model):
-    with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
-        client.chat.completions.create(**CHAT, tools=TOOLS)
     model("{{ messages }}", tool_call_parser="hermes")
     with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        client.chat.completions.create(**CHAT, tools=TOOLS)
+    model("{{ tools }}{{ messages }}")
+    with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
         client.chat.completions.create(**CHAT, tools=TOOLS)

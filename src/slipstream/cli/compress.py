@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--out", metavar="DIR", help="the folder to make; needed unless --dry-run is given")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
     parser.add_argument("--restart", action="store_true", help="drop what an interrupted run had finished")
     parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -88,7 +88,9 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
-    recipe, out = read_recipe(args.recipe), Path(args.out).expanduser()
+    if args.out is None and not args.dry_run:
+        raise ConfigError("say where to write the result: --out DIR (or --dry-run to write nothing)", field="out")
+    recipe = read_recipe(args.recipe)
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
     check_max_kl(args.max_kl)
@@ -122,7 +124,7 @@ def _compress(args: argparse.Namespace) -> int:
     if not args.no_report:
         _check_report(args, original)
     with shown(Progress(f"compress {args.model}")) as progress:
-        attempt, planned, report = _carry_out(args, recipe, original, source, planned, out, progress)
+        attempt, planned, report = _carry_out(args, recipe, original, source, planned, Path(args.out).expanduser(), progress)
     return _show(args, attempt, planned, shown_input, report)
 
 
@@ -354,7 +356,7 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given
             rows.append(("tokens/s", f"{rate:.1f} → {found:.1f} with {batch} at once ({found / rate:.2f} ×)"))
         rows += task_rows(report)
     first = headline(before, after) if report is None else report.headline
-    print_info(f"would write {args.out}: {first}" if args.dry_run else f"{args.out}: {first}", rows)
+    print_info(f"would write {args.out or 'a folder'}: {first}" if args.dry_run else f"{args.out}: {first}", rows)
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")
     _warn(args, faults)

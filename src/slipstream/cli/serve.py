@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
@@ -39,7 +40,7 @@ _SERVER_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     add_output_options(parser)
     server = parser.add_argument_group("server")
     for flag, options in _SERVER_OPTIONS:

@@ -195,13 +195,13 @@ def reading_of(state: ServerState, body: WithTools, prompt: Sequence[int], templ
             return None
         form = form if form is not None and form.reasons else None
         return Reading(form=form, think=think, opened=opened, closed=closed)
+    if "tools" not in (template or ""):
+        raise bad_request("this model's chat template knows no tools; leave them out, or serve another model", "tools")
     if form is None:
         raise bad_request(
             "this model's chat template asks for no known format of tool calls; name one with `serve --tool-call-parser`",
             "tools",
         )
-    if "tools" not in (template or ""):
-        raise bad_request("this model's chat template knows no tools; leave them out", "tools")
     if isinstance(choice, NamedChoice):
         specs = [spec for spec in specs if spec.function.name == choice.function.name]
     must_call = choice == "required" or isinstance(choice, NamedChoice)
