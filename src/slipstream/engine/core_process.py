@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import zmq
 
 WARM_S = 12.0
-"""At most so many seconds of a start are spent on preparing sizes of steps. It is enough for all sizes of an 8B model on an
-H200; what is left follows whenever there is nothing to do."""
+"""At most so many seconds of a start are spent on preparing sizes of steps: some 200 of an 8B model on an H200. What is left
+follows whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
 """The child reports this often, between steps and without work. If it is silent, it hangs."""
