@@ -20,7 +20,7 @@ from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 
 CASES = (
     *((64, 300, ()), (80, 300, (220,)), (80, 300, (432,)), (96, 300, (100, 100, 216))),
-    *((250, 400, (260, 240)), (0, 0, (2048,))),
+    *((250, 400, (260, 240)), (0, 0, (2048,)), (64, 300, (4032,))),
 )
 """(decodes, tokens in the cache of each, prompts)"""
 REPEATS = 30

@@ -36,7 +36,10 @@ LOADS = {
     "1024": (*SHAREGPT, "--num-requests", "2000", "--concurrency", "1024"),
     "256": (*FIXED, "--num-requests", "768", "--concurrency", "256"),
     "64": (*SHAREGPT, "--num-requests", "256", "--concurrency", "64"),
+    "long-prompts": ("--workload", "lengths", "--num-requests", "400", "--request-rate", "20"),
 }
+LONG_PROMPTS = [[100, 250]] * 19 + [[7900, 50]]
+"""Lengths of `long-prompts`: among answers that are written, prompts that take several steps."""
 
 
 @contextlib.contextmanager
@@ -73,6 +76,7 @@ def main() -> None:
     parser.add_argument("--api-servers", default="auto")
     parser.add_argument("--max-num-seqs", default="1024")
     parser.add_argument("--clients", default="6")
+    parser.add_argument("--target-itl-ms")
     parser.add_argument("--loads", default="poisson-40,1024,256,64,poisson-40,poisson-90")
     args = parser.parse_args()
     folder, config = tempfile.TemporaryDirectory(), common.CONFIGS / args.config
@@ -81,24 +85,28 @@ def main() -> None:
     words = [str(config), "--tokenizer", folder.name, "--load-format", "dummy", "--no-enable-prefix-caching"]
     words += ["--kv-cache-dtype", args.kv_cache_dtype, "--max-num-seqs", args.max_num_seqs, "--api-servers", args.api_servers]
     words += ["--quantization", args.quantization] if args.quantization else []
+    words += ["--target-itl-ms", args.target_itl_ms] if args.target_itl_ms else []
+    lengths = Path(folder.name) / "lengths.json"
+    lengths.write_text(json.dumps({"lengths": LONG_PROMPTS}))
+    loads = {**LOADS, "long-prompts": (*LOADS["long-prompts"], "--lengths-file", str(lengths))}
     rows: list[dict[str, Any]] = []
     with served(words, Path(folder.name) / "log") as (url, ready_s):
         print(f"ready after {ready_s:.1f} s", flush=True)
         for name in args.loads.split(","):
-            given = ["bench", "serve", "--url", url, "--vocab-size", str(vocab), "--clients", args.clients, *LOADS[name]]
+            given = ["bench", "serve", "--url", url, "--vocab-size", str(vocab), "--clients", args.clients, *loads[name]]
             result = common.slipstream(*given)
             row = {"load": name, **{key: result[key] for key in ("workload", "arrivals", "results", "clients")}}
             rows.append(row)
             print(json.dumps(row), flush=True)
             settings = {key: value for key, value in vars(args).items() if key != "output"}
             common.save(args.output, "online", settings=settings, ready_s=ready_s, rows=rows)
-    columns = ("load", "tok/s", *(f"{name} p50 · p99, ms" for name in ("TTFT", "TPOT", "worst gap")))
+    columns = ("load", "tok/s", *(f"{name} p50 · p99, ms" for name in ("TTFT", "TPOT", "ITL", "worst gap")))
     print_table("online", columns, map(shown, rows))
 
 
 def shown(row: dict[str, Any]) -> tuple[str, ...]:
     results = row["results"]
-    times = (results[key] for key in ("ttft_s", "tpot_s", "worst_gap_s"))
+    times = (results[key] for key in ("ttft_s", "tpot_s", "itl_s", "worst_gap_s"))
     both = (f"{time['p50'] * 1e3:.1f} · {time['p99'] * 1e3:.1f}" for time in times)
     return (row["load"], f"{results['output_throughput']:,.0f}", *both)
 

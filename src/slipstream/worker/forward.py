@@ -27,7 +27,7 @@ from slipstream.model.one_token import OneTokenKernel, compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan
-from slipstream.worker.input_batch import GatheredInputs, RowTable, SampledRows, gather
+from slipstream.worker.input_batch import NEEDS_LOGITS, GatheredInputs, RowTable, SampledRows, gather
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -75,16 +75,15 @@ class InputBatch:
         """Of the logits nothing is wanted but where they are largest."""
         assert self.plan is not None
         assert self.table is not None
-        rows = self.table.rows
-        return all(rows[s.request_id].is_greedy for s in self.plan.scheduled if s.num_sampled)
+        names = [s.request_id for s in self.plan.scheduled if s.num_sampled]
+        return not any(self.table.wanted(want, names) for want in NEEDS_LOGITS)
 
     @property
     def has_grammar(self) -> bool:
         """Some request samples by a grammar."""
         assert self.plan is not None
         assert self.table is not None
-        constrained = self.table.constrained
-        return bool(constrained) and any(s.request_id in constrained for s in self.plan.scheduled if s.num_sampled)
+        return self.table.wanted("grammar", [s.request_id for s in self.plan.scheduled if s.num_sampled])
 
 
 @dataclass(slots=True)

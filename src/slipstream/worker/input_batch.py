@@ -10,8 +10,9 @@ compute which positions, so that a token sampled in step N feeds step N + 1 with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,15 @@ LongArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
 
 
+Want: TypeAlias = Literal[
+    "vector", "grammar", "logprobs", "draw", "penalties", "bias", "allowed", "top_k", "top_p", "min_p"
+]
+"""What a request can ask for beside its most likely tokens."""
+
+NEEDS_LOGITS: tuple[Want, ...] = ("grammar", "logprobs", "draw", "penalties", "bias", "allowed")
+"""Without these, all that is wanted of the logits is where they are largest."""
+
+
 @dataclass(slots=True)
 class Row:
     """What the host knows of one running request."""
@@ -38,14 +48,26 @@ class Row:
     forbidden_early: tuple[int, ...]  # tokens that may not end it before min_tokens
     num_encoder_tokens: int = 0
     num_drafted: int = 0  # tokens that the draft model has computed; those of wrong drafts are computed again
-    is_greedy: bool = field(init=False)  # of its logits nothing is wanted but where they are largest
     allowed: LongArray | None = field(init=False)  # the only tokens that can be drawn, each once
 
     def __post_init__(self) -> None:
+        allowed = self.sampling.allowed_token_ids
+        self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
+
+    def wants(self) -> Iterator[Want]:
         s = self.sampling
-        self.allowed = None if s.allowed_token_ids is None else np.unique(np.array(s.allowed_token_ids, np.int64))
-        changed = s.has_penalties or s.logit_bias or self.forbidden_early or s.bad_words_token_ids or s.allowed_token_ids
-        self.is_greedy = s.temperature == 0.0 and s.logprobs is None and s.structured_outputs is None and not changed
+        asked: dict[Want, object] = {
+            "grammar": s.structured_outputs,
+            "logprobs": s.logprobs is not None,
+            "draw": s.temperature > 0.0,
+            "penalties": s.has_penalties,
+            "bias": s.logit_bias or self.forbidden_early or s.bad_words_token_ids,
+            "allowed": self.allowed is not None,
+            "top_k": s.top_k,
+            "top_p": s.top_p < 1.0,
+            "min_p": s.min_p > 0.0,
+        }
+        return (want for want, value in asked.items() if value)
 
 
 class RowTable:
@@ -74,23 +96,25 @@ class RowTable:
         self.block_tables = torch.zeros(len(groups), capacity + 1, max_blocks, dtype=torch.int32, device=device)
         self.encoder_lens = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         self.rows: dict[str, Row] = {}
-        self.pooled: set[str] = set()  # the rows that want a vector
-        self.constrained: set[str] = set()  # those that sample by a grammar
+        # Of each row [C + 1]: temperature, top_p, min_p and the penalties; top_k, tokens of its prompt, seed.
+        self.sampling_floats = torch.zeros(6, capacity + 1, dtype=torch.float32, device=device)
+        self.sampling_ints = torch.zeros(3, capacity + 1, dtype=torch.int64, device=device)
+        self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
         self._free = list(range(capacity - 1, -1, -1))
         self._seeds = np.random.default_rng(seed)
 
     def forget(self) -> None:
         """Drop every row."""
         self.rows.clear()
-        self.pooled.clear()
-        self.constrained.clear()
+        for wanting in self.wanting.values():
+            wanting.clear()
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
         """Drop released rows, make new ones, update block tables: two small uploads whatever the number of rows."""
         for request_id in plan.released:
-            self.pooled.discard(request_id)
-            self.constrained.discard(request_id)
+            for wanting in self.wanting.values():
+                wanting.discard(request_id)
             row = self.rows.pop(request_id, None)
             if row is not None:
                 self._free.append(row.index)
@@ -109,18 +133,33 @@ class RowTable:
             early = (*request.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
             row = Row(self._free.pop(), sampling, request.num_prompt_tokens, seed, early, request.num_encoder_tokens)
             self.rows[request.request_id] = row
-            if request.pooled:
-                self.pooled.add(request.request_id)
-            if sampling.structured_outputs is not None:
-                self.constrained.add(request.request_id)
+            for want in (*row.wants(), *(("vector",) if request.pooled else ())):
+                self.wanting[want].add(request.request_id)
             start = row.index * width
             where.append(np.arange(start, start + len(request.token_ids), dtype=np.int64))
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int32) for s in new])
         self.tokens.view(-1).index_copy_(0, self._upload(np.concatenate(where)), self._upload(tokens))
+        self._put_sampling([self.rows[s.request_id] for s in new])
         if self.cross is not None:
             found = [(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new]
             indices, lens = self._upload(np.array(found, np.int32).T.copy()).unbind(0)
             self.encoder_lens[indices.long()] = lens
+
+    def _put_sampling(self, rows: Sequence[Row]) -> None:
+        """How they sample, once and for all."""
+        where = self._upload(np.array([row.index for row in rows], np.int64))
+        floats = [
+            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in (row.sampling for row in rows)
+        ]
+        ints = [(row.sampling.top_k, row.num_prompt_tokens, row.seed) for row in rows]
+        self.sampling_floats.index_copy_(1, where, upload(np.array(floats, np.float32).T.copy(), self.device))
+        self.sampling_ints.index_copy_(1, where, self._upload(np.array(ints, np.int64).T.copy()))
+
+    def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
+        """One of the requests asks for it."""
+        wanting = self.wanting[want]
+        return bool(wanting) and not wanting.isdisjoint(request_ids)
 
     def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
         _, num_rows, width = self.block_tables.shape
@@ -173,6 +212,11 @@ class SampledRows:
     requests: tuple[ScheduledRequest, ...]
     rows: Tensor  # int32 or int64 [N]
     positions: Tensor  # the same
+
+    @property
+    def names(self) -> list[str]:
+        """Of each request."""
+        return [s.request_id for s in self.requests]
 
     @property
     def request_ids(self) -> tuple[str, ...]:

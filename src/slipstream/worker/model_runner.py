@@ -419,8 +419,11 @@ class ModelRunner:
         """Tokens of logits [N, V], and what `InFlightStep.logprobs` says of them."""
         rows = self.rows
         assert rows is not None
-        wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
-        which = [i for i, k in enumerate(wanted) if k is not None]
+        which, counts = [], []
+        if rows.wanted("logprobs", sampled.names):
+            wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
+            which = [i for i, k in enumerate(wanted) if k is not None]
+            counts = [wanted[i] or 0 for i in which]
         # Log-probabilities are of the model's own distribution: kept before the mask and the sampler overwrite the logits.
         index = self.platform.upload(np.array(which, np.int64)) if which else None
         kept = None if index is None else logits[index]
@@ -429,7 +432,6 @@ class ModelRunner:
         tokens = self.ops.sample(logits, sampling_tensors(rows, sampled))
         if kept is None:
             return tokens, None
-        counts = [wanted[i] or 0 for i in which]
         best = best_logprobs(kept, tokens[index], max(counts))
         return tokens, (which, tuple(self.platform.to_host(t) for t in best), counts)
 
@@ -438,9 +440,9 @@ class ModelRunner:
         whole."""
         assert self.rows is not None
         assert output.hidden is not None
-        if not self.rows.pooled:
+        rows, wanted, end = self.rows.rows, self.rows.wanting["vector"], 0
+        if not wanted:
             return None
-        rows, wanted, end = self.rows.rows, self.rows.pooled, 0
         ends, ids = [], []
         for s in plan.scheduled:
             end += s.num_tokens

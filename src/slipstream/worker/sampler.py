@@ -1,11 +1,11 @@
 """Makes the tensors that `ops.sample` reads from the rows' sampling parameters, and log-probabilities from its tokens.
 
-Only what some row asks for is built and uploaded. A step of greedy rows uploads nothing.
+Only what some row asks for is gathered. A step of greedy rows needs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.metadata import SamplingTensors
 from slipstream.types import FROM_MODEL, ScheduledRequest, TokenLogprobs
-from slipstream.worker.input_batch import Row, RowTable, SampledRows, upload
+from slipstream.worker.input_batch import Row, RowTable, SampledRows, Want, upload
 
 FORBIDDEN = -1e30
 """Added to the logit of a token that must not be drawn. It is finite: where all tokens are forbidden, one is drawn still."""
@@ -23,53 +23,34 @@ PROMPT_LOGPROB_ROWS = 256
 
 
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
-    """The parameters of the N tokens that are sampled, in `sampled`'s order."""
-    rows: list[Row] = []
-    ends: list[int] = []
-    for s in sampled.requests:
-        end = s.num_computed_tokens + s.num_tokens
-        rows += [table.rows[s.request_id]] * s.num_sampled
-        ends += range(end - s.num_sampled + 1, end + 1)  # tokens up to each sampled position
-    device = table.device
-    bias = _bias(table, rows, ends)
-    limited = [(i, row.allowed) for i, row in enumerate(rows) if row.allowed is not None]
-    params = [r.sampling for r in rows]
-    penalised = any(p.has_penalties for p in params)
-    all_greedy = all(p.temperature == 0.0 for p in params)
-    if all_greedy and not penalised and bias is None and not limited:
+    """The parameters of the N tokens that are sampled, in `sampled`'s order. They are on the device since the rows were made.
+    Biases and lists of allowed tokens alone are uploaded each step."""
+    names, device = sampled.names, table.device
+    bias, limits = _bias(table, sampled, names), _limits(table, sampled, names)
+    penalised, draws = table.wanted("penalties", names), table.wanted("draw", names)
+    if not draws and not penalised and bias is None and limits is None:
         empty = torch.empty(0, device=device)
         return SamplingTensors(
             temperature=empty, top_k=empty, top_p=empty, min_p=empty, seeds=empty, history_lens=empty, all_greedy=True
         )
-    floats = np.array(
-        [
-            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            for p in params
-        ],
-        dtype=np.float32,
-    ).T.copy()
-    ints = np.array(
-        [(r.sampling.top_k, r.num_prompt_tokens, n, r.index) for r, n in zip(rows, ends, strict=True)],
-        dtype=np.int32,
-    ).T.copy()
-    temperature, top_p, min_p, repetition, presence, frequency = upload(floats, device).unbind(0)
-    top_k, prompt_lens, history_lens, indices = upload(ints, device).unbind(0)
-    bias_rows, bias_tokens, bias_values = bias if bias is not None else (None, None, None)
-    limited_rows = allowed_rows = allowed_tokens = None
-    if limited:
-        which, allowed = np.array([i for i, _ in limited], np.int64), [tokens for _, tokens in limited]
-        limited_rows = upload(which, device)
-        allowed_rows = upload(which.repeat([len(tokens) for tokens in allowed]), device)
-        allowed_tokens = upload(np.concatenate(allowed), device)
+    floats, ints = (t.index_select(1, sampled.rows) for t in (table.sampling_floats, table.sampling_ints))
+    temperature, top_p, min_p, repetition, presence, frequency = floats.unbind(0)
+    top_k, prompt_lens, seeds = ints.unbind(0)
+    bias_rows, bias_tokens, bias_values = bias or (None, None, None)
+    limited_rows, allowed_rows, allowed_tokens = limits or (None, None, None)
+    history = None
+    if penalised:
+        longest = max(s.num_computed_tokens + s.num_tokens for s in sampled.requests)
+        history = table.tokens[:, :longest].index_select(0, sampled.rows)
     return SamplingTensors(
         temperature=temperature,
-        top_k=top_k,
+        top_k=top_k.int(),
         top_p=top_p,
         min_p=min_p,
-        seeds=upload(np.fromiter((r.seed for r in rows), np.int64, len(rows)), device),
-        history_lens=history_lens,
-        prompt_lens=prompt_lens if penalised else None,
-        history=table.tokens[:, : max(ends)].index_select(0, indices) if penalised else None,
+        seeds=seeds,
+        history_lens=sampled.positions.int(),  # where a token goes, so many stand before it
+        prompt_lens=prompt_lens.int() if penalised else None,
+        history=history,
         repetition_penalty=repetition if penalised else None,
         presence_penalty=presence if penalised else None,
         frequency_penalty=frequency if penalised else None,
@@ -79,21 +60,50 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
         limited_rows=limited_rows,
         allowed_rows=allowed_rows,
         allowed_tokens=allowed_tokens,
-        all_greedy=all_greedy,
-        any_top_k=any(p.top_k for p in params),
-        any_top_p=any(p.top_p < 1.0 for p in params),
-        any_min_p=any(p.min_p > 0.0 for p in params),
+        all_greedy=not draws,
+        any_top_k=table.wanted("top_k", names),
+        any_top_p=table.wanted("top_p", names),
+        any_min_p=table.wanted("min_p", names),
     )
 
 
-def _bias(table: RowTable, rows: Sequence[Row], ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor] | None:
+def _positions(
+    table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]
+) -> Iterator[tuple[int, Row, int]]:
+    """Of the requests that ask for it: (which of the N tokens, the row, how many tokens stand before it)."""
+    if not table.wanted(want, names):
+        return
+    wanting, i = table.wanting[want], 0
+    for s in sampled.requests:
+        if s.request_id in wanting:
+            end = s.num_computed_tokens + s.num_tokens
+            for j in range(s.num_sampled):
+                yield i + j, table.rows[s.request_id], end - s.num_sampled + 1 + j
+        i += s.num_sampled
+
+
+def _limits(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The rows with allowed tokens, and these: of each row, token."""
+    limited = [
+        (i, row.allowed) for i, row, _ in _positions(table, sampled, "allowed", names) if row.allowed is not None
+    ]
+    if not limited:
+        return None
+    which, allowed = np.array([i for i, _ in limited], np.int64), [tokens for _, tokens in limited]
+    of_each = which.repeat([len(tokens) for tokens in allowed])
+    return upload(which, table.device), upload(of_each, table.device), upload(np.concatenate(allowed), table.device)
+
+
+def _bias(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
     """(row, token, value) of every logit bias, and FORBIDDEN on the end tokens of rows that are below min_tokens, and on the
-    last tokens of bad words. Row i has ends[i] tokens. Whether the earlier tokens of a bad word stand there only the device
-    knows: the value is 0 where they don't."""
+    last tokens of bad words. Whether the earlier tokens of a bad word stand there only the device knows: the value is 0 where
+    they don't."""
     entries: list[tuple[int, int, float]] = []
-    begun: list[tuple[int, tuple[int, ...]]] = []  # bad words of several tokens for which the answer is long enough
-    for i, row in enumerate(rows):
-        sampling, num_answered = row.sampling, ends[i] - row.num_prompt_tokens
+    begun: list[
+        tuple[int, int, tuple[int, ...]]
+    ] = []  # bad words of several tokens, behind answers that are long enough
+    for i, row, end in _positions(table, sampled, "bias", names):
+        sampling, num_answered = row.sampling, end - row.num_prompt_tokens
         entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
         if row.forbidden_early and num_answered < sampling.min_tokens:
             entries.extend((i, token, FORBIDDEN) for token in row.forbidden_early)
@@ -101,17 +111,17 @@ def _bias(table: RowTable, rows: Sequence[Row], ends: Sequence[int]) -> tuple[Te
             if len(word) == 1:
                 entries.append((i, word[0], FORBIDDEN))
             elif num_answered >= len(word) - 1:
-                begun.append((i, word))
-    entries.extend((i, word[-1], 0.0) for i, word in begun)
+                begun.append((i, row.index * table.tokens.shape[1] + end, word))
+    entries.extend((i, word[-1], 0.0) for i, _, word in begun)
     if not entries:
         return None
     where, tokens, values = zip(*entries, strict=True)
     biases = upload(np.array(values, np.float32), table.device)
     if begun:
-        longest = max(len(word) for _, word in begun) - 1
-        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens, and their places in the table; −1: any
-        for n, (i, word) in enumerate(begun):
-            size, end = len(word) - 1, rows[i].index * table.tokens.shape[1] + ends[i]
+        longest = max(len(word) for *_, word in begun) - 1
+        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens, and their places in the table; -1: any
+        for n, (_, end, word) in enumerate(begun):
+            size = len(word) - 1
             wanted[0, n, :size], wanted[1, n, :size] = word[:-1], np.arange(end - size, end)
         earlier, places = upload(wanted, table.device).unbind(0)
         found = table.tokens.view(-1)[places.clamp(min=0).long()] == earlier
