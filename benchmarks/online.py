@@ -39,7 +39,7 @@ LOADS = {
     "long-prompts": ("--workload", "lengths", "--num-requests", "400", "--request-rate", "20"),
 }
 LONG_PROMPTS = [[100, 250]] * 19 + [[7900, 50]]
-"""Lengths of `long-prompts`: among answers that are written, prompts that take several steps."""
+"""Lengths of `long-prompts`, a twentieth: among answers that are written, prompts that take several steps."""
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def main() -> None:
     words += ["--quantization", args.quantization] if args.quantization else []
     words += ["--target-itl-ms", args.target_itl_ms] if args.target_itl_ms else []
     lengths = Path(folder.name) / "lengths.json"
-    lengths.write_text(json.dumps({"lengths": LONG_PROMPTS}))
+    lengths.write_text(json.dumps({"lengths": 20 * LONG_PROMPTS}))
     loads = {**LOADS, "long-prompts": (*LOADS["long-prompts"], "--lengths-file", str(lengths))}
     rows: list[dict[str, Any]] = []
     with served(words, Path(folder.name) / "log") as (url, ready_s):
