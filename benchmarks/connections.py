@@ -1,6 +1,6 @@
 """What idle connections and slow readers cost the others: the same load alone, and beside them, in turns.
 
-    python benchmarks/connections.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--idle 5000] [--slow 200] [--streams 1800] [--rounds 3]
+    python benchmarks/connections.py --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--idle 5000] [--slow 200]
 
 The others are `slipstream bench serve` with so many streams at a time. Beside them stand connections that have asked once and
 stay open, and answers of `--slow-tokens` tokens whose readers take one byte a second, from a small buffer. Alone, the load has
