@@ -28,9 +28,7 @@ LongArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
 
 
-Want: TypeAlias = Literal[
-    "vector", "grammar", "logprobs", "draw", "penalties", "bias", "allowed", "top_k", "top_p", "min_p"
-]
+Want: TypeAlias = Literal["vector", "grammar", "logprobs", "draw", "penalties", "bias", "allowed", "top_k", "top_p", "min_p"]
 """What a request can ask for beside its most likely tokens."""
 
 NEEDS_LOGITS: tuple[Want, ...] = ("grammar", "logprobs", "draw", "penalties", "bias", "allowed")

@@ -67,9 +67,7 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     )
 
 
-def _positions(
-    table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]
-) -> Iterator[tuple[int, Row, int]]:
+def _positions(table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]) -> Iterator[tuple[int, Row, int]]:
     """Of the requests that ask for it: (which of the N tokens, the row, how many tokens stand before it)."""
     if not table.wanted(want, names):
         return
@@ -84,9 +82,7 @@ def _positions(
 
 def _limits(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
     """The rows with allowed tokens, and these: of each row, token."""
-    limited = [
-        (i, row.allowed) for i, row, _ in _positions(table, sampled, "allowed", names) if row.allowed is not None
-    ]
+    limited = [(i, row.allowed) for i, row, _ in _positions(table, sampled, "allowed", names) if row.allowed is not None]
     if not limited:
         return None
     which, allowed = np.array([i for i, _ in limited], np.int64), [tokens for _, tokens in limited]
@@ -99,9 +95,7 @@ def _bias(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[
     last tokens of bad words. Whether the earlier tokens of a bad word stand there only the device knows: the value is 0 where
     they don't."""
     entries: list[tuple[int, int, float]] = []
-    begun: list[
-        tuple[int, int, tuple[int, ...]]
-    ] = []  # bad words of several tokens, behind answers that are long enough
+    begun: list[tuple[int, int, tuple[int, ...]]] = []  # bad words of several tokens, behind answers that are long enough
     for i, row, end in _positions(table, sampled, "bias", names):
         sampling, num_answered = row.sampling, end - row.num_prompt_tokens
         entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
@@ -119,7 +113,7 @@ def _bias(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[
     biases = upload(np.array(values, np.float32), table.device)
     if begun:
         longest = max(len(word) for *_, word in begun) - 1
-        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens, and their places in the table; -1: any
+        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens, and their places in the table; −1: any
         for n, (_, end, word) in enumerate(begun):
             size = len(word) - 1
             wanted[0, n, :size], wanted[1, n, :size] = word[:-1], np.arange(end - size, end)
