@@ -279,7 +279,7 @@ def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
             "speculative_config",
             "of at least 1, or",
         ),
-        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 9}}, "speculative_config", "is above"),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 99}}, "speculative_config", "is above"),
         ({"speculative_config": {"method": "draft"}}, "speculative_config", "needs 'model', a text, got None"),
         (
             {"speculative_config": {"method": "draft", "model": "x", "quantization": "int3"}},

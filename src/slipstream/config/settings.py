@@ -202,7 +202,7 @@ class SpeculationConfig:
     method: Literal["ngram", "suffix", "draft"]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int = 32
     model: str | None = None  # draft: the smaller model, and the scheme that its weights are rounded by at load
     quantization: str | None = None
 
