@@ -195,8 +195,7 @@ class Speculation:
 
     def _propose(self, request: Request, most: int) -> Proposal:
         most = min(most, request.end - request.num_tokens - 1)
-        # Of a request with a grammar only the next token's mask is known.
-        if most <= 0 or request.spec.pooled or request.spec.sampling.structured_outputs is not None:
+        if most <= 0 or request.spec.pooled:
             return Proposal()
         if request.drafting is None:
             request.drafting = Drafting(self._proposer(request))
